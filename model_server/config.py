@@ -1,0 +1,73 @@
+"""The engine's settings, checked once when they are made.
+
+The names and defaults follow vLLM's flags where it has the same thing. Nothing here loads a model.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model_server.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
+TINY_MODEL = "kvroute-tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: "kvroute-tiny", or a Hugging Face checkpoint directory.
+        dtype: "auto" takes the checkpoint's own.
+        device: A torch device such as "cpu" or "cuda:0".
+        block_tokens: Tokens in one KV block.
+        gpu_blocks: KV blocks in the pool (on the device, also when that is a CPU).
+        max_model_len: Most tokens of prompt and answer together; None takes the model's own.
+        max_num_seqs: Most requests that run at once.
+        max_num_batched_tokens: Token budget of one step.
+        max_waiting: Most requests that wait to run; one more is refused.
+        enable_prefix_caching: Reuse blocks between requests (and announce them).
+        torch_threads: Threads of one CPU operation; None leaves torch's choice.
+        seed: Seeds requests that bring none.
+    """
+
+    model: str = TINY_MODEL
+    dtype: DType = "auto"
+    device: str = "cpu"
+    block_tokens: int = 16
+    gpu_blocks: int = 1024
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    torch_threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in (
+            "block_tokens",
+            "gpu_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_model_len", "torch_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; give at least 1, or leave it out")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({self.max_num_seqs}): not every running request could decode in one step; raise the first"
+            )

@@ -1,0 +1,41 @@
+"""Errors of the model server: one tree, each message says what was wrong, where, and what to do.
+
+ModelServerError
+|-- ConfigError             a setting that cannot be used
+|-- ModelError              a checkpoint that cannot be loaded
+`-- RequestError            a request that the engine did not take
+    |-- QueueFullError      ... because the waiting queue is full (the only one worth a retry)
+    `-- EngineClosedError   ... because the engine is closed or its loop has died
+"""
+
+
+class ModelServerError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class ConfigError(ModelServerError):
+    """A setting of the engine is out of range or contradicts another."""
+
+
+class ModelError(ModelServerError):
+    """A checkpoint directory is missing, of an unknown architecture, or its tensors do not fit."""
+
+
+class RequestError(ModelServerError):
+    """The engine can never run this request as asked.
+
+    Attributes:
+        param: Name of the request field at fault in the OpenAI API, or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is at its cap; the same request may be taken later."""
+
+
+class EngineClosedError(RequestError):
+    """The engine is closed, or its step loop has died; it takes nothing more."""

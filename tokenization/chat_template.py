@@ -1,0 +1,148 @@
+"""A chat template: OpenAI messages in, the prompt's text out, as `transformers` would render it.
+
+Knows Jinja and the conventions of Hugging Face chat templates; knows nothing of token ids or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenization.errors import PromptError, TokenizerLoadError
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens it may name.
+
+    Args:
+        source: The Jinja source, as in `chat_template.jinja` or tokenizer_config.json's `chat_template`.
+        special_tokens: Variables such as `bos_token` and `eos_token`.
+
+    Raises:
+        TokenizerLoadError: The source is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+            self.wants_parts = _loops_over_content(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Renders a conversation.
+
+        Args:
+            messages: Message dicts whose `content` is a string, None, or (if `wants_parts`) text parts.
+            tools: OpenAI tool definitions.
+            add_generation_prompt: Whether to open the assistant's turn at the end.
+            continue_final_message: Whether to leave the last message open, so that the model goes on with it.
+            template_kwargs: Further variables of the template (`enable_thinking`, ...); they win over
+                `add_generation_prompt`.
+
+        Raises:
+            PromptError: The template refuses these messages.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise PromptError(
+                "add_generation_prompt and continue_final_message cannot both be true",
+                "continue_final_message",
+            )
+        variables = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
+        variables |= {**self._special_tokens, "messages": messages, "tools": tools, "documents": None}
+        try:
+            text = self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise PromptError(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            # A template trusts its input's shape; whatever it trips over is the request's fault.
+            raise PromptError(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from error
+        return _left_open(text, messages) if continue_final_message else text
+
+
+def _left_open(text: str, messages: Sequence[Message]) -> str:
+    """Cuts what the template puts behind the last message's content."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, list):
+        content = content[-1].get("text") if content else None
+    if not isinstance(content, str) or not content.strip():
+        raise PromptError("continue_final_message needs a last message with text", "messages")
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise PromptError(
+            "the chat template does not show the last message as it is", "continue_final_message"
+        )
+    # A template that trims its messages has lost the trailing space; one that does not must keep it.
+    kept = content.lstrip()
+    return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(content.strip())]
+
+
+def _loops_over_content(source: str) -> bool:
+    """Says whether the template iterates over a message's `content`: it then wants parts, not a string."""
+    for loop in _ENVIRONMENT.parse(source).find_all(nodes.For):
+        target = loop.iter
+        if isinstance(target, nodes.Getattr) and target.attr == "content":
+            return True
+        if (
+            isinstance(target, nodes.Getitem)
+            and isinstance(target.arg, nodes.Const)
+            and target.arg.value == "content"
+        ):
+            return True
+    return False
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which models were not trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()

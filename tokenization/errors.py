@@ -1,0 +1,33 @@
+"""What can go wrong between a request's text and its token ids.
+
+TokenizationError
+├── TokenizerLoadError       a tokenizer directory cannot be used
+└── PromptError              the request's prompt is not what the API allows; names the field
+    └── UnsupportedPromptError   allowed by the API, but not something this tokenizer can turn into ids
+"""
+
+from __future__ import annotations
+
+
+class TokenizationError(Exception):
+    """Root of this package's errors."""
+
+
+class TokenizerLoadError(TokenizationError):
+    """A tokenizer's files are missing or broken; the message names the file."""
+
+
+class PromptError(TokenizationError):
+    """The prompt in a request is malformed.
+
+    Attributes:
+        param: The request's field that is wrong, as in OpenAI's error body.
+    """
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedPromptError(PromptError):
+    """The prompt is well-formed, but holds something (an image, say) that has no token ids here."""

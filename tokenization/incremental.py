@@ -1,0 +1,62 @@
+"""Incremental decoding: token ids in one at a time, text out as soon as it can no longer change.
+
+Knows only `decode`; knows nothing of requests or streams.
+"""
+
+from __future__ import annotations
+
+from tokenization.tokenizer import PromptTokenizer
+
+# A character has at most 4 bytes in UTF-8 and a token at least one: it spans at most 4 tokens.
+_CHARACTER_TOKENS_MAX = 4
+_REPLACEMENT = "�"
+
+
+class IncrementalDecoder:
+    """Turns one request's generated ids into text; what it has emitted, joined, is the decoding of them all.
+
+    A tail that ends in U+FFFD may be the first bytes of a character and is held back, for at most as many
+    tokens as a character can have.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # Decoders may drop a leading space: the last emitted tokens are decoded again as context.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Takes the next id and returns the text that is now final, often one word, sometimes nothing."""
+        self._pending.append(token_id)
+        for held in range(min(_CHARACTER_TOKENS_MAX, len(self._pending))):
+            text = self._emit_all_but(held)
+            if text is not None:
+                return text
+        return ""
+
+    def flush(self) -> str:
+        """Returns what was held back: the request has ended, no byte will complete it."""
+        before, after = self._decode(self._context), self._decode(self._context + self._pending)
+        self._context, self._pending = [], []
+        return after[len(before) :]
+
+    def _emit_all_but(self, held: int) -> str | None:
+        """Emits the pending text without the last `held` tokens, or None where that would cut a character."""
+        cut = len(self._pending) - held
+        before = self._decode(self._context)
+        final = self._decode(self._context + self._pending[:cut])
+        if held == 0:
+            if final.endswith(_REPLACEMENT):
+                return None
+        elif cut == 0 or len(self._pending) <= _CHARACTER_TOKENS_MAX:
+            return None
+        else:
+            rest = self._decode(self._pending[cut:])
+            if final + rest != self._decode(self._context + self._pending):
+                return None
+        self._context, self._pending = self._pending[:cut], self._pending[cut:]
+        return final[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,0 +1,1 @@
+"""The tokenizer of the packaged model; `train.py` made it."""

@@ -1,0 +1,54 @@
+"""Trains the packaged tokenizer: `python -m tokenization.tiny.train` writes tokenizer.json beside this file.
+
+Byte-level BPE over the prose that comes with Python: pydoc's topics and the library's docstrings. The file in
+the repository was made with Python 3.11. It is run by hand only: a new vocabulary is a new model.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data import topics
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 4096
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Words with their leading space, numbers by up to three digits, runs of punctuation, line feeds, other space.
+_WORDS = r" ?\p{L}+('\p{L}+)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"
+
+
+def train() -> Tokenizer:
+    """Trains the tokenizer on the prose of the running Python."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_prose(), trainer)
+    return tokenizer
+
+
+def _prose() -> Iterator[str]:
+    yield from topics.topics.values()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
+                yield text
+
+
+if __name__ == "__main__":
+    train().save(str(Path(__file__).parent / "tokenizer.json"), pretty=False)

@@ -1,0 +1,168 @@
+"""A model's tokenizer: text or messages in, the engine's own token ids out, and back.
+
+Reads a Hugging Face directory: tokenizer.json and what lies beside it. Knows no models, pods or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tokenization.chat_template import ChatTemplate, Message
+from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+
+TINY_DIRECTORY = Path(__file__).parent / "tiny"
+"""Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class PromptTokenizer:
+    """Encodes, renders and decodes for one model; safe to share between threads.
+
+    Attributes:
+        vocab_size: Number of ids, added tokens included.
+        eos_token_ids: Ids that end a generation.
+        chat_template: None for a model that has no chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        # Engines cut and pad for themselves; a setting left in tokenizer.json must not change the ids.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, directory: Path | str) -> PromptTokenizer:
+        """Loads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+
+        Raises:
+            TokenizerLoadError: A file is missing or broken.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerLoadError(f"{path}: no such file; a tokenizer directory holds a tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of broken file
+            raise TokenizerLoadError(f"{path}: {error}") from error
+        settings = _read_json(directory / "tokenizer_config.json")
+        special = {
+            name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
+        }
+        source = _template_source(directory, settings)
+        template = ChatTemplate(source, special) if source is not None else None
+        return cls(tokenizer, template, _eos_token_ids(directory, tokenizer, special))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes text; `add_special_tokens` adds what the model expects around it (a BOS token, say)."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The vocabulary's own spelling of one id; empty for an id outside it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Renders messages with the model's template; arguments as for `ChatTemplate.render`.
+
+        Raises:
+            PromptError: The template refuses the messages, or there is none.
+        """
+        if self.chat_template is None:
+            raise UnsupportedPromptError("this model has no chat template; use /v1/completions", "messages")
+        return self.chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Renders and encodes; the template writes the special tokens itself, so none are added."""
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Reads an optional JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as its text, or as an AddedToken's dict."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
+    """generation_config.json's ids (may be several), else config.json's; always the tokenizer's own too."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+            break
+    if (text := special.get("eos_token")) is not None and (
+        token_id := tokenizer.token_to_id(text)
+    ) is not None:
+        ids.add(token_id)
+    return frozenset(ids)
