@@ -1,0 +1,1 @@
+"""The laptop stack: model servers, the router and a real Envoy as one supervised process tree."""

@@ -1,0 +1,73 @@
+# kvroute: `make up` shows it, `make test` proves it. Every target sets up what it needs.
+# Needs python3 >= 3.11, make and the package registries; nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8
+READY := $(VENV)/.ready
+
+# The local stack: make up REPLICAS=3 PORT=9000; DEMO=1 ends after the demonstration.
+REPLICAS ?= 2
+PORT ?= 8080
+BASE_PORT ?= 18000
+UP_ARGS ?=
+
+.PHONY: help setup up test test-kind check format bench lock proto clean
+
+help:
+	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
+	@echo "make up DEMO=1  the same, but end after the demonstration; also REPLICAS=n PORT=n BASE_PORT=n"
+	@echo "make test       all tests that need no cluster"
+	@echo "make check      ruff and mypy"
+	@echo "make test-kind  tests in a kind cluster (says what it needs)"
+	@echo "make setup      .venv with the kvroute command, from requirements.lock"
+	@echo "make lock       resolve requirements.lock anew; make proto: generate the gRPC stubs anew"
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvroute needs Python >= 3.11, $(PYTHON) is older; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "setting up $(VENV) from requirements.lock (the first time: about half a minute, most of it torch)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+up: setup
+	@exec $(BIN)/kvroute up --replicas $(REPLICAS) --port $(PORT) --base-port $(BASE_PORT) $(if $(filter 1,$(DEMO)),--demo-only) $(UP_ARGS)
+
+test: setup
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-kind: setup
+	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m benchmarks.first_light
+
+lock: setup
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
+	  --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
+
+proto: setup
+	for package in router:endpoint_picker indexer:indexer; do \
+	  name=$${package#*:}; package=$${package%%:*}; \
+	  $(BIN)/python -m grpc_tools.protoc -I$$package/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
+	    $$package/_pb/$$name.proto; \
+	done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

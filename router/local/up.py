@@ -1,0 +1,154 @@
+"""`kvroute up`: starts the local stack, shows what it does, and leaves nothing behind.
+
+Options in; a running stack, a printed demonstration and an exit status out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from router.local.demo import run_demo
+from router.local.errors import LocalStackError
+from router.local.stack import StackOptions, StackPlan, plan_stack
+from router.local.supervisor import Supervisor, check_ports
+
+_WATCH_S = 0.2
+# Module -> what provides it; the router alone needs none of them.
+_NEEDED = {
+    "torch": "model-server",
+    "starlette": "model-server",
+    "uvicorn": "model-server",
+    "safetensors": "model-server",
+    "envoy._bin": "local",
+}
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    options = StackOptions(
+        replicas=arguments.replicas,
+        port=arguments.port,
+        base_port=arguments.base_port,
+        model=arguments.model,
+        responses=arguments.responses,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        _check_libraries()
+        return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
+    except _InterruptedError:
+        return 0
+    except (LocalStackError, ValueError) as error:
+        print(f"kvroute up: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvroute up",
+        description="Start model servers, the router and a real Envoy here, and show what is routed where.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="number of model servers")
+    parser.add_argument(
+        "--port", type=int, default=8080, help="the gateway's port: OpenAI's API behind Envoy"
+    )
+    parser.add_argument("--base-port", type=int, default=18000, help="first of the ports for everything else")
+    parser.add_argument(
+        "--model", default="kvroute-tiny", help="kvroute-tiny, or a Hugging Face checkpoint directory"
+    )
+    parser.add_argument(
+        "--responses",
+        choices=("skip", "full"),
+        default="skip",
+        help="skip: responses do not pass through the router; full: ext_proc sees both phases",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
+    only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
+    return parser
+
+
+def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as name:
+        directory = Path(name)
+        plan = plan_stack(options, directory)
+        check_ports(plan.ports)
+        for file, text in plan.files.items():
+            (directory / file).write_text(text, encoding="utf-8")
+        supervisor = Supervisor(directory, _progress())
+        try:
+            supervisor.start(plan.children)
+            if demo:
+                run_demo(plan, supervisor.check)
+            if stay:
+                _stay(plan, supervisor, directory)
+            supervisor.check()
+        finally:
+            # A second Ctrl-C must not leave children behind.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            supervisor.stop()
+    return 1 if supervisor.died else 0
+
+
+def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
+    print(
+        f"\nkvroute is up: {plan.gateway_url} (Envoy); pods {', '.join(plan.pod_urls)}\n"
+        f"  picks explained:  {plan.router_debug_url}/debug/decisions\n"
+        f"  metrics:          {plan.router_debug_url}/metrics\n"
+        f"  round-robin door: {plan.round_robin_url}\n"
+        f"  logs:             {directory}\n\n"
+        f"  curl -sD- {plan.gateway_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{plan.model_name}", "max_tokens": 16, '
+        f'"messages": [{{"role": "user", "content": "Hello"}}]}}\'\n\n'
+        "Ctrl-C ends it.",
+        flush=True,
+    )
+    try:
+        while True:
+            supervisor.check()
+            time.sleep(_WATCH_S)
+    except _InterruptedError:
+        print("\nstopping", flush=True)
+
+
+def _progress() -> Callable[[str], None]:
+    started_s = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {line}", flush=True)
+
+    say("starting model servers, router and Envoy")
+    return say
+
+
+def _check_libraries() -> None:
+    for module, extra in _NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            raise LocalStackError(
+                f"the library {module} is missing; install it with: pip install 'kvroute[{extra}]'"
+            )
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise _InterruptedError
+
+
+if __name__ == "__main__":
+    sys.exit(main())
