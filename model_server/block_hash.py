@@ -1,0 +1,73 @@
+"""Chained hashes of full KV blocks: vLLM's `sha256_cbor` with its fixed default seed.
+
+In: parent digest, the block's token ids, its extra keys. Out: a 32-byte digest, and the 64-bit number
+that events carry for it. To everyone outside the engine these are opaque handles.
+
+    digest = sha256(cbor([parent, [token ids], extra keys or null]))
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import TypeAlias
+
+CborValue: TypeAlias = "int | bytes | str | Sequence[CborValue] | None"
+ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...]
+
+_UINT, _NEGATIVE, _BYTES, _TEXT, _ARRAY = range(5)
+
+
+def root_digest(seed: str) -> bytes:
+    """Return the parent of every first block."""
+    return hashlib.sha256(encode_cbor(seed)).digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
+    """Return the digest of one full block.
+
+    Args:
+        parent: Digest of the block before it, or `ROOT_DIGEST`.
+        token_ids: Exactly one block of tokens.
+        extra_keys: What else the block's content depends on, tagged as vLLM 0.31+ tags it.
+    """
+    return hashlib.sha256(encode_cbor((parent, token_ids, extra_keys))).digest()
+
+
+def salt_keys(cache_salt: str | None) -> ExtraKeys | None:
+    """Return the extra keys of a prompt's first block (the salt goes into no other)."""
+    return None if cache_salt is None else (("cache_salt", cache_salt),)
+
+
+def event_hash(digest: bytes) -> int:
+    """Return the number that stands for the digest in events: its low 64 bits, big-endian."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def encode_cbor(value: CborValue) -> bytes:
+    """Encode in canonical CBOR (RFC 8949, section 4.2) the few types that block hashes need."""
+    if isinstance(value, int):
+        return _head(_UINT, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
+    if isinstance(value, bytes):
+        return _head(_BYTES, len(value)) + value
+    if isinstance(value, str):
+        text = value.encode()
+        return _head(_TEXT, len(text)) + text
+    if value is None:
+        return b"\xf6"
+    return _head(_ARRAY, len(value)) + b"".join([encode_cbor(item) for item in value])
+
+
+def _head(major_type: int, number: int) -> bytes:
+    """Encode a type and its length or value in the fewest bytes, as canonical form demands."""
+    prefix = major_type << 5
+    if number < 24:
+        return bytes((prefix | number,))
+    if number < 1 << 8:
+        return bytes((prefix | 24, number))
+    if number < 1 << 16:
+        return bytes((prefix | 25,)) + number.to_bytes(2, "big")
+    if number < 1 << 32:
+        return bytes((prefix | 26,)) + number.to_bytes(4, "big")
+    return bytes((prefix | 27,)) + number.to_bytes(8, "big")
+
+
+ROOT_DIGEST = root_digest("vllm-none-hash")

@@ -1,0 +1,238 @@
+"""The command line of the model server: flags in (vLLM's names where it has them), exit code out.
+
+Loads nothing heavy before the flags are known to be right, so that ``--help`` answers at once.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from model_server.config import DTYPES, TINY_MODEL, EngineConfig
+from model_server.errors import ConfigError, ModelServerError
+
+if TYPE_CHECKING:
+    from model_server.publish import KVEventsConfig
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_MAX_BODY_BYTES = 16 << 20
+# Packages of the extra `model-server`, whose absence is the user's to mend rather than a bug.
+_EXTRA = frozenset({"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a model server until it is stopped.
+
+    Args:
+        argv: The arguments after the command's name; None takes the process's own.
+
+    Returns:
+        0 after a regular stop, 1 if it could not start, 2 for wrong flags.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        engine, events = _engine_config(args), _events_config(args)
+    except ConfigError as error:
+        parser.error(str(error))
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, _exit_at_once)
+    try:
+        from model_server import serve
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        return _fail(f"{error.name} is not installed; install kvroute[model-server]")
+    options = serve.ServeOptions(
+        engine=engine,
+        host=args.host,
+        port=args.port,
+        served_names=tuple(args.served_model_name or [_default_name(engine.model)]),
+        events=events,
+        max_body_bytes=args.max_body_bytes,
+    )
+    try:
+        serve.run(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    except ModelServerError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"kvroute model-server: error: {message}", file=sys.stderr)
+    return _EXIT_FAILED
+
+
+def _exit_at_once(_: int, __: FrameType | None) -> NoReturn:
+    # Until the server handles signals itself: an exception raised in the middle of importing torch
+    # may be swallowed there, and nothing has been made yet that would have to be cleaned up.
+    os._exit(0)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_EXIT_USAGE, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvroute model-server",
+        description="Serve one model over an OpenAI-compatible API and publish what its KV cache holds.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_event_flags(parser.add_argument_group("KV cache events (ZMQ, as vLLM's)"))
+    return parser
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        help="port to listen on; 0 lets the system choose (default: %(default)s)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names the API knows the model by (default: the tiny model's name, or the directory's)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=_positive,
+        default=_MAX_BODY_BYTES,
+        metavar="N",
+        help="refuse larger HTTP bodies (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="how much to log (default: %(default)s)",
+    )
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    defaults = EngineConfig()
+
+    def number(name: str, default: int | None, text: str, *aliases: str) -> None:
+        shown = text if default is None else f"{text} (default: {default})"
+        group.add_argument(name, *aliases, type=int, default=default, metavar="N", help=shown)
+
+    group.add_argument(
+        "--model",
+        default=TINY_MODEL,
+        help="a Hugging Face checkpoint directory, or the built-in tiny model (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=defaults.dtype,
+        help="type of weights and KV cache (default: %(default)s, the checkpoint's own)",
+    )
+    group.add_argument("--device", default=defaults.device, help="torch device (default: %(default)s)")
+    number("--block-size", defaults.block_tokens, "tokens per KV block")
+    number("--num-gpu-blocks", defaults.gpu_blocks, "KV blocks in the pool", "--num-gpu-blocks-override")
+    number("--max-model-len", None, "most tokens of prompt and answer together (default: the model's own)")
+    number("--max-num-seqs", defaults.max_num_seqs, "most requests running at once")
+    number("--max-num-batched-tokens", defaults.max_num_batched_tokens, "token budget of one step")
+    number("--max-num-queued-reqs", defaults.max_waiting, "most requests waiting; one more is refused")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.enable_prefix_caching,
+        help="reuse blocks between requests (default: they are)",
+    )
+    number("--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
+    number("--seed", defaults.seed, "seeds requests that bring no seed")
+
+
+def _add_event_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--no-kv-events", action="store_true", help="publish no events")
+    group.add_argument(
+        "--kv-events-endpoint",
+        default="tcp://*:5557",
+        metavar="ENDPOINT",
+        help="PUB socket: bound if it holds * or ::, or is ipc or inproc; otherwise connected "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-events-bind",
+        action="store_true",
+        help="bind --kv-events-endpoint whatever it is, a loopback address too",
+    )
+    group.add_argument(
+        "--kv-replay-endpoint",
+        default="tcp://*:5558",
+        metavar="ENDPOINT",
+        help="ROUTER socket for replays, always bound; empty turns replay off (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-events-topic", default="", metavar="TOPIC", help="first frame (default: kv@HOST:PORT@MODEL)"
+    )
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        block_tokens=args.block_size,
+        gpu_blocks=args.num_gpu_blocks,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_waiting=args.max_num_queued_reqs,
+        enable_prefix_caching=args.enable_prefix_caching,
+        torch_threads=args.torch_threads,
+        seed=args.seed,
+    )
+
+
+def _events_config(args: argparse.Namespace) -> "KVEventsConfig | None":
+    if args.no_kv_events:
+        return None
+    from model_server.publish import KVEventsConfig
+
+    return KVEventsConfig(
+        endpoint=args.kv_events_endpoint,
+        replay_endpoint=args.kv_replay_endpoint or None,
+        topic=args.kv_events_topic,
+        always_bind=args.kv_events_bind,
+    )
+
+
+def _default_name(model: str) -> str:
+    return model if model == TINY_MODEL else Path(model).resolve().name
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not a port (0 to 65535)")
+    return port
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number

@@ -1,0 +1,207 @@
+"""The engine's outputs on the event loop: one Generation per HTTP request, one text per choice.
+
+In: engine requests. Out: deltas of text, in the order they are made. The engine thread only appends to a
+deque and wakes the loop once for all it has appended; decoding happens on the loop. Knows nothing of HTTP.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from model_server.api_errors import ApiError, from_exception
+from model_server.errors import RequestError
+from model_server.metrics import ChoiceObserver, RequestMetrics
+from model_server.requests import GenerationRequest, TokenOutput
+from model_server.text import Delta, TextAssembler
+
+
+class EngineLike(Protocol):
+    """The part of the engine that a request needs."""
+
+    def submit(self, request: GenerationRequest, sink: "OutputSink") -> None:
+        """Start a request."""
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and free its blocks."""
+
+
+class OutputSink(Protocol):
+    """Takes outputs on the engine thread."""
+
+    def __call__(self, output: TokenOutput, /) -> None:
+        """Take one output; must not block."""
+
+
+class AsyncEngine:
+    """Carries outputs from the engine thread to the event loop.
+
+    What waits here is bounded by what the engine may run: no request makes more than its max_tokens.
+
+    Args:
+        engine: The engine.
+        loop: The loop that everything but the sink runs on.
+        metrics: Observes each request's latencies.
+    """
+
+    def __init__(self, engine: EngineLike, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._metrics = metrics
+        self._arrived: deque[TokenOutput] = deque()
+        self._wake_pending = False
+        self._generations: dict[str, Generation] = {}
+
+    def generate(
+        self, requests: tuple[GenerationRequest, ...], texts: tuple[TextAssembler, ...], arrived_s: float
+    ) -> "Generation":
+        """Submit the requests of one HTTP request; the caller closes the result.
+
+        Args:
+            requests: One per choice.
+            texts: One per choice, empty.
+            arrived_s: When the HTTP request came, by `now_s`.
+
+        Raises:
+            ApiError: The engine did not take one of them; then none of them runs.
+        """
+        observers = [self._metrics.choice(arrived_s) for _ in requests]
+        generation = Generation(self, requests, texts, observers)
+        try:
+            for request in requests:
+                self._generations[request.request_id] = generation
+                self._engine.submit(request, self._on_output)
+        except BaseException as error:
+            generation.close()
+            if isinstance(error, RequestError):
+                raise from_exception(error) from error
+            raise
+        return generation
+
+    def abort_all(self) -> None:
+        """End every generation with an error, because the server is stopping."""
+        for generation in set(self._generations.values()):
+            generation.fail(ApiError(503, "the server is shutting down; send the request again"))
+
+    def now_s(self) -> float:
+        """The clock of all times here."""
+        return time.monotonic()
+
+    def release(self, request_id: str, *, finished: bool) -> None:
+        """Forget a request, aborting it unless the engine has finished it."""
+        if self._generations.pop(request_id, None) is not None and not finished:
+            self._engine.abort(request_id)
+
+    def _on_output(self, output: TokenOutput) -> None:
+        """Engine thread: hand one output over."""
+        self._arrived.append(output)
+        if not self._wake_pending:
+            self._wake_pending = True
+            # The loop may have closed while the engine was finishing its step.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # Cleared before the deque is emptied: an output appended meanwhile is either seen now or wakes again.
+        self._wake_pending = False
+        while self._arrived:
+            output = self._arrived.popleft()
+            generation = self._generations.get(output.request_id)
+            if generation is not None:
+                generation.put(output)
+
+
+class Generation:
+    """All choices of one HTTP request: iterate it for (choice index, delta) pairs; close aborts the rest.
+
+    Attributes:
+        texts: One per choice.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        requests: tuple[GenerationRequest, ...],
+        texts: tuple[TextAssembler, ...],
+        observers: list[ChoiceObserver],
+    ) -> None:
+        self._engine = engine
+        self._indices = {request.request_id: index for index, request in enumerate(requests)}
+        self._observers = observers
+        self._waiting: list[TokenOutput] = []
+        self._ready = asyncio.Event()
+        self._error: ApiError | None = None
+        self.texts = texts
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, all choices together."""
+        return sum(text.completion_tokens for text in self.texts)
+
+    @property
+    def cached_tokens(self) -> tuple[int, ...]:
+        """Prompt tokens that came from the cache, per choice."""
+        return tuple(text.cached_tokens for text in self.texts)
+
+    def put(self, output: TokenOutput) -> None:
+        """Take one of the engine's outputs."""
+        self._waiting.append(output)
+        self._ready.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Make the iteration raise `error`."""
+        self._error = error
+        self._ready.set()
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for request_id in self._indices:
+            self._engine.release(request_id, finished=False)
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Yield what has arrived, all of it at once, until every choice has finished.
+
+        Raises:
+            ApiError: The engine failed or the server is stopping.
+        """
+        unfinished = len(self.texts)
+        while unfinished:
+            await self._ready.wait()
+            self._ready.clear()
+            deltas = [delta for output in self._take() if (delta := self._push(output)) is not None]
+            if deltas:
+                yield deltas
+            unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
+            if self._error is not None:
+                raise self._error
+
+    def _take(self) -> list[TokenOutput]:
+        outputs, self._waiting = self._waiting, []
+        return outputs
+
+    def _push(self, output: TokenOutput) -> tuple[int, Delta] | None:
+        index = self._indices[output.request_id]
+        text, observer = self.texts[index], self._observers[index]
+        if text.finished:
+            return None
+        if output.finish_reason in ("abort", "error"):
+            self._engine.release(output.request_id, finished=True)
+            self._error = _failure(output)
+            return None
+        now_s = self._engine.now_s()
+        if output.token_ids:
+            observer.tokens(now_s)
+        delta = text.push(output)
+        if delta.finish_reason is not None:
+            observer.finished(now_s, delta.finish_reason)
+            # A stop string ends the text here while the engine still runs.
+            self._engine.release(output.request_id, finished=output.finish_reason is not None)
+        return index, delta
+
+
+def _failure(output: TokenOutput) -> ApiError:
+    if output.finish_reason == "abort":
+        return ApiError(503, "the server aborted the request; send it again")
+    return ApiError(500, f"the engine failed: {output.error or 'no reason given'}")

@@ -1,0 +1,177 @@
+"""Reading bodies and sending streams over ASGI: size caps, time limits, disconnects.
+
+In: a Starlette request, or a stream of byte chunks. Out: the body, or a response that ends when the client
+does. Knows nothing of the OpenAI API.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from model_server.api_errors import ApiError
+
+_BODY_TIMEOUT_S = 60.0
+# After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
+_DISCARD_BYTES_MAX = 64 << 20
+_DISCARD_TIMEOUT_S = 5.0
+
+_T = TypeVar("_T")
+
+
+class BodyReader:
+    """Reads request bodies, none larger than a cap, nor all at once larger than another.
+
+    Args:
+        max_bytes: Cap of one body.
+        total_max_bytes: Cap of all bodies being read at one time.
+    """
+
+    def __init__(self, max_bytes: int, total_max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._total_max_bytes = total_max_bytes
+        self._total_bytes = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Read one body.
+
+        Raises:
+            ApiError: 413 too large, 408 too slow, 503 too much is being read at once.
+            ClientDisconnect: The client went away.
+        """
+        body = bytearray()
+        chunks = request.stream()
+        try:
+            if int(request.headers.get("content-length", "0")) > self._max_bytes:
+                raise self._too_large()
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                async for chunk in chunks:
+                    self._take(body, chunk)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+        except ApiError:
+            await _discard(chunks)
+            raise
+        finally:
+            self._total_bytes -= len(body)
+        return bytes(body)
+
+    def _take(self, body: bytearray, chunk: bytes) -> None:
+        if len(body) + len(chunk) > self._max_bytes:
+            raise self._too_large()
+        if self._total_bytes + len(chunk) > self._total_max_bytes:
+            raise ApiError(503, "the server is receiving too much at once; send the request again later")
+        body += chunk
+        self._total_bytes += len(chunk)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    discarded = 0
+    try:
+        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            async for chunk in chunks:
+                discarded += len(chunk)
+                if discarded > _DISCARD_BYTES_MAX:
+                    return
+    except TimeoutError:
+        return
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
+    """Run `work` once the body is read, cancelling it if the client goes away first.
+
+    Raises:
+        ClientDisconnect: It did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A server-sent event stream.
+
+    Args:
+        first: The first piece, which was awaited before the status was decided.
+        rest: The others.
+        on_close: Called when the stream ends, in whatever way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._rest = rest
+        self._on_close = on_close
+        self.init_headers({"cache-control": "no-cache"})
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; the ASGI interface."""
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async with aclosing(self._rest):
+            async for piece in self._rest:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class QuietEnd:
+    """Outermost ASGI layer: a client that went away, or the server's stop, is no error to log.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; the ASGI interface."""
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            pass
+        except asyncio.CancelledError:
+            if not started:
+                await _send_error(send, ApiError(503, "the server is shutting down; send the request again"))
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": error.body(), "more_body": False})

@@ -1,0 +1,93 @@
+"""Typed reading of a checkpoint's config.json.
+
+In: the decoded JSON. Out: numbers and booleans of the right type, or a ModelError with file and field.
+"""
+
+from collections.abc import Mapping
+
+from model_server.errors import ModelError
+
+
+class HfConfig:
+    """A JSON object that knows which file, and which field of it, it came from."""
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self._values = values
+        self.where = where
+
+    def has(self, field: str) -> bool:
+        """Tell whether the field is there and not null."""
+        return self._values.get(field) is not None
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        """Read a positive integer."""
+        value = self._get(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(field, value, "a positive integer")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Read a positive number."""
+        value = self._get(field, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.error(field, value, "a positive number")
+        return float(value)
+
+    def boolean(self, field: str, default: bool) -> bool:
+        """Read true or false."""
+        value = self._get(field, default)
+        if not isinstance(value, bool):
+            raise self.error(field, value, "true or false")
+        return value
+
+    def text(self, field: str, default: str) -> str:
+        """Read a string."""
+        value = self._get(field, default)
+        if not isinstance(value, str):
+            raise self.error(field, value, "a string")
+        return value
+
+    def section(self, field: str) -> "HfConfig":
+        """Read an object; a missing one is empty."""
+        value = self._values.get(field)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(field, value, "an object")
+        return HfConfig(value, f"{self.where}: {field}")
+
+    def names(self, field: str) -> list[str]:
+        """Read a list of strings; a missing one is empty."""
+        value = self._values.get(field)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(field, value, "a list of strings")
+        return value
+
+    def token_ids(self, field: str) -> frozenset[int]:
+        """Read one token id or a list of them; a missing field is empty."""
+        value = self._values.get(field)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.error(field, value, "a token id or a list of them")
+        return frozenset(ids)
+
+    def texts(self) -> list[str]:
+        """Return the object's values, all of which must be strings."""
+        for field, value in self._values.items():
+            if not isinstance(value, str):
+                raise self.error(field, value, "a string")
+        return [str(value) for value in self._values.values()]
+
+    def error(self, field: str, value: object, wanted: str) -> ModelError:
+        """Return the error for a field that cannot be used."""
+        return ModelError(f"{self.where}: field {field!r} is {value!r}; it must be {wanted}")
+
+    def _get(self, field: str, default: object) -> object:
+        value = self._values.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.where}: field {field!r} is missing")
+        return value

@@ -1,0 +1,240 @@
+"""An OpenAI request's bytes in, the engine's requests out: checked fields, token ids, sampling parameters.
+
+Runs on a worker thread, because encoding a long prompt takes long. Knows nothing of HTTP or of the engine.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from model_server.api_errors import ApiError, from_exception
+from model_server.openai_types import (
+    Body,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    convert,
+    decode_body,
+    generation_body,
+)
+from model_server.requests import GenerationRequest, SamplingParams
+from tokenization import PromptError, PromptTokenizer
+from tokenization.openai_prompts import chat_prompt, completion_prompts
+
+Api = Literal["completion", "chat"]
+
+_COMPLETION_MAX_TOKENS_DEFAULT = 16
+_CHOICES_MAX = 1024
+_ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against.
+
+    Attributes:
+        names: Names it is served under, the main one first.
+        root: Where it came from: a path, or the name of a built-in model.
+        tokenizer: Its tokenizer.
+        max_model_len: Most tokens of prompt and answer together.
+        token_chars_max: Length of its longest token's text.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    tokenizer: PromptTokenizer
+    max_model_len: int
+    token_chars_max: int
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...], root: str, tokenizer: PromptTokenizer, max_model_len: int
+    ) -> "ServedModel":
+        """Describe a model, measuring its vocabulary."""
+        longest = max(len(tokenizer.token_text(token_id)) for token_id in range(tokenizer.vocab_size))
+        return cls(names, root, tokenizer, max_model_len, longest)
+
+    def served_name(self, name: str | None) -> str:
+        """The name to answer under.
+
+        Raises:
+            ApiError: 404, this model is not served.
+        """
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r} does not exist; see /v1/models", "model")
+        return name or self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checked HTTP request.
+
+    Attributes:
+        api: Which of the two it came through.
+        request_id: The id shown to the client.
+        model: The name to answer under.
+        fields: The checked body.
+        prompts: Token ids of each prompt (a chat has one).
+        requests: One per choice: `n` for the first prompt, then `n` for the next.
+    """
+
+    api: Api
+    request_id: str
+    model: str
+    fields: GenerationBody
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[GenerationRequest, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+
+def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
+    """Check and encode one request.
+
+    Args:
+        model: The served model.
+        api: Which API the body is for.
+        raw: The HTTP body.
+        header_id: The client's x-request-id header; wins over the body's request_id.
+
+    Raises:
+        ApiError: The request is malformed, for another model, or longer than the context.
+    """
+    body = decode_body(raw)
+    fields = generation_body(body)
+    name = model.served_name(fields.model)
+    copies = fields.n or 1
+    if _prompt_count(api, body) * copies > _CHOICES_MAX:
+        raise ApiError(
+            400, f"at most {_CHOICES_MAX} choices per request: use fewer prompts or a smaller n", "n"
+        )
+    prompts = _prompts(model, api, body)
+    shown_id = header_id or fields.request_id or secrets.token_hex(8)
+    # A client may use its id twice at once; the engine's ids must differ all the same.
+    own_id = f"{shown_id}-{secrets.token_hex(8)}"
+    requests = tuple(
+        GenerationRequest(
+            request_id=f"{own_id}-{at * copies + copy}",
+            prompt_token_ids=prompt,
+            sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt)), copy),
+            cache_salt=fields.cache_salt,
+        )
+        for at, prompt in enumerate(prompts)
+        for copy in range(copies)
+    )
+    return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests)
+
+
+def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
+    """Answer a /tokenize request (`prompt`, or `messages` and the template's options).
+
+    Raises:
+        ApiError: The request is malformed or for another model.
+    """
+    body = decode_body(raw)
+    fields = convert(body, TokenizeBody)
+    model.served_name(fields.model)
+    if "messages" not in body and not isinstance(body.get("prompt"), str):
+        raise ApiError(400, "prompt must be a string (or give messages)", "prompt")
+    try:
+        ids = (
+            chat_prompt(body, model.tokenizer)
+            if "messages" in body
+            else completion_prompts(body, model.tokenizer)[0]
+        )
+    except PromptError as error:
+        raise from_exception(error) from error
+    texts = [model.tokenizer.token_text(token_id) for token_id in ids] if fields.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
+    """Answer a /detokenize request.
+
+    Raises:
+        ApiError: The request is malformed or for another model.
+    """
+    fields = convert(decode_body(raw), DetokenizeBody)
+    model.served_name(fields.model)
+    if any(token_id >= model.tokenizer.vocab_size for token_id in fields.tokens):
+        raise ApiError(400, f"token ids must be less than {model.tokenizer.vocab_size}", "tokens")
+    return {"prompt": model.tokenizer.decode(fields.tokens, skip_special_tokens=False)}
+
+
+def _prompt_count(api: Api, body: Body) -> int:
+    """How many prompts a body holds, known before any of them is encoded."""
+    prompt = body.get("prompt")
+    if api == "chat" or not isinstance(prompt, list) or isinstance(next(iter(prompt), 0), int):
+        return 1
+    return len(prompt)
+
+
+def _prompts(model: ServedModel, api: Api, body: Body) -> tuple[tuple[int, ...], ...]:
+    # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
+    chars = _chars(body.get("messages" if api == "chat" else "prompt"), total=api == "chat")
+    if (tokens_min := chars // model.token_chars_max) >= model.max_model_len:
+        raise _too_long(model, f"at least {tokens_min}")
+    try:
+        prompts = (
+            [chat_prompt(body, model.tokenizer)]
+            if api == "chat"
+            else completion_prompts(body, model.tokenizer)
+        )
+    except PromptError as error:
+        raise from_exception(error) from error
+    if not all(prompts):
+        raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
+    return tuple(map(tuple, prompts))
+
+
+def _chars(value: object, *, total: bool) -> int:
+    """Characters of the longest text in a prompt, or of all texts in messages (`total`)."""
+    fold: Callable[[list[int]], int] = sum if total else max
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return _chars(value.get("content", value.get("text")), total=total)
+    return fold([0, *(_chars(item, total=total) for item in value)]) if isinstance(value, list) else 0
+
+
+def _answer_tokens(model: ServedModel, api: Api, fields: GenerationBody, prompt_tokens: int) -> int:
+    """How many tokens the answer may have."""
+    room = model.max_model_len - prompt_tokens
+    wanted = (fields.max_completion_tokens if api == "chat" else None) or fields.max_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        raise _too_long(model, str(prompt_tokens), wanted)
+    if wanted is not None:
+        return wanted
+    return room if api == "chat" else min(room, _COMPLETION_MAX_TOKENS_DEFAULT)
+
+
+def _too_long(model: ServedModel, prompt_tokens: str, wanted: int | None = None) -> ApiError:
+    asked = f" and {wanted} tokens of output were requested" if wanted is not None else ""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {model.max_model_len} tokens. However, your prompt contains "
+        f"{prompt_tokens} input tokens{asked}. Shorten the prompt or ask for fewer output tokens.",
+        "input_tokens",
+    )
+
+
+def _sampling(fields: GenerationBody, max_tokens: int, copy: int) -> SamplingParams:
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise ApiError(400, f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", "min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(0, fields.top_k or 0),
+        min_p=fields.min_p or 0.0,
+        # Copies of one prompt must differ, and do so repeatably.
+        seed=None if fields.seed is None else fields.seed ^ copy,
+        stop_token_ids=frozenset(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        min_tokens=min_tokens,
+    )

@@ -1,0 +1,233 @@
+"""Publishes KV cache events over ZMQ as vLLM does: PUB frames ``[topic, sequence, payload]``, and replay.
+
+In: the events of one engine step (on the engine thread, never blocking). Out: frames on the wire, from a
+thread of its own that owns all sockets. Knows nothing of blocks or of the engine.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import zmq
+
+from model_server.errors import ConfigError, ModelServerError
+from model_server.events import KVEvent
+from model_server.replay import ReplayServer, Step, StepRing
+
+logger = logging.getLogger(__name__)
+
+_BATCHES_BETWEEN_REPLAYS = 256
+_JOIN_TIMEOUT_S = 5.0
+
+
+class EndpointError(ModelServerError):
+    """A ZMQ endpoint cannot be bound or connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
+
+    Attributes:
+        endpoint: Bound if it holds ``*`` or ``::`` or is ipc or inproc, otherwise connected.
+        replay_endpoint: Bound for replay requests; None for no replay.
+        buffer_steps: Batches kept for replay.
+        hwm: Batches that wait for one slow subscriber before its newest are dropped.
+        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
+        topic: First frame of every message.
+        always_bind: Bind whatever the endpoint is: not vLLM's, but without it nothing can be published on
+            a loopback address alone.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    always_bind: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: A cap is below 1.
+        """
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
+
+    def announced(self) -> dict[str, object]:
+        """The settings as vLLM's /kv_event_sources shows them."""
+        settings = asdict(self)
+        del settings["always_bind"]
+        return {"enable_kv_cache_events": True, "publisher": "zmq", **settings}
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """Totals since start.
+
+    Attributes:
+        published: Batches sent on the PUB socket.
+        dropped: Batches never sent because the queue was full; a replay still heals them.
+        replays: Replay requests taken.
+        replays_rejected: Replay requests that were malformed or too many at once.
+    """
+
+    published: int
+    dropped: int
+    replays: int
+    replays_rejected: int
+
+
+class KVEventPublisher:
+    """An EventSink that never blocks its caller.
+
+    When the queue to the publisher's thread is full the oldest waiting batch is dropped: the batches behind
+    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it.
+
+    Args:
+        config: Where and how to publish.
+        data_parallel_rank: Third element of every batch.
+
+    Raises:
+        EndpointError: An endpoint is malformed or in use.
+    """
+
+    def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
+        self._rank = data_parallel_rank
+        self._topic = config.topic.encode()
+        self._ring = StepRing(config.buffer_steps)
+        self._queue: deque[Step] = deque()
+        self._queue_cap = config.max_queue_size
+        self._lock = threading.Lock()
+        self._woken = self._stopping = False
+        self._published = self._dropped = 0
+        self._thread: threading.Thread | None = None
+        self._context = zmq.Context()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        try:
+            self._pub, endpoint = _open_pub(self._context, config)
+            self._replay = _open_replay(self._context, config, self._ring)
+        except EndpointError:
+            self.close()
+            raise
+        bound = self._replay.endpoint if self._replay is not None else None
+        self.config = replace(config, endpoint=endpoint, replay_endpoint=bound)
+
+    def start(self) -> None:
+        """Start the thread that sends; until then batches wait in the queue."""
+        self._thread = threading.Thread(target=self._run, name="kv-event-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Give one step's events the next sequence number and hand them over; never blocks."""
+        with self._lock:
+            step = self._ring.append(time.time(), events, self._rank)
+            if len(self._queue) >= self._queue_cap:
+                self._queue.popleft()
+                self._dropped += 1
+            self._queue.append(step)
+            must_wake, self._woken = not self._woken, True
+        if must_wake:
+            self._wake()
+
+    def stats(self) -> PublisherStats:
+        """Totals since start."""
+        replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
+        return PublisherStats(self._published, self._dropped, replays, rejected)
+
+    @property
+    def healthy(self) -> bool:
+        """False once the thread has died: nobody learns of the cache's changes any more."""
+        return self._thread is None or self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop the thread and close every socket; batches not yet sent are lost. Idempotent."""
+        self._stopping = True
+        if self._thread is not None:
+            self._wake()
+            self._thread.join(_JOIN_TIMEOUT_S)
+            self._thread = None
+        self._context.destroy(linger=0)
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _wake(self) -> None:
+        # A full pipe already holds a wake-up; a closed one has nobody to wake.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_reader, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay.socket, zmq.POLLIN)
+        wait_ms: int | None = 0
+        while not self._stopping:
+            poller.poll(wait_ms)
+            with contextlib.suppress(BlockingIOError):
+                self._wake_reader.recv(4096)
+            more_queued = self._send_queued()
+            wait_ms = self._replay.serve(time.monotonic()) if self._replay is not None else None
+            if more_queued:
+                wait_ms = 0
+
+    def _send_queued(self) -> bool:
+        """Send some of the queue; returns whether more is waiting."""
+        with self._lock:
+            steps = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCHES_BETWEEN_REPLAYS))]
+            more = self._woken = bool(self._queue)
+        for step in steps:
+            # PUB never blocks: libzmq drops for each subscriber that is at its high-water mark.
+            self._pub.send_multipart((self._topic, step.sequence_frame, step.payload()))
+            self._published += 1
+        return more
+
+
+def binds(endpoint: str) -> bool:
+    """Whether the PUB socket binds this endpoint (vLLM's rule) rather than connects to it."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _open_pub(
+    context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig
+) -> tuple[zmq.Socket[bytes], str]:
+    pub = context.socket(zmq.PUB)
+    pub.set_hwm(config.hwm)
+    return pub, _attach(pub, config.endpoint, bind=config.always_bind or binds(config.endpoint))
+
+
+def _open_replay(
+    context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig, ring: StepRing
+) -> ReplayServer | None:
+    if config.replay_endpoint is None:
+        return None
+    router = context.socket(zmq.ROUTER)
+    ReplayServer.limit(router)
+    endpoint = _attach(router, config.replay_endpoint, bind=True)
+    return ReplayServer(router, endpoint, config.topic.encode(), ring)
+
+
+def _attach(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+    """Bind or connect; returns the endpoint with the port that the system chose in place of 0 or ``*``."""
+    zmq_socket.setsockopt(zmq.LINGER, 0)
+    zmq_socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    try:
+        (zmq_socket.bind if bind else zmq_socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        reason = zmq.strerror(error.errno or 0)
+        raise EndpointError(f"KV events: cannot {verb} {endpoint}: {reason}") from error
+    address, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://") and port in ("0", "*"):
+        return f"{address}:{zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"
+    return endpoint

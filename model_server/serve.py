@@ -1,0 +1,287 @@
+"""One model server from start to stop: sockets first, then the model, then requests until a signal.
+
+In: the options of a run. Out: an exit code. Knows how the parts fit together; none of the parts knows it.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from model_server.config import TINY_MODEL, EngineConfig
+from model_server.engine import Engine, build_engine
+from model_server.errors import ModelServerError
+from model_server.events import NullSink
+from model_server.generation import AsyncEngine
+from model_server.http_api import HttpApi
+from model_server.http_protocol import HeadCappedProtocol
+from model_server.metrics import EngineCollector, RequestMetrics, new_registry
+from model_server.prepare import ServedModel
+from model_server.publish import KVEventPublisher, KVEventsConfig
+from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
+
+logger = logging.getLogger(__name__)
+
+# On a signal, running requests get this long to finish; then they are told to try again elsewhere.
+_GRACE_S = 2.0
+_ABORT_S = 1
+# Longer than common proxies keep idle connections, so that it is they who close them.
+_KEEP_ALIVE_S = 120
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How to run one model server.
+
+    Attributes:
+        engine: The engine's settings.
+        host: Address to listen on.
+        port: Port to listen on; 0 lets the system choose.
+        served_names: Names the model is served under, the main one first.
+        events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
+        max_body_bytes: Larger HTTP bodies are refused.
+    """
+
+    engine: EngineConfig
+    host: str
+    port: int
+    served_names: tuple[str, ...]
+    events: KVEventsConfig | None
+    max_body_bytes: int
+
+
+class StartError(ModelServerError):
+    """The server cannot start: an address is in use, or a file cannot be read."""
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ModelServerError: The server cannot start.
+    """
+    with ExitStack() as cleanup:
+        listener = cleanup.enter_context(reserve(options.host, options.port))
+        port = listener.getsockname()[1]
+        publisher = _publisher(options, port)
+        if publisher is not None:
+            cleanup.callback(publisher.close)
+        tokenizer = load_tokenizer(options.engine.model)
+        engine = build_engine(options.engine, publisher or NullSink())
+        cleanup.callback(engine.close)
+        if publisher is not None:
+            publisher.start()
+        engine.start()
+        _log_pool(engine, options.engine.device)
+        server = Server(options, engine, publisher, tokenizer)
+        url = f"http://{_url_host(options.host)}:{port}"
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve(listener, lambda: logger.info("ready: %s serves %s", url, server.name)))
+    logger.info("stopped")
+
+
+class Server:
+    """The HTTP side of a started engine.
+
+    Args:
+        options: How to run.
+        engine: The engine, started.
+        publisher: The event publisher, started; None without events.
+        tokenizer: The model's tokenizer.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        engine: Engine,
+        publisher: KVEventPublisher | None,
+        tokenizer: PromptTokenizer,
+    ) -> None:
+        self._options = options
+        self._engine = engine
+        self._publisher = publisher
+        self._tokenizer = tokenizer
+        self._http: _Uvicorn | None = None
+        self._async_engine: AsyncEngine | None = None
+        self.name = options.served_names[0]
+
+    async def serve(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Answer requests on a bound socket until `stop`."""
+        loop = asyncio.get_running_loop()
+        registry = new_registry()
+        self._async_engine = AsyncEngine(self._engine, loop, RequestMetrics(self.name, registry))
+        publisher_stats = self._publisher.stats if self._publisher is not None else None
+        registry.register(
+            EngineCollector(self.name, self._engine.stats, publisher_stats, self._cache_config())
+        )
+        model = ServedModel.of(
+            self._options.served_names,
+            self._options.engine.model,
+            self._tokenizer,
+            self._engine.max_model_len,
+        )
+        api = HttpApi(
+            model=model,
+            engine=self._engine,
+            async_engine=self._async_engine,
+            registry=registry,
+            healthy=self._healthy,
+            event_sources=self._event_sources(),
+            max_body_bytes=self._options.max_body_bytes,
+            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+        )
+        self._http = _Uvicorn(api.app(), on_ready)
+        try:
+            with self._http.stopped_by_signals(self.stop):
+                await self._http.serve(sockets=[listener])
+        finally:
+            api.close()
+
+    def stop(self) -> None:
+        """Accept nothing more, give running requests a moment, then abort them; a second call hurries."""
+        assert self._http is not None
+        assert self._async_engine is not None
+        if self._http.should_exit:
+            self._async_engine.abort_all()
+            return
+        self._http.should_exit = True
+        asyncio.get_running_loop().call_later(_GRACE_S, self._async_engine.abort_all)
+
+    def _healthy(self) -> bool:
+        return self._engine.stats().healthy and (self._publisher is None or self._publisher.healthy)
+
+    def _event_sources(self) -> dict[str, dict[str, object]]:
+        return {} if self._publisher is None else {"0": self._publisher.config.announced()}
+
+    def _cache_config(self) -> dict[str, str]:
+        config = self._options.engine
+        return {
+            "block_size": str(self._engine.block_tokens),
+            "num_gpu_blocks": str(self._engine.stats().total_blocks),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "max_model_len": str(self._engine.max_model_len),
+        }
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, leaving signals to us: its own handling would end the process with the signal's exit code."""
+
+    def __init__(self, app: ASGIApp, on_ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=HeadCappedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(_GRACE_S) + _ABORT_S,
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise StartError(f"cannot listen: {error.strerror or error}") from error
+        self._on_ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def stopped_by_signals(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` on SIGTERM and SIGINT, where this thread may handle signals."""
+        loop = asyncio.get_running_loop()
+        try:
+            for signal_number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(signal_number, stop)
+        except (ValueError, RuntimeError):
+            logger.debug("not the main thread: signals are someone else's")
+        yield
+
+
+@contextmanager
+def reserve(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind host:port without listening: taken, yet connections are refused while the model loads.
+
+    Raises:
+        StartError: The address is in use or not this machine's.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # With SO_REUSEADDR only listening shows that another process listens there; this socket must then go,
+        # because a listening socket would let clients wait for the model instead of trying elsewhere.
+        with _bound(family, kind, address) as probe:
+            probe.listen()
+            address = probe.getsockname()
+        listener = _bound(family, kind, address)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    with listener:
+        yield listener
+
+
+def load_tokenizer(model: str) -> PromptTokenizer:
+    """The tokenizer of a built-in model or of a checkpoint directory.
+
+    Raises:
+        StartError: It cannot be loaded.
+    """
+    try:
+        return PromptTokenizer.from_directory(TINY_DIRECTORY if model == TINY_MODEL else Path(model))
+    except TokenizationError as error:
+        raise StartError(str(error)) from error
+
+
+def _bound(family: int, kind: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _publisher(options: ServeOptions, port: int) -> KVEventPublisher | None:
+    if options.events is None:
+        return None
+    topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
+    return KVEventPublisher(replace(options.events, topic=topic))
+
+
+def _pod_host(host: str) -> str:
+    """The address others know this server by."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _log_pool(engine: Engine, device: str) -> None:
+    kind = "CPU" if device.startswith("cpu") else "GPU"
+    pool_tokens = engine.stats().total_blocks * engine.block_tokens
+    logger.info(
+        "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        kind,
+        f"{pool_tokens:,}",
+        f"{engine.max_model_len:,}",
+        pool_tokens / engine.max_model_len,
+    )

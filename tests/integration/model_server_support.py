@@ -1,0 +1,128 @@
+"""A real model server for a test: the real engine, ZMQ and HTTP, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import urllib3
+import uvloop
+import zmq
+from openai import OpenAI
+
+from model_server.config import EngineConfig
+from model_server.engine import Engine, build_engine
+from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
+from tokenization import PromptTokenizer
+
+MODEL = "kvroute-tiny"
+DEADLINE_S = 30.0
+MAX_BODY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that is up."""
+
+    url: str
+    engine: Engine
+    publisher: KVEventPublisher
+    tokenizer: PromptTokenizer
+    http: urllib3.PoolManager
+
+    def openai(self, **settings: Any) -> OpenAI:
+        """An unmodified OpenAI client."""
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **{"timeout": 60.0, **settings}
+        )
+
+    def get(self, path: str) -> urllib3.BaseHTTPResponse:
+        """GET."""
+        return self.http.request("GET", self.url + path)
+
+    def post(self, path: str, body: object, **options: Any) -> urllib3.BaseHTTPResponse:
+        """POST; bytes go as they are, everything else as JSON."""
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        return self.http.request("POST", self.url + path, body=raw, **options)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        lines = [
+            line for line in self.get("/metrics").data.decode().splitlines() if line.startswith(name + "{")
+        ]
+        assert lines, f"no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def idle(self) -> bool:
+        """Whether no request holds a block."""
+        stats = self.engine.stats()
+        return (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+
+
+@contextmanager
+def running_server(*, max_body_bytes: int = MAX_BODY_BYTES, **engine: Any) -> Iterator[RunningServer]:
+    """Start a server on free ports; at the end, stop it as a signal would."""
+    options = ServeOptions(
+        engine=EngineConfig(**{"torch_threads": 1, **engine}),
+        host="127.0.0.1",
+        port=0,
+        served_names=(MODEL, "alias"),
+        events=None,
+        max_body_bytes=max_body_bytes,
+    )
+    tokenizer = load_tokenizer(MODEL)
+    publisher = KVEventPublisher(KVEventsConfig("tcp://*:0", "tcp://127.0.0.1:0", topic="kv@test"))
+    publisher.start()
+    built = build_engine(options.engine, publisher)
+    built.start()
+    with reserve("127.0.0.1", 0) as listener, urllib3.PoolManager(maxsize=16, timeout=DEADLINE_S) as http:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = Server(options, built, publisher, tokenizer)
+        ready = threading.Event()
+        loops: list[asyncio.AbstractEventLoop] = []
+
+        async def serve() -> None:
+            loops.append(asyncio.get_running_loop())
+            await server.serve(listener, ready.set)
+
+        def work() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve())
+
+        thread = threading.Thread(target=work, name="test-server")
+        thread.start()
+        try:
+            assert ready.wait(DEADLINE_S)
+            yield RunningServer(url, built, publisher, tokenizer, http)
+        finally:
+            loops[0].call_soon_threadsafe(server.stop)
+            thread.join(DEADLINE_S)
+            built.close()
+            publisher.close()
+    assert not thread.is_alive()
+
+
+@contextmanager
+def subscription(server: RunningServer) -> Iterator[zmq.Socket[bytes]]:
+    """A replay client of the server's events."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.rcvtimeo = int(DEADLINE_S * 1000)
+        client.connect(server.publisher.config.replay_endpoint or "")
+        yield client
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait, with a generous deadline, until something has come about."""
+    pause = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("the condition never held")

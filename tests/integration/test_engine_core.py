@@ -1,0 +1,326 @@
+"""The engine around a checking model: requests' lives, cache hits, events, failures."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from model_server.config import EngineConfig
+from model_server.engine import Engine
+from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored
+from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.scheduler import Chunk
+from tests.integration.engine_support import (
+    EOS,
+    VOCAB_SIZE,
+    EventLog,
+    Outputs,
+    checking_engine,
+    next_token,
+    request,
+    run_to_end,
+)
+
+
+def generate(engine: Engine, item: GenerationRequest) -> tuple[list[int], TokenOutput]:
+    """Run one request alone; returns its tokens and its last output."""
+    outputs = Outputs()
+    engine.submit(item, outputs)
+    run_to_end(engine)
+    return outputs.tokens[item.request_id], outputs.last[item.request_id]
+
+
+def continued(prompt: list[int], count: int) -> list[int]:
+    """Return what the checking model generates after a prompt."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prompt) :]
+
+
+def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
+    """A request gets its tokens in order and ends with its length limit as the reason."""
+    engine, _, _ = checking_engine()
+    tokens, last = generate(engine, request("a", [1, 2, 3], max_tokens=6))
+    assert tokens == continued([1, 2, 3], 6)
+    assert last == TokenOutput("a", (tokens[-1],), "length", 0)
+
+
+def test_stop_tokens_end_a_request() -> None:
+    """A stop token ends generation and is delivered."""
+    text = continued([1, 2, 3], 8)
+    engine, _, _ = checking_engine()
+    item = request("a", [1, 2, 3], max_tokens=8, stop_token_ids=frozenset({text[2]}))
+    tokens, last = generate(engine, item)
+    assert (tokens, last.finish_reason) == (text[:3], "stop")
+
+
+def test_end_of_sequence_can_be_ignored() -> None:
+    """The model's own end of sequence ends a request unless it asks to go on."""
+    engine, runner, _ = checking_engine()
+    runner.eos_token_ids = frozenset({EOS, continued([5], 2)[1]})
+    assert generate(engine, request("a", [5], max_tokens=4))[1].finish_reason == "stop"
+    assert generate(engine, request("b", [5], max_tokens=4, ignore_eos=True))[1].finish_reason == "length"
+
+
+def test_generation_ends_at_the_models_context() -> None:
+    """Prompt and answer together never exceed max_model_len."""
+    engine, _, _ = checking_engine(max_model_len=10)
+    tokens, last = generate(engine, request("a", range(7), max_tokens=50))
+    assert (len(tokens), last.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize(
+    ("length", "cached"),
+    [(16, 12), (17, 16), (15, 12), (5, 4), (4, 0), (3, 0)],
+)
+def test_a_repeated_prompt_hits_all_but_the_block_of_its_last_token(length: int, cached: int) -> None:
+    """Of n prompt tokens at most the full blocks within the first n-1 come from the cache, as in vLLM."""
+    engine, _, _ = checking_engine()
+    prompt = list(range(1, length + 1))
+    assert generate(engine, request("a", prompt, max_tokens=1))[1].cached_tokens == 0
+    assert generate(engine, request("b", prompt, max_tokens=1))[1].cached_tokens == cached
+    stats = engine.stats()
+    assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (2 * length, cached)
+
+
+def test_an_exact_repeat_announces_its_last_block_again() -> None:
+    """Recomputing the last block of an aligned prompt makes a second copy: one more store, no removal."""
+    engine, _, events = checking_engine()
+    generate(engine, request("a", range(1, 9), max_tokens=1))
+    generate(engine, request("b", range(1, 9), max_tokens=1))
+    first, second = (batch[0] for batch in events.batches)
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert (first.parent_block_hash, len(first.block_hashes)) == (None, 2)
+    assert (second.parent_block_hash, second.block_hashes) == (first.block_hashes[0], first.block_hashes[1:])
+    assert sorted(events.mirror.values()) == [1, 2]
+
+
+def test_generated_tokens_are_cached_too() -> None:
+    """The next turn of a conversation hits the blocks that the answer filled."""
+    engine, _, events = checking_engine()
+    tokens, _ = generate(engine, request("a", [1, 2, 3], max_tokens=10))
+    stored = [event for batch in events.batches for event in batch]
+    # 13 tokens, the last of which was never computed: 12 of them make 3 blocks.
+    assert [token for event in stored for token in event.token_ids] == [1, 2, 3, *tokens[:9]]
+    _, last = generate(engine, request("b", [1, 2, 3, *tokens, 7], max_tokens=1))
+    assert last.cached_tokens == 12
+
+
+def test_salted_prompts_share_only_with_their_like() -> None:
+    """A cache_salt separates prompts; the event shows it on the first block only."""
+    engine, _, events = checking_engine()
+    for name, salt, cached in (("a", "x", 0), ("b", None, 0), ("c", "y", 0), ("d", "x", 8)):
+        item = request(name, range(1, 10), max_tokens=1, cache_salt=salt)
+        assert generate(engine, item)[1].cached_tokens == cached
+    assert [event.extra_keys for batch in events.batches for event in batch] == [
+        [["x"], None],
+        [None, None],
+        [["y"], None],
+    ]
+
+
+def test_without_caching_nothing_is_shared_or_announced() -> None:
+    """Turned off, the cache neither hits nor publishes."""
+    engine, _, events = checking_engine(enable_prefix_caching=False)
+    for name in "ab":
+        assert generate(engine, request(name, range(1, 17), max_tokens=2))[1].cached_tokens == 0
+    assert events.batches == []
+    assert engine.stats().prefix_queries_tokens == 0
+
+
+def test_one_batch_a_step_with_removals_first() -> None:
+    """A step that evicts and stores publishes once, removals one per hash and before the store."""
+    engine, _, events = checking_engine(gpu_blocks=5)
+    generate(engine, request("a", range(1, 17), max_tokens=1, cache_salt="a"))
+    stored = events.batches[0][0].block_hashes
+    generate(engine, request("b", range(1, 13), max_tokens=1))
+    assert len(events.batches) == 2
+    *removed, last = events.batches[1]
+    assert [event.block_hashes for event in removed if isinstance(event, BlockRemoved)] == [
+        [stored[3]],
+        [stored[2]],
+    ]
+    assert isinstance(last, BlockStored)
+
+
+def test_abort_frees_the_blocks_before_the_next_step() -> None:
+    """An aborted request is told so, computes nothing more, and its blocks are free."""
+    engine, runner, _ = checking_engine()
+    outputs = Outputs()
+    engine.submit(request("a", range(1, 10), max_tokens=20), outputs)
+    engine.submit(request("b", [7], max_tokens=2), outputs)
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    engine.abort("nobody")
+    assert engine.stats().kv_usage > 0
+    engine.step()
+    assert [name for name, _, _ in runner.chunks[-1]] == ["b"]
+    assert outputs.last["a"].finish_reason == "abort"
+    assert engine.stats().kv_usage == 0
+    engine.check_invariants()
+
+
+def test_a_name_can_be_used_and_aborted_again() -> None:
+    """An abort is remembered only as long as its request lives."""
+    engine, _, _ = checking_engine()
+    for _ in range(2):
+        outputs = Outputs()
+        engine.submit(request("a", [1], max_tokens=20), outputs)
+        engine.step()
+        engine.abort("a")
+        run_to_end(engine)
+        assert outputs.last["a"].finish_reason == "abort"
+
+
+def test_an_abort_meant_for_the_past_spares_a_new_request_of_that_name() -> None:
+    """A request id may be used again at once, even while an abort of its last bearer is on its way."""
+    engine, runner, _ = checking_engine()
+    first, second = Outputs(), Outputs()
+    compute = runner.run
+
+    def abort_during_the_step(chunks: Sequence[Chunk]) -> dict[str, int]:
+        engine.abort("a")
+        runner.run = compute  # type: ignore[method-assign]
+        return compute(chunks)
+
+    def submit_again(output: TokenOutput) -> None:
+        first(output)
+        engine.submit(request("a", [4], max_tokens=3), second)
+
+    runner.run = abort_during_the_step  # type: ignore[method-assign]
+    engine.submit(request("a", [4], max_tokens=1), submit_again)
+    run_to_end(engine)
+    assert first.last["a"].finish_reason == "length"
+    assert second.last["a"].finish_reason == "length"
+
+
+def test_preemption_changes_no_token() -> None:
+    """In a pool too small for all, requests are preempted and still generate what they would alone."""
+    engine, _, _ = checking_engine(gpu_blocks=8, max_num_batched_tokens=8)
+    outputs = Outputs()
+    prompts = {name: [start, start + 1, start + 2] for name, start in (("a", 1), ("b", 10), ("c", 20))}
+    for name, prompt in prompts.items():
+        engine.submit(request(name, prompt, max_tokens=16), outputs)
+    run_to_end(engine)
+    assert engine.stats().preemptions > 0
+    assert outputs.tokens == {name: continued(prompt, 16) for name, prompt in prompts.items()}
+    assert all(last.cached_tokens == 0 for last in outputs.last.values())
+
+
+def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that raises ends its requests with the reason and leaves no block that was never computed."""
+    engine, runner, events = checking_engine()
+    outputs = Outputs()
+    engine.submit(request("a", range(1, 10)), outputs)
+    runner.fail_next = True
+    with caplog.at_level(logging.CRITICAL):
+        assert engine.step()
+    assert outputs.last["a"] == TokenOutput("a", (), "error", 0, "the model failed: out of luck")
+    engine.check_invariants()
+    assert (events.mirror, engine.stats().kv_usage) == ({}, 0)
+    tokens, last = generate(engine, request("b", range(1, 10)))
+    assert (tokens, last.cached_tokens) == (continued(list(range(1, 10)), 4), 0)
+    assert engine.stats().healthy
+
+
+def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    """A listener that raises loses its request; the others go on."""
+    engine, _, _ = checking_engine()
+    outputs, calls = Outputs(), []
+
+    def broken(output: TokenOutput) -> None:
+        calls.append(output)
+        raise ValueError("no one is listening")
+
+    with caplog.at_level(logging.CRITICAL):
+        engine.submit(request("bad", [3], max_tokens=9), broken)
+        engine.submit(request("good", [4], max_tokens=9), outputs)
+        run_to_end(engine)
+    assert [call.finish_reason for call in calls] == [None, "abort"]
+    assert outputs.tokens["good"] == continued([4], 9)
+
+
+def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """Events that cannot be handed on are lost; tokens are not."""
+    engine, _, events = checking_engine()
+    events.publish = lambda batch: 1 / 0  # type: ignore[assignment, return-value]
+    with caplog.at_level(logging.CRITICAL):
+        tokens, _ = generate(engine, request("a", range(1, 9), max_tokens=5))
+    assert tokens == continued(list(range(1, 9)), 5)
+
+
+def test_reset_is_announced_at_once_and_only_when_idle() -> None:
+    """A reset while blocks are held does nothing; an idle engine clears and says so without another step."""
+    engine, _, events = checking_engine()
+    engine.submit(request("a", range(1, 10), max_tokens=2), Outputs())
+    engine.step()
+    assert not engine.reset_prefix_cache()
+    run_to_end(engine)
+    assert engine.reset_prefix_cache()
+    assert events.batches[-1] == [AllBlocksCleared()]
+    assert generate(engine, request("b", range(1, 10)))[1].cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        (request("r", []), "prompt"),
+        (request("r", range(20)), "prompt"),
+        (request("r", [VOCAB_SIZE]), "prompt"),
+        (request("r", [-1]), "prompt"),
+        (request("r", [1], max_tokens=0), "max_tokens"),
+        (request("r", [1], temperature=float("nan")), "temperature"),
+        (request("r", [1], temperature=-1.0), "temperature"),
+        (request("r", [1], top_p=0.0), "top_p"),
+        (request("r", [1], min_p=1.5), "min_p"),
+        (request("r", [1], min_tokens=5), "min_tokens"),
+        (request("r", [1], stop_token_ids=frozenset({99})), "stop_token_ids"),
+        (request("r", [1], cache_salt=""), "cache_salt"),
+        (request("r", [1], cache_salt="\ud800"), "cache_salt"),
+        (request("taken", [1]), "request_id"),
+    ],
+)
+def test_impossible_requests_are_refused(item: GenerationRequest, param: str) -> None:
+    """What can never run is refused at submission with the field at fault, and leaves no trace."""
+    engine, _, _ = checking_engine(max_model_len=20)
+    engine.submit(request("taken", [1]), Outputs())
+    with pytest.raises(RequestError) as caught:
+        engine.submit(item, Outputs())
+    assert caught.value.param == param
+    assert engine.stats().waiting == 1
+
+
+def test_a_full_queue_refuses_and_recovers() -> None:
+    """More than max_waiting waiting requests are refused until some have begun to run."""
+    engine, _, _ = checking_engine(max_waiting=2)
+    engine.submit(request("a", [1]), Outputs())
+    engine.submit(request("b", [2]), Outputs())
+    with pytest.raises(QueueFullError):
+        engine.submit(request("c", [3]), Outputs())
+    engine.step()
+    engine.submit(request("c", [3]), Outputs())
+    assert (engine.stats().running, engine.stats().waiting) == (2, 1)
+
+
+def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
+    """The longest request allowed must fit into the pool alone, or preemption would never end."""
+    config = EngineConfig(gpu_blocks=4, block_tokens=4)
+    with pytest.raises(ConfigError, match="max_model_len is 17"):
+        Engine(config, checking_engine()[1], EventLog(), max_model_len=17)
+
+
+def test_a_closed_engine_aborts_and_refuses() -> None:
+    """Closing ends what lives with an abort, and later requests are refused."""
+    engine, _, _ = checking_engine()
+    outputs = Outputs()
+    engine.submit(request("a", [1]), outputs)
+    engine.close()
+    engine.close()
+    assert outputs.last["a"].finish_reason == "abort"
+    assert not engine.reset_prefix_cache()
+    with pytest.raises(EngineClosedError):
+        engine.submit(GenerationRequest("b", (1,), SamplingParams(max_tokens=1)), outputs)

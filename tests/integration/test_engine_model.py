@@ -1,0 +1,196 @@
+"""The engine with a real model: what it generates does not depend on how it was scheduled or cached."""
+
+import hashlib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model_server.block_hash import ROOT_DIGEST, hash_block
+from model_server.config import EngineConfig
+from model_server.engine import Engine, build_engine
+from model_server.errors import ConfigError
+from model_server.requests import GenerationRequest
+from model_server.runner import TorchRunner
+from model_server.tiny import load_tiny
+from model_server.weights import load_checkpoint
+from tests.integration.engine_support import EventLog, Outputs, request, run_to_end
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Return random tokens of the tiny vocabulary."""
+    return random.Random(seed).choices(range(3, 4096), k=length)
+
+
+def conversation() -> list[GenerationRequest]:
+    """Requests that share a system prompt, some of them repeated, one sampled with a seed."""
+    system = prompt(48, 0)
+    turns = [(0, 1), (1, 20), (2, 37), (3, 16), (1, 20)]
+    items = [
+        request(f"r{index}", system + prompt(length, seed), max_tokens=24, ignore_eos=True)
+        for index, (seed, length) in enumerate(turns)
+    ]
+    sampled = request("sampled", system + prompt(9, 4), max_tokens=24, temperature=1.0, top_p=0.9, seed=11)
+    return [*items, sampled]
+
+
+def generate(engine: Engine, items: list[GenerationRequest], *, at_once: bool = True) -> Outputs:
+    """Run requests together or one after the other."""
+    outputs = Outputs()
+    for item in items:
+        engine.submit(item, outputs)
+        if not at_once:
+            run_to_end(engine)
+    run_to_end(engine)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """What each request generates alone, without a cache."""
+    torch.set_num_threads(1)
+    engine = build_engine(EngineConfig(enable_prefix_caching=False), EventLog())
+    return dict(generate(engine, conversation(), at_once=False).tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"block_tokens": 4},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7, "block_tokens": 8},
+        {"max_num_seqs": 2},
+        {"gpu_blocks": 14, "max_model_len": 160},
+    ],
+    ids=str,
+)
+def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], settings: dict) -> None:
+    """Batched, chunked, cached or preempted, every request generates what it does alone without a cache."""
+    events = EventLog()
+    engine = build_engine(EngineConfig(**settings), events)
+    items = conversation()
+    outputs = generate(engine, items)
+    assert outputs.tokens == alone
+    if "gpu_blocks" in settings:
+        assert engine.stats().preemptions > 0
+    # Once more, each on what the first round left in the cache.
+    again = generate(engine, [*reversed(items)], at_once=False)
+    assert again.tokens == alone
+    assert sum(last.cached_tokens for last in again.last.values()) > 0
+    assert events.mirror == engine._pool.cached_copies()
+
+
+def test_a_corrupted_block_changes_the_answer() -> None:
+    """The cache is really read: spoiling one cached block of a long prompt changes what follows it."""
+    engine = build_engine(EngineConfig(), EventLog())
+    item = request("a", prompt(400, 5), max_tokens=24, ignore_eos=True)
+    first = generate(engine, [item])
+    again = generate(engine, [item])
+    assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
+    block = engine._pool.find(_first_digest(item))
+    assert block is not None
+    assert isinstance(engine._runner, TorchRunner)
+    engine._runner.attention.values[0][block.block_id] += 1.0
+    assert generate(engine, [item]).tokens != first.tokens
+
+
+def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> None:
+    """A stop token is passed over until min_tokens are there, and taken right after."""
+    engine = build_engine(EngineConfig(), EventLog())
+    stop = frozenset({alone["r0"][2]})
+    prompt_tokens = conversation()[0].prompt_token_ids
+    items = [
+        request(f"{count}", prompt_tokens, max_tokens=5, min_tokens=count, stop_token_ids=stop)
+        for count in range(5)
+    ]
+    tokens = generate(engine, items).tokens
+    for count in range(3):
+        assert tokens[str(count)] == alone["r0"][:3]
+    for count in (3, 4):
+        assert tokens[str(count)][:2] == alone["r0"][:2]
+        assert not stop & set(tokens[str(count)][:count])
+
+
+def test_the_tiny_model_is_the_same_in_every_process() -> None:
+    """Weights do not depend on the process or on torch's global random state."""
+    script = (
+        "import torch, hashlib; torch.manual_seed(3); from model_server.tiny import load_tiny\n"
+        "tensors = load_tiny('auto', torch.device('cpu')).model.tensors()\n"
+        "print(hashlib.sha256(b''.join(t.numpy().tobytes() for t in tensors.values())).hexdigest())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
+    )
+    tensors = load_tiny("auto", CPU).model.tensors()
+    here = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    assert other.stdout.strip() == here
+
+
+def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
+    """Every token of the packaged tokenizer is a token of the model, and both end texts alike."""
+    loaded = load_tiny("auto", CPU)
+    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
+    assert loaded.model.shape.vocab_size == tokenizer.vocab_size
+    assert loaded.eos_token_ids == tokenizer.eos_token_ids
+
+
+def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
+    """Greedy text neither ends at once nor runs in a circle."""
+    engine = build_engine(EngineConfig(), EventLog())
+    items = [request(f"r{seed}", prompt(20 + 7 * seed, seed), max_tokens=100) for seed in range(8)]
+    outputs = generate(engine, items)
+    for tokens in outputs.tokens.values():
+        assert len(tokens) == 100
+        assert len(set(tokens)) > 60
+
+
+def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path) -> None:
+    """A Hugging Face checkpoint runs in the engine and continues a prompt greedily as transformers does."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    torch.manual_seed(1)
+    reference = LlamaForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    text = [5, 6, 7, 8, 9, 10, 11]
+    with torch.inference_mode():
+        want = reference.generate(torch.tensor([text]), max_new_tokens=30, do_sample=False)[0].tolist()[7:]
+    engine = build_engine(EngineConfig(model=str(tmp_path), block_tokens=4, gpu_blocks=64), EventLog())
+    assert generate(engine, [request("a", text, max_tokens=30)]).tokens["a"] == want
+    assert engine.max_model_len == 64
+    assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
+
+
+def test_the_context_fits_the_pool_or_is_refused() -> None:
+    """Unset, max_model_len shrinks to the pool; set beyond the model or the pool it stops the start."""
+    assert build_engine(EngineConfig(gpu_blocks=10), EventLog()).max_model_len == 160
+    assert build_engine(EngineConfig(), EventLog()).max_model_len == 8192
+    with pytest.raises(ConfigError, match="8192 positions"):
+        build_engine(EngineConfig(max_model_len=8193), EventLog())
+    with pytest.raises(ConfigError, match="10 blocks"):
+        build_engine(EngineConfig(gpu_blocks=10, max_model_len=161), EventLog())
+
+
+def _first_digest(item: GenerationRequest) -> bytes:
+    return hash_block(ROOT_DIGEST, item.prompt_token_ids[:16], None)

@@ -1,0 +1,119 @@
+"""`python -m model_server` as a process: start, stop, what it says, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import urllib3
+
+from tests.integration.model_server_support import DEADLINE_S, wait_until
+
+COMMAND = [sys.executable, "-m", "model_server"]
+FREE = ["--port", "0", "--kv-events-endpoint", "tcp://*:0", "--kv-replay-endpoint", "tcp://127.0.0.1:0"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def started(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A model server process that is ready, with its URL."""
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen([*COMMAND, *FREE, *flags], stderr=stderr, env=ENVIRONMENT)
+    try:
+        wait_until(lambda: process.poll() is not None or "ready:" in log.read_text())
+        ready = re.search(r"ready: (\S+)", log.read_text())
+        assert ready is not None, log.read_text()
+        yield process, ready[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    """A model server process that ends by itself."""
+    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+def test_a_signal_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    """SIGTERM ends a running stream with an error event within seconds; exit code 0, no traceback."""
+    with started(tmp_path) as (process, url):
+        body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True, "stream": True}
+        answer = urllib3.request("POST", f"{url}/v1/completions", json=body, preload_content=False)
+        stream = answer.stream()
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        tail = b"".join(stream)
+        assert b'"error"' in tail or b'"finish_reason":"length"' in tail
+        assert process.wait(DEADLINE_S) == 0
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log
+    assert "stopped" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_loading(number: signal.Signals, tmp_path: Path) -> None:
+    """A signal in the middle of loading the libraries ends the process at once, quietly, with code 0."""
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, subprocess.Popen([*COMMAND, *FREE], stderr=stderr) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "libtorch" in maps.read_text())
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+    assert log.read_text() == ""
+
+
+def test_it_says_what_pool_it_got(tmp_path: Path) -> None:
+    """The log has the pool's size, the concurrency it allows, and the URL, in one line each."""
+    with started(tmp_path, "--num-gpu-blocks", "128", "--max-model-len", "512") as (process, url):
+        assert urllib3.request("GET", f"{url}/health").status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+    log = (tmp_path / "log").read_text()
+    assert "CPU KV cache size: 2,048 tokens, Maximum concurrency for 512 tokens per request: 4.00x" in log
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    """A taken HTTP port stops the start before the model is loaded, with the address and exit code 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run(*FREE, "--port", str(port))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"kvroute model-server: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_an_events_port_in_use_is_one_line() -> None:
+    """A taken ZMQ port does the same."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run(*FREE, "--kv-events-endpoint", f"tcp://*:{port}")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"kvroute model-server: error: KV events: cannot bind tcp://*:{port}: Address already in use\n"
+    )
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    """A directory that is no checkpoint is named."""
+    result = run(*FREE, "--model", str(tmp_path / "nothing"))
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert str(tmp_path / "nothing") in result.stderr
+
+
+def test_a_pool_too_small_for_the_context_is_one_line() -> None:
+    """A context that the pool cannot hold is a wrong setting: exit code 2."""
+    result = run(*FREE, "--num-gpu-blocks", "4", "--max-model-len", "512", "--log-level", "error")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "max_model_len is 512" in result.stderr

@@ -1,0 +1,170 @@
+"""model_server.generation: from the engine's thread to the event loop, with an engine that does as told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from model_server.api_errors import ApiError
+from model_server.errors import EngineClosedError, QueueFullError, RequestError
+from model_server.generation import AsyncEngine, Generation
+from model_server.metrics import RequestMetrics
+from model_server.requests import FinishReason, GenerationRequest, SamplingParams, TokenOutput
+from model_server.text import TextAssembler
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+
+TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
+
+
+class TellingEngine:
+    """Remembers what it was asked; the test makes the outputs."""
+
+    def __init__(self, refuse_at: int | None = None, error: RequestError | None = None) -> None:
+        self.sinks: dict[str, Callable[[TokenOutput], None]] = {}
+        self.aborted: list[str] = []
+        self._refuse_at, self._error = refuse_at, error
+
+    def submit(self, request: GenerationRequest, sink: Callable[[TokenOutput], None]) -> None:
+        """Take a request, or refuse the n-th."""
+        if self._error is not None and len(self.sinks) == self._refuse_at:
+            raise self._error
+        self.sinks[request.request_id] = sink
+
+    def abort(self, request_id: str) -> None:
+        """Note it."""
+        self.aborted.append(request_id)
+
+    def tell(
+        self, request_id: str, text: str, reason: FinishReason | None = None, error: str | None = None
+    ) -> None:
+        """Bring tokens from another thread, as the engine does."""
+        ids = tuple(TOKENIZER.encode(text))
+        output = TokenOutput(request_id, ids, reason, 16, error)
+        thread = threading.Thread(target=self.sinks[request_id], args=(output,))
+        thread.start()
+        thread.join()
+
+
+def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = ()) -> Generation:
+    """Start requests named "0", "1", ..."""
+    metrics = RequestMetrics("m", CollectorRegistry())
+    bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
+    requests = tuple(GenerationRequest(str(at), (1,), SamplingParams(9)) for at in range(choices))
+    texts = tuple(TextAssembler(TOKENIZER, stop_strings=stop) for _ in requests)
+    return bridge.generate(requests, texts, bridge.now_s())
+
+
+async def collect(generation: Generation) -> dict[int, str]:
+    """The text of each choice."""
+    texts: dict[int, str] = {}
+    async for deltas in generation:
+        for index, delta in deltas:
+            texts[index] = texts.get(index, "") + delta.text
+    return texts
+
+
+def test_choices_keep_their_texts_apart() -> None:
+    """Outputs of several requests in any order end up in their own choice."""
+
+    async def scenario() -> dict[int, str]:
+        engine = TellingEngine()
+        running = generation(engine, choices=2)
+        engine.tell("1", "one")
+        engine.tell("0", "zero")
+        engine.tell("1", " more", "length")
+        engine.tell("0", "", "length")
+        texts = await collect(running)
+        running.close()
+        assert engine.aborted == []
+        assert running.cached_tokens == (16, 16)
+        return texts
+
+    assert asyncio.run(scenario()) == {0: "zero", 1: "one more"}
+
+
+def test_a_stop_string_aborts_the_engines_request() -> None:
+    """Once the text has ended the engine's work ends too, and late outputs change nothing."""
+
+    async def scenario() -> dict[int, str]:
+        engine = TellingEngine()
+        running = generation(engine, stop=(" two",))
+        engine.tell("0", "one two three")
+        engine.tell("0", " four")
+        texts = await collect(running)
+        assert engine.aborted == ["0"]
+        running.close()
+        assert engine.aborted == ["0"]
+        return texts
+
+    assert asyncio.run(scenario()) == {0: "one"}
+
+
+def test_closing_aborts_what_still_runs() -> None:
+    """Leaving a generation aborts its unfinished requests, once."""
+
+    async def scenario() -> list[str]:
+        engine = TellingEngine()
+        running = generation(engine, choices=3)
+        engine.tell("1", "done", "length")
+        await anext(aiter(running))
+        running.close()
+        running.close()
+        return engine.aborted
+
+    assert asyncio.run(scenario()) == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (QueueFullError("full"), 503),
+        (EngineClosedError("closed"), 503),
+        (RequestError("wrong", "prompt"), 400),
+    ],
+)
+def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: int) -> None:
+    """When the engine refuses one request of several, those it took already are aborted."""
+
+    async def scenario() -> list[str]:
+        engine = TellingEngine(refuse_at=2, error=error)
+        with pytest.raises(ApiError) as caught:
+            generation(engine, choices=3)
+        assert (caught.value.status, caught.value.param) == (status, error.param)
+        return engine.aborted
+
+    assert {"0", "1"} <= set(asyncio.run(scenario()))
+
+
+@pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
+def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: int) -> None:
+    """Text that came before a failure is delivered, then the failure is raised."""
+
+    async def scenario() -> None:
+        engine = TellingEngine()
+        running = generation(engine, choices=2)
+        engine.tell("0", "some")
+        engine.tell("1", "", reason, "out of memory")
+        deltas = aiter(running)
+        assert [(index, delta.text) for index, delta in await anext(deltas)] == [(0, "some")]
+        with pytest.raises(ApiError) as caught:
+            await anext(deltas)
+        assert caught.value.status == status
+        running.close()
+        assert engine.aborted == ["0"]
+
+    asyncio.run(scenario())
+
+
+def test_an_output_after_the_loops_end_is_no_error() -> None:
+    """The engine may finish a step after the server's loop has closed."""
+    engine = TellingEngine()
+
+    async def scenario() -> None:
+        generation(engine)
+
+    asyncio.run(scenario())
+    engine.sinks["0"](TokenOutput("0", (1,), None, 0))

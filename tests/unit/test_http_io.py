@@ -1,0 +1,131 @@
+"""model_server.http_io: bodies within their caps, work that ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from model_server import http_io
+from model_server.api_errors import ApiError
+from model_server.http_io import BodyReader, QuietEnd, unless_disconnected
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def chunks(*parts: bytes, more: bool = False) -> Receive:
+    """A client that sends these parts, and then waits for ever if there is `more`."""
+    waiting = list(parts)
+
+    async def receive() -> dict[str, Any]:
+        if not waiting:
+            await asyncio.Event().wait()
+        body = waiting.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(waiting) or more}
+
+    return receive
+
+
+def request(receive: Receive, length: int | None = None) -> Request:
+    """A POST with or without its length."""
+    headers = [] if length is None else [(b"content-length", str(length).encode())]
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end."""
+    return asyncio.run(scenario)
+
+
+def status_of(reader: BodyReader, asked: Request) -> int:
+    """The status that reading this body ends with."""
+    with pytest.raises(ApiError) as caught:
+        run(reader.read(asked))
+    return caught.value.status
+
+
+def test_a_body_up_to_the_cap_is_read() -> None:
+    """Exactly the cap is still accepted, in however many parts."""
+    assert run(BodyReader(10, 100).read(request(chunks(b"12345", b"67890")))) == b"1234567890"
+
+
+def test_a_body_over_the_cap_is_refused_by_its_length_or_by_its_bytes() -> None:
+    """A declared length is believed when it is too large; without one the bytes are counted."""
+    assert status_of(BodyReader(10, 100), request(chunks(b"x" * 11), length=11)) == 413
+    assert status_of(BodyReader(10, 100), request(chunks(b"x" * 6, b"x" * 6, b"rest"))) == 413
+
+
+def test_all_bodies_together_have_a_cap() -> None:
+    """While one large body is being read another is refused; once it is done there is room again."""
+    reader = BodyReader(10, 12)
+
+    async def scenario() -> bytes:
+        slow = asyncio.create_task(reader.read(request(chunks(b"x" * 9, more=True))))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await reader.read(request(chunks(b"x" * 9)))
+        assert caught.value.status == 503
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        return await reader.read(request(chunks(b"x" * 9)))
+
+    assert run(scenario()) == b"x" * 9
+
+
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops in the middle of its body gets 408."""
+    monkeypatch.setattr(http_io, "_BODY_TIMEOUT_S", 0.01)
+    assert status_of(BodyReader(10, 100), request(chunks(b"x", more=True))) == 408
+
+
+def test_work_is_cancelled_when_its_client_leaves() -> None:
+    """A disconnect ends the work at once, and is what the caller sees."""
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def leave() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        run(unless_disconnected(leave, work()))
+    assert ended == [True]
+
+
+def test_work_that_ends_first_counts() -> None:
+    """Result and error of the work are passed on while the client stays."""
+
+    async def result() -> int:
+        return 5
+
+    async def error() -> int:
+        raise ApiError(400, "wrong")
+
+    assert run(unless_disconnected(chunks(), result())) == 5
+    with pytest.raises(ApiError, match="wrong"):
+        run(unless_disconnected(chunks(), error()))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_cancelled_request_ends_quietly(started: bool) -> None:
+    """At the server's stop a request that has had no answer gets 503; one that has is just cut."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise asyncio.CancelledError
+
+    run(QuietEnd(app)({"type": "http"}, chunks(), send))
+    statuses = [message["status"] for message in sent if "status" in message]
+    assert statuses == ([200] if started else [503])

@@ -1,0 +1,56 @@
+"""Block hashes are those of vLLM's sha256_cbor."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model_server.block_hash import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest, salt_keys
+
+VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['case']}")
+def test_hashes_equal_vllms(vector: dict) -> None:
+    """Digests and event numbers equal those that vLLM computed, for every tagged form of extra keys."""
+    parent = root_digest(vector["seed"])
+    assert parent.hex() == vector["none_hash"]
+    size = vector["block_size"]
+    for index, (digest, number) in enumerate(zip(vector["block_hashes"], vector["int64"], strict=True)):
+        parent = hash_block(
+            parent, vector["token_ids"][index * size : (index + 1) * size], vector["extra_keys"][index]
+        )
+        assert parent.hex() == digest
+        assert event_hash(parent) == number
+
+
+def test_the_salt_enters_as_vllm_tags_it() -> None:
+    """The extra keys of a salted prompt's first block are the ones that the vectors were made with."""
+    vector = next(vector for vector in VECTORS if vector["case"].startswith("salt"))
+    assert [list(key) for key in salt_keys("tenant-42") or ()] == vector["extra_keys"][0]
+    assert salt_keys(None) is None
+
+
+def test_the_default_seed_is_vllms() -> None:
+    """Without a seed vLLM starts its chains from a fixed string, and so do we."""
+    assert root_digest("vllm-none-hash") == ROOT_DIGEST
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (23, "17"),
+        (24, "1818"),
+        (256, "190100"),
+        (65536, "1a00010000"),
+        (1 << 32, "1b0000000100000000"),
+        (-12, "2b"),
+        (b"\x01\x02", "420102"),
+        ("ü", "62c3bc"),
+        (None, "f6"),
+        ([1, [2, 3]], "8201820203"),
+    ],
+)
+def test_cbor_is_canonical(value: object, encoded: str) -> None:
+    """Every type is encoded in the fewest bytes (examples of RFC 8949, appendix A, and their neighbours)."""
+    assert encode_cbor(value).hex() == encoded  # type: ignore[arg-type]

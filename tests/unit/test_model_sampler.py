@@ -1,0 +1,100 @@
+"""The sampler: greedy, restricted and repeatable choices."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from model_server.requests import SamplingParams
+from model_server.sampler import SamplingRow, sample, uniform
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
+
+
+def draw(count: int, **params: float) -> Counter[int]:
+    """Sample the same logits at many positions of one request."""
+    rows = [SamplingRow(SamplingParams(max_tokens=1, **params), 7, position) for position in range(count)]  # type: ignore[arg-type]
+    return Counter(sample(LOGITS.repeat(count, 1), rows))
+
+
+def test_temperature_zero_is_greedy() -> None:
+    """At temperature 0 the most probable token is always chosen."""
+    assert draw(20, temperature=0.0) == {4: 20}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_probabilities(temperature: float) -> None:
+    """Over many draws each token comes up as often as the softmax at that temperature says."""
+    count = 4000
+    counts = draw(count, temperature=temperature)
+    expected = (LOGITS / temperature).softmax(-1)
+    for token, probability in enumerate(expected.tolist()):
+        assert counts[token] / count == pytest.approx(probability, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 2}, {0, 4}),
+        ({"top_k": -1, "top_p": 0.999999}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.7}, {0, 4}),  # 0.63 + 0.23 crosses 0.7
+        ({"top_p": 0.5}, {4}),
+        ({"top_p": 1e-9}, {4}),
+        ({"min_p": 0.1}, {0, 1, 4}),  # e^-2 is above a tenth, e^-3 below
+        ({"min_p": 1.0}, {4}),
+        ({"top_k": 3, "top_p": 0.9}, {0, 4}),  # of the three that are left, two make 0.91
+    ],
+)
+def test_restrictions_keep_the_right_tokens(params: dict[str, float], allowed: set[int]) -> None:
+    """top_k, top_p and min_p keep exactly the tokens that their definitions name."""
+    assert set(draw(3000, **params)) == allowed
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """The same request draws the same token alone and in any batch."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 100, generator=generator)
+    kinds = [{}, {"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 2.0}]
+    rows = [
+        SamplingRow(SamplingParams(max_tokens=1, **kind), index, 3)  # type: ignore[arg-type]
+        for index, kind in enumerate(kinds)
+    ]
+    together = sample(logits.clone(), rows)
+    alone = [sample(logits[index : index + 1].clone(), [row])[0] for index, row in enumerate(rows)]
+    backwards = sample(logits.flip(0).clone(), rows[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_seeds_and_positions_change_the_draw() -> None:
+    """Draws are in [0, 1), repeat for the same seed and position, and differ for others."""
+    draws = {uniform(seed, position) for seed in range(30) for position in range(30)}
+    assert len(draws) == 900
+    assert all(0.0 <= value < 1.0 for value in draws)
+    assert uniform(5, 6) == uniform(5, 6)
+    assert sum(draws) / 900 == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(("extreme", "token"), [(0.0, 1), (1.0 - 2.0**-40, 4)])
+def test_the_extreme_draws_choose_tokens_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
+) -> None:
+    """The least and the greatest draw choose the first and the last token kept, not an excluded neighbour."""
+    monkeypatch.setattr("model_server.sampler.uniform", lambda seed, position: extreme)
+    logits = torch.tensor([[-9.0, 3.0, -9.0, -9.0, 3.0, -9.0]])
+    assert sample(logits, [SamplingRow(SamplingParams(max_tokens=1, top_k=2), 1, 0)]) == [token]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_chosen(temperature: float) -> None:
+    """A stop token that must not come yet is passed over, greedy or not."""
+    params = SamplingParams(max_tokens=1, temperature=temperature)
+    rows = [SamplingRow(params, 1, position, frozenset({4, 0})) for position in range(200)]
+    chosen = set(sample(LOGITS.repeat(200, 1), rows))
+    assert not chosen & {0, 4}
+    assert chosen
+
+
+def test_broken_logits_give_a_token_nevertheless() -> None:
+    """Logits that overflowed to NaN cannot bring a token outside the vocabulary."""
+    rows = [SamplingRow(SamplingParams(max_tokens=1, top_k=top_k), 1, 0) for top_k in (0, 3)]
+    assert all(0 <= token < 5 for token in sample(torch.full((2, 5), float("nan")), rows))

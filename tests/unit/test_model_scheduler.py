@@ -1,0 +1,129 @@
+"""The scheduler: which tokens of which requests a step computes."""
+
+from collections.abc import Sequence
+
+from model_server.block_manager import BlockManager
+from model_server.blocks import BlockPool
+from model_server.live_request import LiveRequest
+from model_server.requests import GenerationRequest, SamplingParams
+from model_server.scheduler import Chunk, Scheduler
+
+
+def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:
+    """Make a request that has just arrived."""
+    return LiveRequest(
+        GenerationRequest(name, tuple(prompt), SamplingParams(max_tokens=100)), sampling_seed=0
+    )
+
+
+def new_scheduler(blocks: int = 16, tokens: int = 8, seqs: int = 4, *, caching: bool = True) -> Scheduler:
+    """Make a scheduler over a pool with blocks of 4 tokens."""
+    manager = BlockManager(BlockPool(blocks, 4), enable_prefix_caching=caching)
+    return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """Schedule, pretend to compute, and append a token to whoever sampled."""
+    chunks: list[Chunk] = scheduler.schedule()
+    for chunk in chunks:
+        chunk.live.computed = chunk.stop
+        if chunk.samples:
+            chunk.live.token_ids.append(1)
+    return [(chunk.live.request_id, chunk.start, chunk.length) for chunk in chunks]
+
+
+def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
+    """A prefill takes the budget step by step and samples only after its last token."""
+    scheduler = new_scheduler()
+    scheduler.add(live_request("a", range(18)))
+    assert [step(scheduler) for _ in range(4)] == [
+        [("a", 0, 8)],
+        [("a", 8, 8)],
+        [("a", 16, 2)],
+        [("a", 18, 1)],
+    ]
+
+
+def test_decodes_come_before_prefills() -> None:
+    """A running decode is never held up: prefills share what the decodes leave of the budget."""
+    scheduler = new_scheduler()
+    scheduler.add(live_request("short", range(3)))
+    scheduler.add(live_request("long", range(20, 40)))
+    assert step(scheduler) == [("short", 0, 3), ("long", 0, 5)]
+    assert step(scheduler) == [("short", 3, 1), ("long", 5, 7)]
+    scheduler.add(live_request("later", range(50, 53)))
+    assert step(scheduler) == [("short", 4, 1), ("long", 12, 7)]
+    assert step(scheduler) == [("short", 5, 1), ("long", 19, 1), ("later", 0, 3)]
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    """max_num_seqs bounds the batch; the others wait in order."""
+    scheduler = new_scheduler(seqs=2)
+    for name, token in (("a", 1), ("b", 2), ("c", 3)):
+        scheduler.add(live_request(name, [token]))
+    assert [name for name, _, _ in step(scheduler)] == ["a", "b"]
+    scheduler.remove(scheduler.running[0])
+    assert [name for name, _, _ in step(scheduler)] == ["b", "c"]
+
+
+def test_admission_needs_room_for_the_whole_prompt() -> None:
+    """A request waits while its whole prompt does not fit, though its first chunk would; so do others."""
+    scheduler = new_scheduler(blocks=4)
+    scheduler.add(live_request("a", range(8)))
+    assert step(scheduler) == [("a", 0, 8)]
+    scheduler.add(live_request("b", range(20, 32)))
+    scheduler.add(live_request("c", [9]))
+    assert step(scheduler) == [("a", 8, 1)]
+    scheduler.remove(scheduler.running[0])
+    assert step(scheduler) == [("b", 0, 8)]
+
+
+def test_a_free_prefix_block_does_not_count_twice() -> None:
+    """A hit on free blocks leaves that much less to allocate, and admission knows it."""
+    scheduler = new_scheduler(blocks=4)
+    first = live_request("a", range(8))
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.remove(first)
+    holder = live_request("h", [40])
+    scheduler.add(holder)
+    step(scheduler)
+    # 4 blocks: one held, three free of which two are the prefix. 16 tokens need two more than the prefix.
+    scheduler.add(live_request("b", [*range(8), *range(20, 28)]))
+    assert [name for name, _, _ in step(scheduler)] == ["h"]
+    scheduler.remove(holder)
+    assert step(scheduler) == [("b", 8, 8)]
+
+
+def test_the_last_request_is_preempted_and_runs_first_again() -> None:
+    """Without a free block the request admitted last gives its own up and goes to the front of the queue."""
+    scheduler = new_scheduler(blocks=4, tokens=16, caching=False)
+    for name, start in (("a", 0), ("b", 10)):
+        scheduler.add(live_request(name, range(start, start + 8)))
+    assert step(scheduler) == [("a", 0, 8), ("b", 0, 8)]
+    scheduler.add(live_request("c", [9]))
+    assert step(scheduler) == [("a", 8, 1)]
+    assert scheduler.preemptions == 1
+    assert [live.request_id for live in scheduler.waiting] == ["b", "c"]
+    scheduler.remove(scheduler.running[0])
+    assert step(scheduler) == [("b", 0, 9), ("c", 0, 1)]
+
+
+def test_a_resumed_request_finds_its_own_blocks() -> None:
+    """Preemption leaves full blocks in the cache, so that the second prefill is short."""
+    scheduler = new_scheduler(blocks=4, tokens=16)
+    for name, start in (("a", 0), ("b", 10)):
+        scheduler.add(live_request(name, range(start, start + 8)))
+    step(scheduler)
+    step(scheduler)
+    scheduler.remove(scheduler.running[0])
+    assert step(scheduler) == [("b", 4, 5)]  # its tail block was taken for a's ninth token
+    assert scheduler.cached_prompt_tokens == 0  # what it finds of itself is no hit
+
+
+def test_requests_of_one_step_share_blocks() -> None:
+    """A request hits blocks that another one computes in the same step."""
+    scheduler = new_scheduler(tokens=16)
+    scheduler.add(live_request("a", range(10)))
+    scheduler.add(live_request("b", range(10)))
+    assert step(scheduler) == [("a", 0, 10), ("b", 8, 2)]

@@ -1,0 +1,55 @@
+"""model_server.cli: flags to settings, mistakes to one line, nothing heavy before that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from model_server import cli
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "70000 is not a port"),
+        (["--block-size", "0"], "block_tokens is 0"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--max-body-bytes", "0"], "0 is less than 1"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake is told in one line on stderr that names it, with exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(flags)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """The help text comes without torch, the web server or ZMQ."""
+    script = (
+        "import sys; from model_server.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'uvicorn', 'starlette', 'zmq', 'tokenizers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "--kv-events-endpoint" in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    """Without one of its packages the command says what to install instead of showing a traceback."""
+    script = "import sys; sys.modules['uvloop'] = None; from model_server.cli import main; sys.exit(main([]))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "kvroute model-server: error: uvloop is not installed; install kvroute[model-server]\n"
+    )

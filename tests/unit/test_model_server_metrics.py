@@ -1,0 +1,83 @@
+"""model_server.metrics: vLLM's names, labels and meanings."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from model_server.engine_stats import EngineStats
+from model_server.metrics import EngineCollector, RequestMetrics, new_registry
+from model_server.publish import PublisherStats
+
+STATS = EngineStats(
+    running=2,
+    waiting=3,
+    kv_usage=0.25,
+    total_blocks=128,
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=60,
+    preemptions=1,
+    prompt_tokens=110,
+    generated_tokens=50,
+    steps=40,
+    last_step_monotonic_s=0.0,
+    healthy=True,
+)
+LABELS = {"model_name": "m", "engine": "0"}
+
+
+def test_engine_counters_have_vllms_names() -> None:
+    """Every figure of the engine is on the page under vLLM's name, with its two labels."""
+    registry = CollectorRegistry()
+    registry.register(
+        EngineCollector("m", lambda: STATS, lambda: PublisherStats(9, 8, 7, 6), {"block_size": "16"})
+    )
+    expected = {
+        "vllm:num_requests_running": 2,
+        "vllm:num_requests_waiting": 3,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prefix_cache_queries_total": 100,
+        "vllm:prefix_cache_hits_total": 60,
+        "vllm:prompt_tokens_total": 110,
+        "vllm:generation_tokens_total": 50,
+        "vllm:num_preemptions_total": 1,
+        "kvroute_kv_event_batches_published_total": 9,
+        "kvroute_kv_event_batches_dropped_total": 8,
+        "kvroute_kv_event_replays_total": 7,
+        "kvroute_kv_event_replays_rejected_total": 6,
+    }
+    assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
+    assert registry.get_sample_value("vllm:cache_config_info", {"block_size": "16", "engine": "0"}) == 1
+
+
+def test_a_choice_is_timed_from_its_arrival() -> None:
+    """First token, gaps and end go to their histograms; outcomes are counted by reason."""
+    registry = CollectorRegistry()
+    choice = RequestMetrics("m", registry).choice(arrived_s=10.0)
+    for now_s in (12.0, 12.5, 13.5):
+        choice.tokens(now_s)
+    choice.finished(14.0, "stop")
+
+    def total(name: str) -> tuple[float | None, float | None]:
+        return registry.get_sample_value(name + "_count", LABELS), registry.get_sample_value(
+            name + "_sum", LABELS
+        )
+
+    assert total("vllm:time_to_first_token_seconds") == (1, 2.0)
+    assert total("vllm:inter_token_latency_seconds") == (2, 1.5)
+    assert total("vllm:e2e_request_latency_seconds") == (1, 4.0)
+    reasons = {
+        reason: registry.get_sample_value("vllm:request_success_total", {**LABELS, "finished_reason": reason})
+        for reason in ("stop", "length")
+    }
+    assert reasons == {"stop": 1, "length": 0}
+
+
+def test_the_page_can_be_parsed_and_names_the_process() -> None:
+    """Prometheus' own parser reads the whole page; the process's start time is on it."""
+    registry = new_registry()
+    RequestMetrics("m", registry)
+    registry.register(EngineCollector("m", lambda: STATS, None, {"block_size": "16"}))
+    families = {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
+    assert {"process_start_time_seconds", "vllm:num_requests_running", "vllm:request_success"} <= families
+    assert not any(name.startswith("kvroute_kv_event") for name in families)

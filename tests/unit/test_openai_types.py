@@ -1,0 +1,84 @@
+"""model_server.openai_types: JSON bytes to checked fields, or an error that names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from model_server.api_errors import ApiError
+from model_server.openai_types import decode_body, generation_body
+
+
+def test_all_fields_may_be_null() -> None:
+    """Clients that send every optional field as null mean that it is not given."""
+    names = "max_tokens temperature top_p top_k stop stream stream_options seed n user echo logprobs suffix"
+    fields = generation_body(dict.fromkeys(names.split()))
+    assert (fields.max_tokens, fields.n, fields.stop_strings) == (None, None, ())
+
+
+def test_unknown_fields_are_ignored() -> None:
+    """A field of another server's does no harm."""
+    assert generation_body({"priority": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
+
+
+@pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
+def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
+    """Both spellings mean the same."""
+    assert generation_body({"stop": stop}).stop_strings == strings
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "asking"),
+    [
+        ("echo", False, True),
+        ("logprobs", False, 0),
+        ("logprobs", None, True),
+        ("top_logprobs", 0, 5),
+        ("frequency_penalty", 0.0, 0.5),
+        ("presence_penalty", 0, -1),
+        ("repetition_penalty", 1.0, 1.1),
+        ("logit_bias", {}, {"5": 1}),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("tool_choice", "auto", "required"),
+        ("best_of", 1, 2),
+        ("suffix", "", "end"),
+        ("truncate_prompt_tokens", None, 5),
+    ],
+)
+def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object, asking: object) -> None:
+    """A known field that is not supported may say its default, and is refused when it asks for something."""
+    generation_body({name: neutral})
+    with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
+        generation_body({name: asking})
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"max_tokens": "8"}, "max_tokens: expected `int | null`, got `str`", "max_tokens"),
+        ({"temperature": -1}, "temperature: expected `float` >= 0.0", "temperature"),
+        ({"stop": ["a", ""]}, r"stop\[1\]: expected `str` of length >= 1", "stop"),
+        (
+            {"stream_options": {"include_usage": 1}},
+            "stream_options.include_usage: expected",
+            "stream_options",
+        ),
+    ],
+)
+def test_a_wrong_type_names_the_field(body: dict[str, Any], message: str, param: str) -> None:
+    """The message says where in the body what was expected."""
+    with pytest.raises(ApiError, match=message) as caught:
+        generation_body(body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b'"x"', b"nul", b'{"a":\xff}', b"[" * 10_000, b'{"a":1e999}']
+)
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    """Anything but one JSON object is a 400 without a field."""
+    with pytest.raises(ApiError) as caught:
+        decode_body(raw)
+    assert (caught.value.status, caught.value.param) == (400, None)

@@ -1,0 +1,113 @@
+"""model_server.prepare: a body's bytes to the engine's requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+
+from model_server.api_errors import ApiError
+from model_server.prepare import Api, Job, ServedModel, prepare
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+
+CONTEXT_TOKENS = 100
+
+
+@cache
+def model() -> ServedModel:
+    """The tiny model with a short context."""
+    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
+    return ServedModel.of(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS)
+
+
+def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> Job:
+    """Prepare a body given as keywords."""
+    return prepare(model(), api, msgspec.json.encode(body), header_id)
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "expected"),
+    [
+        ("completion", {}, 16),
+        ("completion", {"max_tokens": 30}, 30),
+        ("completion", {"prompt": [1] * 90}, 10),
+        ("completion", {"max_completion_tokens": 30}, 16),
+        ("chat", {"max_tokens": 30}, 30),
+        ("chat", {"max_tokens": 30, "max_completion_tokens": 20}, 20),
+    ],
+)
+def test_how_long_an_answer_may_be(api: Api, body: dict[str, Any], expected: int) -> None:
+    """Completions default to 16 tokens or what the context leaves; max_completion_tokens is for chats."""
+    prompts = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    assert job(api, **{**prompts, **body}).requests[0].sampling.max_tokens == expected
+
+
+def test_a_chat_may_fill_the_context() -> None:
+    """Without a limit of its own a chat's answer ends with the context."""
+    prepared = job("chat", messages=[{"role": "user", "content": "x"}])
+    assert prepared.requests[0].sampling.max_tokens == CONTEXT_TOKENS - prepared.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("body", "numbers"),
+    [
+        ({"prompt": [1] * 100}, "100 input tokens"),
+        ({"prompt": [1] * 60, "max_tokens": 41}, "60 input tokens and 41 tokens of output"),
+        ({"prompt": "x" * 1_000_000}, r"at least \d+ input tokens"),
+        ({"prompt": ["fine", "x" * 1_000_000]}, r"at least \d+ input tokens"),
+    ],
+)
+def test_too_long_for_the_context(body: dict[str, Any], numbers: str) -> None:
+    """Prompt and answer must fit into the context; the message has the numbers."""
+    with pytest.raises(ApiError, match=f"maximum context length is 100 tokens.* {numbers}") as caught:
+        job(**body)
+    assert caught.value.status == 400
+
+
+def test_sampling_defaults() -> None:
+    """What a body leaves out is neutral."""
+    sampling = job(prompt="x").requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (None, frozenset(), False)
+
+
+def test_sampling_fields_reach_the_engine() -> None:
+    """What a body gives is what the engine gets; a top_k of -1 means all."""
+    body = {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": -3, "ignore_eos": True}
+    request = job(prompt="x", stop_token_ids=[5, 6], min_tokens=2, cache_salt="s", **body).requests[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.5, 0, 0.1)
+    assert (sampling.seed, sampling.stop_token_ids, sampling.min_tokens) == (-3, frozenset({5, 6}), 2)
+    assert (sampling.ignore_eos, request.cache_salt) == (True, "s")
+
+
+def test_choices_are_ordered_by_prompt_then_copy() -> None:
+    """n copies of the first prompt come first; copies have their own seeds, and all ids differ."""
+    prepared = job(prompt=[[1], [2, 3]], n=2, seed=8)
+    assert [request.prompt_token_ids for request in prepared.requests] == [(1,), (1,), (2, 3), (2, 3)]
+    assert [request.sampling.seed for request in prepared.requests] == [8, 9, 8, 9]
+    assert len({request.request_id for request in prepared.requests}) == 4
+    assert prepared.prompt_tokens == 3
+
+
+def test_extreme_seeds_stay_in_range() -> None:
+    """A copy's seed still fits 64 bits when the first copy's is the largest or least."""
+    for seed in (2**63 - 1, -(2**63)):
+        seeds = [request.sampling.seed for request in job(prompt="x", n=3, seed=seed).requests]
+        assert len(set(seeds)) == 3
+        assert all(copy is not None and -(2**63) <= copy < 2**63 for copy in seeds)
+
+
+def test_one_client_id_twice_gives_two_engine_ids() -> None:
+    """The shown id is the client's, header before body; the engine's own ids never collide."""
+    first, second = (job(prompt="x", request_id="body", header_id="header") for _ in range(2))
+    assert first.request_id == second.request_id == "cmpl-header"
+    assert first.requests[0].request_id != second.requests[0].request_id
+    assert job(prompt="x", request_id="body").request_id == "cmpl-body"
+
+
+def test_models_are_known_by_all_their_names() -> None:
+    """The answer's model is the name that was asked for, or the first."""
+    assert [job(prompt="x", **named).model for named in ({}, {"model": "alias"})] == ["tiny", "alias"]

@@ -1,0 +1,48 @@
+"""model_server.serve: taking an address before there is anything to serve on it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from model_server.serve import StartError, reserve
+
+
+def test_a_reserved_port_refuses_connections_until_it_listens() -> None:
+    """While the model loads clients are refused at once and can try elsewhere; then they are let in."""
+    with reserve("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        listener.listen()
+        socket.create_connection(address).close()
+
+
+def test_a_port_that_another_listens_on_is_refused() -> None:
+    """The message names the address."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"),
+            reserve("127.0.0.1", port),
+        ):
+            pass
+
+
+def test_a_port_can_be_taken_again_right_after_use() -> None:
+    """Connections of an earlier life that linger in the kernel do not keep a restart from its port."""
+    with socket.create_server(("127.0.0.1", 0)) as earlier:
+        address = earlier.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = earlier.accept()
+        accepted.close()
+        client.close()
+    with reserve(*address) as listener:
+        assert listener.getsockname() == address
+
+
+def test_an_unknown_host_is_named() -> None:
+    """A host that cannot be resolved or is not this machine's stops the start."""
+    with pytest.raises(StartError, match=r"192\.0\.2\.1"), reserve("192.0.2.1", 0):
+        pass

@@ -1,0 +1,152 @@
+"""The replay socket against honest, confused and hostile clients, over real ZMQ."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import zmq
+
+from model_server.publish import KVEventPublisher
+from model_server.replay import StepRing
+from tests.wire.publisher_support import open_publisher, removed, replay, socket, wait_for
+
+
+def filled(publisher: KVEventPublisher, batches: int, hashes: int = 1) -> KVEventPublisher:
+    """Publish that many batches and wait until they are out."""
+    for number in range(batches):
+        publisher.publish([removed(number, hashes)])
+    wait_for(lambda: publisher.stats().published == batches)
+    return publisher
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(0, range(20, 30)), (25, range(25, 30)), (29, range(29, 30)), (30, range(0)), (2**64 - 1, range(0))],
+)
+def test_a_replay_holds_what_is_kept_from_the_start_on(start: int, expected: range) -> None:
+    """Any start is answered with the kept batches from there on; one beyond the end with the end alone."""
+    with (
+        open_publisher(buffer_steps=10) as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+    ):
+        filled(publisher, 30)
+        assert replay(client, start) == [(number, number) for number in expected]
+
+
+def test_a_replay_longer_than_the_pipe_is_complete() -> None:
+    """Far more batches than the socket's high-water mark arrive without a hole, in order."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+    ):
+        filled(publisher, 5_000)
+        assert replay(client, 0) == [(number, number) for number in range(5_000)]
+
+
+def test_an_idle_publisher_answers() -> None:
+    """A replay does not wait for the next event, which may never come."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+    ):
+        for _ in range(3):
+            assert replay(client, 0) == []
+        assert publisher.stats().replays == 3
+
+
+def test_a_req_client_gets_the_first_reply() -> None:
+    """The request format is the one that REQ sockets make by themselves."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.REQ, publisher.config.replay_endpoint or "") as client,
+    ):
+        filled(publisher, 2)
+        client.send(struct.pack(">Q", 1))
+        topic, sequence, _ = client.recv_multipart()
+        assert (topic, struct.unpack(">Q", sequence)[0]) == (b"kv@test", 1)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"garbage"],
+        [b""],
+        [b"", b""],
+        [b"", b"short"],
+        [b"", b"nine bytes"],
+        [b"x", struct.pack(">Q", 0)],
+        [b"", struct.pack(">Q", 0), b"more"],
+        [b""] * 1000,
+    ],
+    ids=lambda frames: f"{len(frames)}:{frames[0]!r}",
+)
+def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None:
+    """A request that is not [empty, 8 bytes] gets no answer, is counted, and disturbs nobody."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+    ):
+        filled(publisher, 1)
+        client.send_multipart(frames)
+        wait_for(lambda: publisher.stats().replays_rejected == 1)
+        assert replay(client, 0) == [(0, 0)]
+
+
+def test_a_giant_request_disturbs_nobody() -> None:
+    """A frame beyond the cap is cut off by its connection's end; others go on."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as hostile,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+    ):
+        filled(publisher, 1)
+        hostile.send_multipart([b"", b"x" * 10_000_000])
+        assert replay(client, 0) == [(0, 0)]
+        assert publisher.stats().replays == 1
+
+
+def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
+    """With many unread replays open, live batches still leave and another client's replay completes."""
+    with (
+        open_publisher() as publisher,
+        socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
+        zmq.Context() as context,
+    ):
+        # Large enough that no socket buffer swallows a whole replay.
+        filled(publisher, 5_000, hashes=500)
+        hostile = []
+        for _ in range(20):
+            dealer = context.socket(zmq.DEALER)
+            dealer.linger, dealer.rcvhwm = 0, 1
+            dealer.connect(publisher.config.replay_endpoint or "")
+            dealer.send_multipart([b"", struct.pack(">Q", 0)])
+            hostile.append(dealer)
+        wait_for(lambda: publisher.stats().replays == 20)
+        publisher.publish([removed(5_000)])
+        wait_for(lambda: publisher.stats().published == 5_001)
+        assert replay(client, 4_000) == [(number, number) for number in range(4_000, 5_001)]
+        for dealer in hostile:
+            dealer.close()
+
+
+def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
+    """A vanished client's replay ends without an error for anybody."""
+    with open_publisher() as publisher:
+        filled(publisher, 3_000)
+        for _ in range(5):
+            with socket(zmq.DEALER, publisher.config.replay_endpoint or "") as leaving:
+                leaving.send_multipart([b"", struct.pack(">Q", 0)])
+                leaving.recv_multipart()
+        with socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client:
+            assert len(replay(client, 0)) == 3_000
+        assert publisher.healthy
+
+
+def test_the_ring_keeps_the_newest_steps() -> None:
+    """Exactly the last `capacity` steps can be read, by their numbers."""
+    ring = StepRing(3)
+    for _ in range(5):
+        ring.append(0.0, (), 0)
+    assert ring.oldest_sequence() == 2
+    assert [step.sequence for step in ring.steps(0, ring.next_sequence)] == [2, 3, 4]
