@@ -56,7 +56,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python -m benchmarks.first_light
+	$(BIN)/python -m benchmarks.gateway
 
 lock: setup
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \

@@ -1,0 +1,21 @@
+"""The exact index of what every model server's KV cache holds, fed by their event streams."""
+
+from indexer.config import IndexerConfig, PodStream
+from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
+from indexer.index import IndexStats
+from indexer.kv_indexer import KvIndexer, PodMatch
+from indexer.stream import StreamState
+
+__all__ = [
+    "ConfigError",
+    "IndexStats",
+    "IndexerConfig",
+    "IndexerError",
+    "KvIndexer",
+    "ListenError",
+    "PayloadError",
+    "PodMatch",
+    "PodStream",
+    "StreamState",
+    "TokenError",
+]

@@ -71,7 +71,7 @@ def _scenario(plan: StackPlan, url: str, *, explain: bool) -> list[Row]:
 
 
 def _converse(client: ChatClient) -> list[ChatAnswer]:
-    messages = [{"role": "system", "content": demo_texts.SYSTEM_PROMPT}]
+    messages = demo_texts.first_messages()
     answers = []
     for question in demo_texts.QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -173,7 +173,10 @@ def _summary(routed: Sequence[Row], blind: Sequence[Row]) -> str:
             f"prediction:   cached tokens predicted = delivered in {exact} of {len(routed)} requests",
             f"from cache:   {_cached_share(routed):.0%} of all prompt tokens, "
             f"round-robin {_cached_share(blind):.0%}",
-            f"mean TTFT:    {_mean_ttft_ms(routed):.1f} ms, round-robin {_mean_ttft_ms(blind):.1f} ms",
+            f"TTFT, turns:  {_mean_ttft_ms(routed, 'turn'):.0f} ms in the mean from the second on, "
+            f"round-robin {_mean_ttft_ms(blind, 'turn'):.0f} ms",
+            f"TTFT, burst:  {_mean_ttft_ms(routed, 'burst'):.0f} ms in the mean, "
+            f"round-robin {_mean_ttft_ms(blind, 'burst'):.0f} ms",
         ]
     )
 
@@ -197,5 +200,6 @@ def _cached_share(rows: Sequence[Row]) -> float:
     return sum(row.answer.cached_tokens for row in rows) / sum(row.answer.prompt_tokens for row in rows)
 
 
-def _mean_ttft_ms(rows: Sequence[Row]) -> float:
-    return 1000 * sum(row.answer.ttft_s for row in rows) / len(rows)
+def _mean_ttft_ms(rows: Sequence[Row], kind: str) -> float:
+    times = [row.answer.ttft_s for row in rows if row.name.startswith(kind) and row.name != "turn 1"]
+    return 1000 * sum(times) / len(times)

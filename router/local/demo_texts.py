@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-SYSTEM_PROMPT = """You are the assistant of a team that runs language models for many users. You answer
+_SYSTEM_PROMPT = """You are the assistant of a team that runs language models for many users. You answer
 in short sentences, you name the number behind every claim, and you say so when you do not know. The
 team runs several model servers. Each keeps the keys and values of the tokens it has seen, in blocks of
 sixteen tokens, until memory is needed for something newer. A request whose beginning a server has seen
@@ -72,17 +72,25 @@ _WHEN = (
     "during the copy",
     "until noon",
 )
-_REPORT_SENTENCES = 36
+# A sentence is about 13 tokens. Reports of a burst differ in length, as work does.
+_BURST_SENTENCES = (18, 36, 72)
+_CONVERSATION_SENTENCES = 110
+
+
+def first_messages() -> list[dict[str, str]]:
+    """How the conversation begins: what the assistant is to do, and the long report that it is about."""
+    return [{"role": "system", "content": f"{_SYSTEM_PROMPT}\n\n{_report(0, _CONVERSATION_SENTENCES)}"}]
 
 
 def burst_messages(number: int) -> list[dict[str, str]]:
     """Messages of the burst's request `number`: one system prompt for all, a report of its own."""
-    return [{"role": "system", "content": _BURST_PROMPT}, {"role": "user", "content": _report(number)}]
-
-
-def _report(number: int) -> str:
-    choose = random.Random(number).choice
-    lines = [
-        f"{choose(_WHO)} {choose(_DID)} {choose(_WHAT)} {choose(_WHEN)}." for _ in range(_REPORT_SENTENCES)
+    return [
+        {"role": "system", "content": _BURST_PROMPT},
+        {"role": "user", "content": _report(number, _BURST_SENTENCES[number % len(_BURST_SENTENCES)])},
     ]
+
+
+def _report(number: int, sentences: int) -> str:
+    choose = random.Random(number).choice
+    lines = [f"{choose(_WHO)} {choose(_DID)} {choose(_WHAT)} {choose(_WHEN)}." for _ in range(sentences)]
     return f"Report {number}. " + " ".join(lines)

@@ -118,7 +118,9 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
     )
     argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(http)]
     argv += ["--model", options.model, "--served-model-name", model_name]
-    argv += ["--kv-events-endpoint", f"tcp://*:{events}", "--kv-replay-endpoint", f"tcp://*:{replay}"]
+    # Events tell what users asked: on a laptop they stay on it.
+    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{events}", "--kv-events-bind"]
+    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
     argv += ["--torch-threads", "1", *options.model_args]
     return ChildPlan(

@@ -6,7 +6,6 @@ Knows processes, ports and log files; knows nothing of what the children do.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -16,18 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import urllib3
 
+from router.local import tether
 from router.local.errors import ChildDiedError, LocalStackError, PortInUseError
 from router.local.stack import HOST, ChildPlan
 
 READY_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 8.0
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -64,11 +61,13 @@ class Supervisor:
     Args:
         directory: Where the children's log files go.
         say: Shows one line of progress.
+        stop_timeout_s: How long a child may take to end after SIGTERM.
     """
 
-    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, say: Callable[[str], None], *, stop_timeout_s: float = 8.0) -> None:
         self._directory = directory
         self._say = say
+        self._stop_timeout_s = stop_timeout_s
         self.children: list[Child] = []
         self.died = False
         """Whether a child died while it should have run; the stack may have gone on since."""
@@ -110,7 +109,7 @@ class Supervisor:
         for child in alive:
             with contextlib.suppress(ProcessLookupError):
                 child.process.terminate()
-        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + self._stop_timeout_s
         for child in alive:
             try:
                 child.process.wait(max(0.0, deadline_s - time.monotonic()))
@@ -128,13 +127,12 @@ class Supervisor:
         log_path = self._directory / f"{plan.name}.log"
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                plan.argv,
+                [sys.executable, "-I", tether.__file__, str(os.getpid()), *plan.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # A session of its own: Ctrl-C reaches only us, and we stop the children in order.
                 start_new_session=True,
-                preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
             )
         return Child(plan, process, log_path)
 
@@ -175,10 +173,3 @@ def _last_words(child: Child) -> str:
     with child.log_path.open("rb") as log:
         lines = deque((line.strip() for line in log if line.strip()), maxlen=1)
     return f"it last said: {lines[0].decode(errors='replace')[:300]}" if lines else "it said nothing"
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Asks Linux for SIGTERM when the parent ends, however it ends; runs in the child, before exec."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os._exit(1)

@@ -1,0 +1,1 @@
+"""Measurements that anyone can rerun; each prints one JSON object a line."""

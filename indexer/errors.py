@@ -1,0 +1,38 @@
+"""The indexer's errors.
+
+IndexerError
+├── ConfigError       a setting or the pods file is wrong: message names file, line and field
+├── ListenError       a port cannot be listened on
+├── TokenError        token ids that no engine could have produced
+└── PayloadError      a published payload that is no batch of events; carries the reason's label
+"""
+
+from __future__ import annotations
+
+
+class IndexerError(Exception):
+    """Whatever the indexer refuses."""
+
+
+class ConfigError(IndexerError, ValueError):
+    """A setting is wrong; the message says which one, where, and what it must be."""
+
+
+class ListenError(IndexerError):
+    """A port cannot be listened on; the message names the flag."""
+
+
+class TokenError(IndexerError, ValueError):
+    """Token ids outside of 0..2**32-1, or not whole numbers."""
+
+
+class PayloadError(IndexerError, ValueError):
+    """A payload that cannot be read as a batch of events.
+
+    Attributes:
+        reason: Short label for metrics, e.g. "oversize".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

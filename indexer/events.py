@@ -1,0 +1,65 @@
+"""What an engine tells about its KV cache, as typed values with vLLM's field names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+# A one-million-token context twice over; caps what one hostile event can make us allocate.
+MAX_TOKENS = 2_097_152
+MAX_EVENTS = 65_536
+
+# The engine's own handle of a block: a digest (vLLM: 16 or 32 bytes), uint64 (vLLM) or int64 (SGLang).
+EngineHash = int | Annotated[bytes, Meta(min_length=1, max_length=64)]
+EngineHashes = Annotated[list[EngineHash], Meta(max_length=MAX_TOKENS)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]], Meta(max_length=MAX_TOKENS)]
+# Per block: nothing, or a list of LoRA name, [multimodal id, offset], cache salt, prompt-embeddings digest.
+ExtraKeys = Annotated[list[Annotated[list[Any], Meta(max_length=1024)] | None], Meta(max_length=MAX_TOKENS)]
+
+
+class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
+    """A run of blocks became available; `token_ids` are the run's, `parent_block_hash` precedes it."""
+
+    block_hashes: EngineHashes
+    parent_block_hash: EngineHash | None = None
+    token_ids: TokenIds = []
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    # SGLang only; vLLM has the salt in the first block's extra keys.
+    cache_salt: str | None = None
+
+
+class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    """One copy of each of these blocks is gone."""
+
+    block_hashes: EngineHashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    """The engine's whole cache is empty."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(Struct, frozen=True):
+    """What one engine step did.
+
+    Attributes:
+        ts: When it was published, seconds since the epoch by the engine's clock.
+        events: In the order in which they happened.
+        data_parallel_rank: The publisher's rank; None where it tells none.
+    """
+
+    ts: float
+    events: tuple[KVEvent, ...]
+    data_parallel_rank: int | None = None

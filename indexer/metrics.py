@@ -1,0 +1,127 @@
+"""The indexer's Prometheus metrics, on a registry that is passed in.
+
+Names with `llm_d_epp_` are those of llm-d's router, so that its dashboards work; `kvroute_indexer_` are our
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from indexer.index import IndexStats
+from indexer.stream import StreamState
+
+_INDEX = "llm_d_epp_kv_cache_index_"
+_EVENTS = "llm_d_epp_kv_cache_events_"
+_OURS = "kvroute_indexer_"
+
+_LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
+
+
+class IndexerMetrics:
+    """All metrics of one indexer.
+
+    Args:
+        registry: Where they are registered.
+        stats: Tells the size of the index; asked at every scrape.
+        speculative: Tells how many assumed entries there are.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
+    ) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, registry=registry, buckets=buckets)
+
+        self.admissions = counter(_INDEX + "admissions", "Blocks announced and added to the index.")
+        self.evictions = counter(_INDEX + "evictions", "Engine blocks removed by events.")
+        self.lookups = counter(_INDEX + "lookup_requests", "Prompts looked up.")
+        self.lookup_hits = counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
+        self.max_pod_hits = counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
+        self.lookup_s = histogram(_INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S)
+
+        self.subscribers = gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
+        self.reconnections = counter(
+            _EVENTS + "subscriber_reconnections", "Connections to a publisher lost.", "pod_identifier"
+        )
+        self.messages = counter(_EVENTS + "messages_received", "Live batches received.", "pod_identifier")
+        self.zmq_errors = counter(
+            _EVENTS + "zmq_errors", "Socket operations that failed.", "pod_identifier", "operation"
+        )
+        self.stores_skipped = counter(_EVENTS + "stores_skipped", "Stores that cannot be used.", "reason")
+        self.removals_skipped = counter(
+            _EVENTS + "removals_skipped", "Removals that cannot be used.", "reason"
+        )
+        self.removals_last = counter(
+            _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
+        )
+        self.removals_copy = counter(
+            _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
+        )
+
+        self.stream_state = gauge(_OURS + "stream_state", "1 for the state a stream is in.", "pod", "state")
+        self.gaps = counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
+        self.replays = counter(_OURS + "replays", "Replays, by how they went.", "outcome")
+        self.clears = counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
+        self.events = counter(_OURS + "events", "Events applied, by type.", "type")
+        self.rejected = counter(
+            _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
+        )
+        self.orphans = gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
+        self.lag_s = histogram(
+            _OURS + "event_lag_seconds",
+            "From an engine's time stamp to the batch being applied.",
+            _LAG_BUCKETS_S,
+        )
+        registry.register(_Sizes(stats, speculative))
+
+    def set_state(self, pod: str, state: StreamState) -> None:
+        """Shows the state of a pod's stream."""
+        for each in StreamState:
+            self.stream_state.labels(pod, each).set(each is state)
+
+    def forget(self, pod: str) -> None:
+        """Drops the series of a pod that is not followed any more."""
+        for metric, label in (
+            (self.stream_state, "pod"),
+            (self.gaps, "pod"),
+            (self.orphans, "pod"),
+            (self.reconnections, "pod_identifier"),
+            (self.messages, "pod_identifier"),
+            (self.zmq_errors, "pod_identifier"),
+        ):
+            metric.remove_by_labels({label: pod})
+
+
+class _Sizes(Collector):
+    """Figures that are read when they are scraped."""
+
+    def __init__(self, stats: Callable[[], IndexStats], speculative: Callable[[], int]) -> None:
+        self._stats = stats
+        self._speculative = speculative
+
+    def describe(self) -> Iterator[Metric]:
+        yield from self._metrics(IndexStats(0, 0, 0, 0), 0)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics(self._stats(), self._speculative())
+
+    def _metrics(self, stats: IndexStats, speculative: int) -> Iterator[Metric]:
+        yield GaugeMetricFamily(_OURS + "blocks", "Unique blocks in the index.", stats.blocks)
+        yield GaugeMetricFamily(_OURS + "capacity_blocks", "Most blocks it may hold.", stats.capacity_blocks)
+        yield GaugeMetricFamily(_OURS + "holdings", "Pairs of (block, pod) in the index.", stats.holdings)
+        yield CounterMetricFamily(
+            _OURS + "evicted_blocks", "Blocks lost to the capacity.", stats.evicted_blocks
+        )
+        yield GaugeMetricFamily(_OURS + "speculative_entries", "Assumed (request, pod, block).", speculative)

@@ -1,0 +1,118 @@
+"""One question to an engine's replay socket, and its answers.
+
+Speaks vLLM's protocol over a DEALER, all forms: ["", sequence] is asked; ["", sequence, payload] up to vLLM
+0.24 or ["", topic, sequence, payload] later and from SGLang is answered, the last with a sequence of -1 and
+no payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zmq
+
+SEQUENCE_BYTES = 8
+_END_SEQUENCE = b"\xff" * SEQUENCE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A published batch, not yet decoded."""
+
+    sequence: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The engine has told all that it knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A message that does not follow the protocol."""
+
+    reason: str
+
+
+class ReplayRequest:
+    """A replay that runs.
+
+    Args:
+        context: Where its socket is made.
+        endpoint: The engine's ROUTER socket.
+        start: First sequence number wanted.
+        now_s: The time.
+        idle_s: Without an answer for this long it has failed.
+        total_s: It has failed after this long in any case.
+        max_message_bytes: Above it the connection is cut.
+
+    Raises:
+        zmq.ZMQError: The endpoint is unusable.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        start: int,
+        now_s: float,
+        *,
+        idle_s: float,
+        total_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        self._idle_s = idle_s
+        self._fails_at_s = now_s + total_s
+        self._idle_at_s = now_s + idle_s
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.maxmsgsize = max_message_bytes
+        # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
+        self.socket.rcvhwm = 100_000
+        self.socket.ipv6 = "[" in endpoint
+        try:
+            self.socket.connect(endpoint)
+            self.socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def fails_at_s(self) -> float:
+        """When it has failed unless it is answered."""
+        return min(self._idle_at_s, self._fails_at_s)
+
+    def receive(self, now_s: float) -> Batch | End | Broken | None:
+        """The next answer; None when none is there yet."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        self._idle_at_s = now_s + self._idle_s
+        return parse_answer(frames)
+
+    def close(self) -> None:
+        """Ends it."""
+        self.socket.close()
+
+
+def parse_answer(frames: list[bytes]) -> Batch | End | Broken:
+    """Reads one message of a replay socket."""
+    if len(frames) not in (3, 4) or frames[0]:
+        return Broken("replay_frames")
+    sequence, payload = frames[-2:]
+    if sequence == _END_SEQUENCE:
+        return End()
+    return _batch(sequence, payload)
+
+
+def parse_live(frames: list[bytes]) -> Batch | Broken:
+    """Reads one message of a publisher: [topic, sequence, payload]."""
+    return _batch(frames[1], frames[2]) if len(frames) == 3 else Broken("frame_count")
+
+
+def _batch(sequence: bytes, payload: bytes) -> Batch | Broken:
+    if len(sequence) != SEQUENCE_BYTES or sequence == _END_SEQUENCE:
+        return Broken("sequence")
+    return Batch(int.from_bytes(sequence, "big"), payload)

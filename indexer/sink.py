@@ -1,0 +1,67 @@
+"""What the subscriber needs of whoever takes the streams: the border between sockets and the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from indexer.config import PodStream
+from indexer.stream import StreamState
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What applying batches told about the view.
+
+    Attributes:
+        emptied: The engine said that its cache is empty.
+        damage: What could not be applied, after that; None for nothing.
+    """
+
+    emptied: bool = False
+    damage: str | None = None
+
+
+class StreamSink(Protocol):
+    """Where the streams of all pods end; called on the subscriber's thread."""
+
+    def opened(self, stream: PodStream) -> None:
+        """A pod is followed from now on."""
+        ...
+
+    def closed(self, pod: str) -> None:
+        """A pod is not followed any more."""
+        ...
+
+    def apply(self, pod: str, payloads: Sequence[bytes]) -> Verdict:
+        """Applies batches, in order."""
+        ...
+
+    def clear(self, pod: str, reason: str) -> None:
+        """Drops the view of the pod."""
+        ...
+
+    def link(self, pod: str, up: bool) -> None:
+        """The connection to the pod's publisher was made or lost."""
+        ...
+
+    def state(self, pod: str, state: StreamState, reason: str) -> None:
+        """The state of the pod's stream changed."""
+        ...
+
+    def received(self, pod: str, batches: int, gaps: int) -> None:
+        """Live batches came in, and gaps were found between them."""
+        ...
+
+    def replay(self, pod: str, outcome: str) -> None:
+        """A replay ended."""
+        ...
+
+    def rejected(self, pod: str, reason: str) -> None:
+        """A message could not be read."""
+        ...
+
+    def socket_error(self, pod: str, operation: str) -> None:
+        """A socket could not be used."""
+        ...

@@ -1,0 +1,7 @@
+"""`python -m router`: the same as `kvroute router`."""
+
+import sys
+
+from router.server import main
+
+sys.exit(main())

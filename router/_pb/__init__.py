@@ -1,0 +1,1 @@
+"""Generated from proto/kvroute/v1; do not edit."""

@@ -1,0 +1,66 @@
+"""Envoy's access log as a source of outcomes: batches of log entries in, ended requests out.
+
+Joins by request id. Nothing is learnt of speed here: engines send their headers before the first token, so
+the time to the first byte is not the time to the first token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+
+from router.metrics import RouterMetrics
+from router.outcomes import ACCESS_LOG, Outcomes
+
+_SERVER_ERROR = 500
+
+
+class AccessLogDoor(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]
+    """envoy.service.accesslog.v3.AccessLogService.
+
+    Args:
+        distrust: Told of a pod that Envoy could not connect to (address, why).
+    """
+
+    def __init__(
+        self, outcomes: Outcomes, metrics: RouterMetrics, distrust: Callable[[str, str], None]
+    ) -> None:
+        self._outcomes = outcomes
+        self._metrics = metrics
+        self._distrust = distrust
+
+    def StreamAccessLogs(  # noqa: N802 (the name is Envoy's)
+        self, request_iterator: Iterator[als_pb2.StreamAccessLogsMessage], _context: grpc.ServicerContext
+    ) -> als_pb2.StreamAccessLogsResponse:
+        """Takes entries until Envoy closes the stream."""
+        for message in request_iterator:
+            for entry in message.http_logs.log_entry:
+                self._take(entry)
+        return als_pb2.StreamAccessLogsResponse()
+
+    def _take(self, entry: accesslog_pb2.HTTPAccessLogEntry) -> None:
+        common = entry.common_properties
+        if common.intermediate_log_entry:
+            self._metrics.logged("intermediate")
+            return
+        if common.response_flags.upstream_connection_failure:
+            address = common.upstream_remote_address.socket_address
+            self._distrust(f"{address.address}:{address.port_value}", "Envoy could not connect to it")
+        if not entry.request.request_id:
+            self._metrics.logged("no_request_id")
+            return
+        ended = self._outcomes.ended(
+            entry.request.request_id, ACCESS_LOG, time.monotonic(), failed=_has_failed(entry)
+        )
+        self._metrics.logged("unknown" if ended is None else "joined")
+
+
+def _has_failed(entry: accesslog_pb2.HTTPAccessLogEntry) -> bool:
+    # Any flag on an answer (cut by either side, timed out) means that it was not delivered whole.
+    code = entry.response.response_code.value
+    flags = entry.common_properties.response_flags
+    return code == 0 or code >= _SERVER_ERROR or bool(flags.ListFields())

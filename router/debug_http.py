@@ -1,0 +1,119 @@
+"""The pages for people and Prometheus over plain HTTP: a registry and callables by path in, a server out.
+
+Serves few at a time and closes on whoever comes beyond that; knows nothing of what they show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socket import socket
+from threading import BoundedSemaphore, Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from router.errors import ListenError
+
+_SERVED_AT_ONCE = 8
+_IDLE_S = 5.0
+
+Query = Mapping[str, str]
+Page = Callable[[Query], tuple[int, Any]]
+
+
+class DebugServer:
+    """An HTTP server on its own threads.
+
+    Args:
+        pages: By path: given the query, a status and a value that is answered as JSON.
+
+    Raises:
+        ListenError: The address is in use.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, pages: Mapping[str, Page]) -> None:
+        handler = type("Handler", (_Handler,), {"registry": registry, "pages": dict(pages)})
+        try:
+            self._server = _PooledServer((host, port), handler)
+        except OSError as error:
+            raise ListenError(f"--metrics-port {port}: cannot listen on {host}:{port}: {error}") from error
+        self._thread = Thread(target=self._server.serve_forever, name="debug-http", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port listened on."""
+        return self._server.server_address[1]
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends serving and frees the port."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _PooledServer(HTTPServer):
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._pool = ThreadPoolExecutor(_SERVED_AT_ONCE, thread_name_prefix="debug-http")
+        self._slots = BoundedSemaphore(_SERVED_AT_ONCE)
+
+    def process_request(self, request: socket, client_address: Any) -> None:  # type: ignore[override]
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        self._pool.submit(self._serve, request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _serve(self, request: socket, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except OSError:
+            pass  # the client went away
+        finally:
+            self.shutdown_request(request)
+            self._slots.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    pages: Mapping[str, Page]
+    timeout = _IDLE_S
+    server_version = "kvroute"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if url.path == "/metrics":
+            self._answer(200, generate_latest(self.registry), CONTENT_TYPE_LATEST)
+            return
+        page = self.pages.get(url.path)
+        if page is None:
+            status, value = 404, {"error": f"no such page; there are /metrics, {', '.join(self.pages)}"}
+        else:
+            status, value = page({name: values[-1] for name, values in parse_qs(url.query).items()})
+        self._answer(status, msgspec.json.encode(value), "application/json")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Access to these pages is nobody's news."""
+
+    def _answer(self, status: int, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

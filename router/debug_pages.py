@@ -1,0 +1,92 @@
+"""What the debug pages show: the live state in, JSON-ready values out; of HTTP only a status and a query."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from indexer import StreamState
+from router.debug_http import Page, Query
+from router.explain import Explain
+from router.health import Health
+from router.ledger import Ledger
+from router.pods import Pod, PodSet
+from router.rates import PrefillRates
+
+_DECISIONS_DEFAULT = 20
+
+
+class StreamStates(Protocol):
+    """What the pages need of the indexer."""
+
+    def states(self) -> Mapping[str, StreamState]:
+        """State of every followed pod's event stream."""
+
+
+class DebugPages:
+    """The pages by path."""
+
+    def __init__(
+        self,
+        pods: PodSet,
+        index: StreamStates,
+        ledger: Ledger,
+        rates: PrefillRates,
+        explain: Explain,
+        health: Health,
+    ) -> None:
+        self._pods = pods
+        self._index = index
+        self._ledger = ledger
+        self._rates = rates
+        self._explain = explain
+        self._health = health
+
+    def pages(self) -> dict[str, Page]:
+        """Path to page."""
+        return {
+            "/healthz": self._alive,
+            "/ready": self._is_ready,
+            "/debug/decisions": self._decisions,
+            "/debug/pods": self._pod_list,
+        }
+
+    def _alive(self, _query: Query) -> tuple[int, Any]:
+        return 200, {"status": "alive"}
+
+    def _is_ready(self, _query: Query) -> tuple[int, Any]:
+        if self._health.ready:
+            return 200, {"status": "ready"}
+        waiting = [pod.address for pod in self._pods.snapshot().values() if not pod.probed]
+        return 503, {"status": "not ready", "pods_not_probed_yet": waiting}
+
+    def _decisions(self, query: Query) -> tuple[int, Any]:
+        if "request_id" in query:
+            record = self._explain.one(query["request_id"])
+            return 200, {"decisions": [record] if record is not None else []}
+        count = query.get("n", str(_DECISIONS_DEFAULT))
+        if not count.isdecimal() or len(count) > 9:
+            return 400, {"error": f"n must be a whole number, not {count!r}"}
+        return 200, {"decisions": self._explain.latest(int(count))}
+
+    def _pod_list(self, _query: Query) -> tuple[int, Any]:
+        views = self._index.states()
+        return 200, {"pods": [self._pod(pod, views) for pod in self._pods.snapshot().values()]}
+
+    def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
+        models = pod.models
+        return {
+            "address": pod.address,
+            "name": pod.name,
+            "ready": pod.ready,
+            "why_not": pod.why,
+            "view": views[pod.address].value if pod.address in views else None,
+            "base_model": models.base if models else None,
+            "aliases": sorted(models.aliases) if models else [],
+            "adapters": sorted(models.adapters) if models else [],
+            "max_model_len": models.max_model_len if models else None,
+            "scraped": asdict(pod.load) if pod.load else None,
+            "in_flight": asdict(self._ledger.work(pod.address)),
+            "prefill_tokens_per_s": self._rates.tokens_per_s(pod.address),
+        }

@@ -1,0 +1,70 @@
+"""What can go wrong in the router.
+
+RouterError
+├── ConfigError       start-up input is wrong: the process exits with 2
+├── ListenError       an address cannot be listened on: the process exits with 1
+└── RequestError      a client's request cannot be routed: answered as an OpenAI-shaped error
+    └── NoEndpointError   no pod may take it: 503 with the endpoint picker protocol's reason
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+DROPPED_REASON_HEADER = "x-llm-d-request-dropped-reason"
+
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "RequestEntityTooLargeError",
+    503: "ServiceUnavailableError",
+}
+
+
+class RouterError(Exception):
+    """Root of this package's errors."""
+
+
+class ConfigError(RouterError):
+    """A flag, a configuration file or a file it names is wrong; the message says where and what to do."""
+
+
+class ListenError(RouterError):
+    """An address is in use or not ours."""
+
+
+class RequestError(RouterError):
+    """A request that is answered by the router itself.
+
+    Attributes:
+        status: HTTP status.
+        param: The request's field that is wrong, if one is.
+        dropped_reason: Value of the `x-llm-d-request-dropped-reason` header, if the protocol has one for
+            this.
+    """
+
+    dropped_reason: str | None = None
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+    @property
+    def error_type(self) -> str:
+        """The `type` of the OpenAI-shaped body, named as vLLM names it."""
+        return _ERROR_TYPES.get(self.status, "InternalServerError")
+
+    def body(self) -> bytes:
+        """The OpenAI-shaped JSON body."""
+        error = {"message": str(self), "type": self.error_type, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": error})
+
+
+class NoEndpointError(RequestError):
+    """No pod is ready, or none of the candidates that the gateway allows."""
+
+    dropped_reason = "rejected-no-endpoints"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message)

@@ -1,0 +1,109 @@
+"""The last decisions with their grounds and how they went on: Decisions in, JSON-ready records out.
+
+A ring of fixed length; knows no HTTP. Times are of the router's monotonic clock, except `time`, which is for
+people.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+from router.decision import Decision
+
+
+@dataclass(slots=True)
+class _Record:
+    decision: Decision
+    unix_s: float
+    prefill_end: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+    delivered_cached_tokens: int | None = None
+
+
+class Explain:
+    """The last decisions by request id; safe to share between threads.
+
+    Args:
+        capacity: Decisions kept; the oldest goes first.
+        pod_name: A pod's name by its address.
+    """
+
+    def __init__(self, capacity: int, pod_name: Callable[[str], str]) -> None:
+        self._capacity = capacity
+        self._pod_name = pod_name
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._lock = Lock()
+
+    def decided(self, decision: Decision) -> None:
+        """Keeps a decision."""
+        with self._lock:
+            self._records.pop(decision.request_id, None)
+            self._records[decision.request_id] = _Record(decision, time.time())
+            if len(self._records) > self._capacity:
+                self._records.popitem(last=False)
+
+    def prefill_ended(self, request_id: str, source: str, now_s: float) -> None:
+        """Notes who told that the prefill was over, and when."""
+        with self._lock:
+            if record := self._records.get(request_id):
+                record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}
+
+    def ended(
+        self, request_id: str, source: str, now_s: float, *, failed: bool, cached_tokens: int | None
+    ) -> None:
+        """Notes how the request ended, and how much the pod really served from its cache."""
+        with self._lock:
+            if record := self._records.get(request_id):
+                after_s = now_s - record.decision.decided_s
+                record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
+                if cached_tokens is not None:
+                    record.delivered_cached_tokens = cached_tokens
+
+    def predicted(self, request_id: str) -> int | None:
+        """Cached tokens predicted for a request; None if not known any more, or picked by load alone."""
+        record = self._records.get(request_id)
+        if record is None or record.decision.degraded is not None:
+            return None
+        return record.decision.primary.cached_tokens
+
+    def latest(self, count: int) -> list[dict[str, Any]]:
+        """The last `count` decisions, newest first."""
+        with self._lock:
+            return [self._shown(record) for record in islice(reversed(self._records.values()), count)]
+
+    def one(self, request_id: str) -> dict[str, Any] | None:
+        """One decision, if it is still kept."""
+        with self._lock:
+            record = self._records.get(request_id)
+            return self._shown(record) if record else None
+
+    def _shown(self, record: _Record) -> dict[str, Any]:
+        decision, best = record.decision, record.decision.primary
+        return {
+            "request_id": decision.request_id,
+            "time": record.unix_s,
+            "kind": decision.kind,
+            "model": decision.model,
+            "pod": best.pod,
+            "pod_name": self._pod_name(best.pod),
+            "reason": decision.reason,
+            "degraded": decision.degraded,
+            "prompt_tokens": decision.prompt_tokens,
+            "predicted_cached_tokens": best.cached_tokens,
+            "best_cached_tokens": decision.best_cached_tokens,
+            "delivered_cached_tokens": record.delivered_cached_tokens,
+            "own_weight": decision.own_weight,
+            "candidates": [
+                {**asdict(candidate), "pod_name": self._pod_name(candidate.pod)}
+                for candidate in decision.ranked
+            ],
+            "excluded": [{"pod": pod, "reason": reason} for pod, reason in decision.excluded.items()],
+            "prefill_end": record.prefill_end,
+            "end": record.end,
+        }

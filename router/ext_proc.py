@@ -1,0 +1,240 @@
+"""Envoy's door: an ext_proc stream per HTTP request in, the picked pod and the untouched bytes out.
+
+Knows the order of messages and answers of the endpoint picker protocol v1.0.0; what to pick is route()'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from router.errors import RequestError
+from router.ext_proc_messages import (
+    REQUEST_ID_HEADER,
+    BodyMode,
+    header_values,
+    immediate_answer,
+    request_body_routed_answer,
+    request_headers_answer,
+    streamed,
+    subset_hint,
+)
+from router.ext_proc_response import ResponsePhase
+from router.metrics import RouterMetrics
+from router.outcomes import Outcomes
+from router.request import RequestKind, RouteRequest, http_request, too_large
+from router.route import Router
+
+_log = logging.getLogger(__name__)
+
+_DOOR = "ext_proc"
+_REQUEST_ID_MAX = 256
+_PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
+_DEFAULT_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtProcOptions:
+    """How the door behaves.
+
+    Attributes:
+        max_request_bytes: Larger bodies are answered with 413.
+        fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
+            several.
+        responses_full: Whether the response passes here too; else the stream is closed after the request.
+    """
+
+    max_request_bytes: int = 8 << 20
+    fallback_endpoints: int = 0
+    responses_full: bool = False
+
+
+class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+    """envoy.service.ext_proc.v3.ExternalProcessor."""
+
+    def __init__(
+        self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
+    ) -> None:
+        self._router = router
+        self._outcomes = outcomes
+        self._metrics = metrics
+        self._options = options
+
+    def Process(  # noqa: N802 (the name is Envoy's)
+        self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
+    ) -> Iterator[pb.ProcessingResponse]:
+        """Serves one HTTP request."""
+        exchange = _Exchange(self._router, self._outcomes, self._metrics, self._options)
+        with self._metrics.inside(_DOOR):
+            try:
+                for message in request_iterator:
+                    yield from exchange.answers(message)
+                    if exchange.finished:
+                        return
+            finally:
+                exchange.close()
+
+
+class _Exchange:
+    """One HTTP request's way through the door.
+
+    Attributes:
+        finished: Whether the stream is to be closed from our side.
+    """
+
+    def __init__(
+        self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
+    ) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._options = options
+        self.finished = False
+        self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
+        self._headers: dict[str, str] | None = None
+        self._candidates: frozenset[str] | None = None
+        self._body = bytearray()
+        self._is_routed = False
+        self._response = ResponsePhase(outcomes)
+
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        """The answers to one message, in the order Envoy expects them."""
+        try:
+            match message.WhichOneof("request"):
+                case "request_headers":
+                    yield from self._request_headers(message)
+                case "request_body":
+                    yield from self._request_body(message)
+                case "request_trailers":
+                    yield from self._request_trailers()
+                case "response_headers":
+                    yield from self._response.headers(message.response_headers)
+                case "response_body":
+                    yield from self._response.body(message.response_body, self._response_body_mode)
+                case "response_trailers":
+                    yield from self._response.trailers()
+                case _:
+                    self._metrics.dropped(_DOOR, "unknown_message")
+        except RequestError as error:
+            self.finished = True
+            yield immediate_answer(error)
+
+    def close(self) -> None:
+        """The stream has ended, however it did."""
+        if self._options.responses_full:
+            self._response.cut()
+
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        if self._headers is not None:
+            self._metrics.dropped(_DOOR, "second_request_headers")
+            return
+        if message.HasField("protocol_config"):
+            self._body_mode = message.protocol_config.request_body_mode
+            self._response_body_mode = message.protocol_config.response_body_mode
+        self._headers = header_values(message.request_headers)
+        self._candidates = subset_hint(message)
+        length = self._headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
+            self._refuse(too_large(self._options.max_request_bytes))
+        if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
+            yield from self._route_by_load()
+            self._finish_request()
+        elif self._body_mode == BodyMode.BUFFERED:
+            yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+        elif self._body_mode != BodyMode.FULL_DUPLEX_STREAMED:
+            # In the other modes Envoy lets the headers go before the whole body is here.
+            yield from self._route_by_load()
+
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        body = message.request_body
+        if self._headers is None:
+            self._metrics.dropped(_DOOR, "body_before_headers")
+        elif self._body_mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED):
+            yield pb.ProcessingResponse(request_body=pb.BodyResponse())
+            if body.end_of_stream:
+                self._finish_request()
+        elif self._is_routed:
+            # Envoy repeats the end of the stream for bodies above 1 MB.
+            self._metrics.dropped(_DOOR, "repeated_end_of_stream")
+        else:
+            self._body += body.body
+            if len(self._body) > self._options.max_request_bytes:
+                self._refuse(too_large(self._options.max_request_bytes))
+            if (candidates := subset_hint(message)) is not None:
+                self._candidates = candidates
+            if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
+                yield from self._route(has_trailers=False)
+
+    def _request_trailers(self) -> Iterator[pb.ProcessingResponse]:
+        if self._headers is None:
+            self._metrics.dropped(_DOOR, "trailers_before_headers")
+        elif not self._is_routed:
+            yield from self._route(has_trailers=True)
+            yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+        elif self._body_mode != BodyMode.FULL_DUPLEX_STREAMED:
+            yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+            self._finish_request()
+
+    def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
+        """Picks for a request whose body is complete."""
+        headers, body = self._headers or {}, bytes(self._body)
+        self._body.clear()
+        path = next((headers[name] for name in _PATH_HEADERS if name in headers), _DEFAULT_PATH)
+        request_id, set_headers = _request_id(headers)
+        try:
+            request = http_request(request_id, path, body, self._candidates)
+        except RequestError as error:
+            self._refuse(error)
+        destination = self._pick(request)
+        if self._body_mode == BodyMode.BUFFERED:
+            yield request_body_routed_answer(destination, set_headers, headers)
+        else:
+            if body:
+                set_headers["content-length"] = str(len(body))
+            yield request_headers_answer(destination, set_headers, headers)
+            for answer in streamed(body, end_of_stream=not has_trailers):
+                yield pb.ProcessingResponse(request_body=answer)
+        self._finish_request()
+
+    def _route_by_load(self) -> Iterator[pb.ProcessingResponse]:
+        """Picks for a request whose body is empty or comes too late."""
+        headers = self._headers or {}
+        request_id, set_headers = _request_id(headers)
+        request = RouteRequest(request_id, RequestKind.PASSTHROUGH, candidates=self._candidates)
+        yield request_headers_answer(self._pick(request), set_headers, headers)
+
+    def _pick(self, request: RouteRequest) -> str:
+        """The destination's value: the picked pod, and as many others as the gateway shall try after it."""
+        self._is_routed = True
+        try:
+            decision = self._router.route(request, time.monotonic())
+        except RequestError:
+            raise
+        except Exception as error:
+            _log.exception("request %s could not be routed", request.request_id)
+            raise RequestError(500, "the router failed to route this request") from error
+        self._response.request_id = decision.request_id
+        return ",".join(pod.pod for pod in decision.ranked[: 1 + self._options.fallback_endpoints])
+
+    def _refuse(self, error: RequestError) -> NoReturn:
+        self._metrics.refused(error)
+        raise error
+
+    def _finish_request(self) -> None:
+        self.finished = not self._options.responses_full
+
+
+def _request_id(headers: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The request's id, and the header to set where the client gave none that can be kept."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    if 0 < len(given) <= _REQUEST_ID_MAX:
+        return given, {}
+    made = str(uuid.uuid4())
+    return made, {REQUEST_ID_HEADER: made}

@@ -1,0 +1,84 @@
+"""The response half of an ext_proc stream: messages in, echoes out, and what they tell of the outcome.
+
+Holds no chunk back. Messages are read before they are answered: after the last answer Envoy may reset the
+stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from router.ext_proc_messages import BodyMode, header_values, response_headers_answer, streamed
+from router.outcomes import RESPONSE, Outcomes
+from router.response_usage import UsageReader
+
+
+class ResponsePhase:
+    """One response.
+
+    Attributes:
+        request_id: The request that was picked for, as long as it is not over; None before and after.
+    """
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+        self.request_id: str | None = None
+        self._usage: UsageReader | None = None
+        self._failed = True
+        self._awaits_first_token = False
+
+    def headers(self, message: pb.HttpHeaders) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's headers."""
+        headers = header_values(message)
+        is_event_stream = "text/event-stream" in headers.get("content-type", "")
+        # Of an answer in one piece, the first byte is no earlier than the last token.
+        self._awaits_first_token = is_event_stream
+        self._failed = headers.get(":status", "200") >= "500"
+        self._usage = UsageReader(is_event_stream=is_event_stream)
+        if message.end_of_stream:
+            self._end()
+        yield response_headers_answer()
+
+    def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
+        """Echoes a chunk of the response's body."""
+        if self._awaits_first_token and self.request_id is not None:
+            self._awaits_first_token = False
+            self._outcomes.first_token(self.request_id, RESPONSE, time.monotonic())
+        if self._usage is not None:
+            self._usage.feed(message.body)
+        if message.end_of_stream:
+            self._end()
+        if mode == BodyMode.FULL_DUPLEX_STREAMED:
+            for answer in streamed(message.body, end_of_stream=message.end_of_stream):
+                yield pb.ProcessingResponse(response_body=answer)
+        else:
+            yield pb.ProcessingResponse(response_body=pb.BodyResponse())
+
+    def trailers(self) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's trailers, which end it."""
+        self._end()
+        yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+    def cut(self) -> None:
+        """The stream is over; unless the response was, it was cut."""
+        self._ended(failed=True)
+
+    def _end(self) -> None:
+        if self._usage is not None:
+            self._usage.end()
+        self._ended(failed=self._failed)
+
+    def _ended(self, *, failed: bool) -> None:
+        if self.request_id is None:
+            return
+        self._outcomes.ended(
+            self.request_id,
+            RESPONSE,
+            time.monotonic(),
+            failed=failed,
+            cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
+        )
+        self.request_id = None

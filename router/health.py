@@ -1,0 +1,45 @@
+"""gRPC health (grpc.health.v1) of the router: one state in, an answer for every service name in use out."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from router._pb import endpoint_picker_pb2
+
+EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+ACCESS_LOG_SERVICE = "envoy.service.accesslog.v3.AccessLogService"
+PICK_SERVICE = endpoint_picker_pb2.DESCRIPTOR.services_by_name["EndpointPicker"].full_name
+
+_FOLLOW_READINESS = ("", "readiness", "inference-extension", EXT_PROC_SERVICE, PICK_SERVICE)
+_ALWAYS_SERVING = "liveness"
+
+
+class Health:
+    """The health service; begins as NOT_SERVING."""
+
+    def __init__(self) -> None:
+        self._servicer = health.HealthServicer()
+        self._ready = False
+        self._servicer.set(_ALWAYS_SERVING, health_pb2.HealthCheckResponse.SERVING)
+        self._tell()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the router answers that it serves."""
+        return self._ready
+
+    def set_ready(self, ready: bool) -> None:
+        """Changes the state; a change is told to watchers."""
+        if ready != self._ready:
+            self._ready = ready
+            self._tell()
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Serves this state on a server."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    def _tell(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        for service in _FOLLOW_READINESS:
+            self._servicer.set(service, status.SERVING if self._ready else status.NOT_SERVING)

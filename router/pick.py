@@ -1,0 +1,48 @@
+"""Priced candidates in, the order in which to try them out, and why in one sentence.
+
+Pure: the random source is passed in; knows nothing of how a price came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from router.cost import Candidate
+
+
+def least_cost_first(candidates: Sequence[Candidate], random: Random) -> list[Candidate]:
+    """Orders candidates by cost; equals in random order, so that concurrent routers do not herd."""
+    shuffled = random.sample(candidates, len(candidates))
+    return sorted(shuffled, key=lambda candidate: candidate.cost_s)
+
+
+def reason_for(ranked: Sequence[Candidate], prompt_tokens: int, degraded: str | None) -> str:
+    """One sentence for a person: why the first of `ranked`."""
+    best = ranked[0]
+    if degraded is not None:
+        return f"by load alone ({degraded}): {_queue(best)}"
+    if len(ranked) == 1:
+        return f"the only candidate: {_cached(best, prompt_tokens)}"
+    longest = max(candidate.cached_tokens for candidate in ranked)
+    if best.cached_tokens < longest:
+        holder = next(candidate for candidate in ranked if candidate.cached_tokens == longest)
+        return (
+            f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
+            f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
+        )
+    if best.cached_tokens > max(candidate.cached_tokens for candidate in ranked[1:]):
+        return f"longest cached prefix: {_cached(best, prompt_tokens)}"
+    if best.cost_s == ranked[1].cost_s:
+        return f"by chance among equals: {_cached(best, prompt_tokens)}"
+    return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
+
+
+def _cached(candidate: Candidate, prompt_tokens: int) -> str:
+    return f"{candidate.cached_tokens} of {prompt_tokens} tokens cached"
+
+
+def _queue(candidate: Candidate) -> str:
+    if not candidate.awaiting:
+        return "nobody queues there"
+    return f"{candidate.awaiting} queued there ({candidate.queued_prefill_s:.3f} s)"

@@ -1,0 +1,158 @@
+"""The door for gateways without ext_proc: PickEndpoint and ReportOutcome in, ranked endpoints out.
+
+Translates proto/kvroute/v1/endpoint_picker.proto to RouteRequest and Decision, and errors to gRPC codes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import Any, NoReturn
+
+import grpc
+import msgspec
+
+from router._pb import endpoint_picker_pb2 as pb
+from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+from router.decision import Decision
+from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.metrics import RouterMetrics
+from router.outcomes import REPORT, Outcomes
+from router.pods import PodSet
+from router.request import RequestKind, RouteRequest, api_request
+from router.route import Router
+
+_log = logging.getLogger(__name__)
+
+_DOOR = "pick_endpoint"
+_REQUEST_ID_MAX = 256
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+_CHAT_OPTIONS = frozenset(
+    {"chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+)
+
+
+class PickDoor(pb_grpc.EndpointPickerServicer):
+    """kvroute.v1.EndpointPicker."""
+
+    def __init__(self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, pods: PodSet) -> None:
+        self._router = router
+        self._outcomes = outcomes
+        self._metrics = metrics
+        self._pods = pods
+
+    def PickEndpoint(  # noqa: N802 (the name is the proto's)
+        self, request: pb.PickEndpointRequest, context: grpc.ServicerContext
+    ) -> pb.PickEndpointResponse:
+        """Answers the endpoints in the order in which they should be tried."""
+        with self._metrics.inside(_DOOR):
+            try:
+                asked = route_request(request)
+            except RequestError as error:
+                self._metrics.refused(error)
+                _abort(context, error)
+            try:
+                return self._answer(self._router.route(asked, time.monotonic()))
+            except RequestError as error:
+                _abort(context, error)
+
+    def ReportOutcome(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
+    ) -> pb.ReportOutcomeResponse:
+        """Takes note of how a picked request went on."""
+        request_id, outcome = request.request_id, request.outcome
+        if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
+            known = self._outcomes.first_token(request_id, REPORT, time.monotonic())
+        elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
+            ended = self._outcomes.ended(
+                request_id,
+                REPORT,
+                time.monotonic(),
+                failed=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
+                cached_tokens=request.cached_tokens if request.HasField("cached_tokens") else None,
+            )
+            known = ended is not None
+        else:
+            _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
+        return pb.ReportOutcomeResponse(known=known)
+
+    def _answer(self, decision: Decision) -> pb.PickEndpointResponse:
+        pods = self._pods.snapshot()
+        return pb.PickEndpointResponse(
+            request_id=decision.request_id,
+            endpoints=[
+                pb.RankedEndpoint(
+                    address=candidate.pod,
+                    pod_name=pods[candidate.pod].name if candidate.pod in pods else "",
+                    cost_s=candidate.cost_s,
+                    queued_prefill_s=candidate.queued_prefill_s,
+                    own_prefill_s=candidate.own_prefill_s,
+                    copy_s=candidate.copy_s,
+                    kv_pressure_s=candidate.kv_pressure_s,
+                    cached_tokens=candidate.cached_tokens,
+                    view=candidate.view,
+                )
+                for candidate in decision.ranked
+            ],
+            reason=decision.reason,
+            prompt_tokens=decision.prompt_tokens,
+            degraded=decision.degraded or "",
+        )
+
+
+def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
+    """Translates the call; without an input it is a pick by load among the model's pods.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    if len(request.request_id) > _REQUEST_ID_MAX:
+        raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
+    request_id = request.request_id or str(uuid.uuid4())
+    candidates = frozenset(request.candidates) or None
+    body: dict[str, Any] = {"model": request.model, "cache_salt": request.cache_salt or None}
+    match request.WhichOneof("input"):
+        case "prompt":
+            body["prompt"] = request.prompt
+        case "token_ids":
+            body["prompt"] = list(request.token_ids.ids)
+        case "chat":
+            chat = request.chat
+            body |= _chat_options(chat.options_json)
+            body["messages"] = _json(chat.messages_json, "chat.messages_json")
+            body["tools"] = _json(chat.tools_json, "chat.tools_json") if chat.tools_json else None
+        case _:
+            model = request.model or None
+            return RouteRequest(request_id, RequestKind.PASSTHROUGH, model, candidates=candidates)
+    kind = RequestKind.CHAT if "messages" in body else RequestKind.COMPLETIONS
+    return api_request(request_id, kind, body, request.ByteSize(), candidates)
+
+
+def _chat_options(text: bytes) -> dict[str, Any]:
+    options = _json(text, "chat.options_json") if text else {}
+    if not isinstance(options, dict) or not options.keys() <= _CHAT_OPTIONS:
+        raise RequestError(
+            400,
+            f"chat.options_json must be an object with fields out of {', '.join(sorted(_CHAT_OPTIONS))}",
+            "chat.options_json",
+        )
+    return options
+
+
+def _json(text: bytes, field: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"{field} is not valid JSON: {error}", field) from error
+
+
+def _abort(context: grpc.ServicerContext, error: RequestError) -> NoReturn:
+    if error.dropped_reason is not None:
+        context.set_trailing_metadata(((DROPPED_REASON_HEADER, error.dropped_reason),))
+    context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+    raise AssertionError("abort raises")

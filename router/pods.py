@@ -1,0 +1,96 @@
+"""The pods and what is known of each: declarations and probe results in, immutable snapshots out.
+
+One writer (pod_watch) changes it; readers take `snapshot()` at any time from any thread. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from indexer.pods_file import PodEntry
+from router.scrape import EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """What a pod serves, as its /v1/models says.
+
+    Attributes:
+        base: Name of the base model.
+        aliases: All names of the base model, `base` included.
+        adapters: Names of the loaded LoRA adapters.
+        max_model_len: Longest prompt plus answer in tokens; None if not told.
+    """
+
+    base: str
+    aliases: frozenset[str]
+    adapters: frozenset[str] = frozenset()
+    max_model_len: int | None = None
+
+    def serves(self, model: str) -> bool:
+        """Whether a request for `model` can be answered."""
+        return model in self.aliases or model in self.adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod.
+
+    Attributes:
+        address: "ip:port", its identity.
+        ready: Whether it may be given requests.
+        why: Why it is not ready, for a person; empty when it is.
+        probed: Whether it was ever probed to an end.
+        failures: Probes in a row that ran out of time.
+        models: None until it has told.
+        load: What its metrics said last; None if they never could be read.
+    """
+
+    address: str
+    name: str
+    entry: PodEntry
+    ready: bool = False
+    why: str = "not probed yet"
+    probed: bool = False
+    failures: int = 0
+    models: ServedModels | None = None
+    load: EngineLoad | None = None
+
+
+PodSnapshot = Mapping[str, Pod]
+
+
+@dataclass(slots=True)
+class PodSet:
+    """The current pods by address."""
+
+    _pods: dict[str, Pod] = field(default_factory=dict)
+
+    def snapshot(self) -> PodSnapshot:
+        """The pods now; never changes afterwards."""
+        return self._pods
+
+    def declare(self, entries: Iterable[PodEntry]) -> None:
+        """Takes the full list: pods not in it are gone at once, new ones begin not ready."""
+        pods = {}
+        for entry in entries:
+            known = self._pods.get(entry.pod)
+            if known is not None and known.entry == entry:
+                pods[entry.pod] = known
+            else:
+                pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
+        self._pods = pods
+
+    def put(self, pod: Pod) -> None:
+        """Replaces what is known of one pod, unless it is gone by now."""
+        if pod.address in self._pods:
+            self._pods = {**self._pods, pod.address: pod}
+
+    def suspect(self, address: str, why: str) -> Pod | None:
+        """Takes a pod out until a probe succeeds; returns it if that changed anything."""
+        pod = self._pods.get(address)
+        if pod is None or not pod.ready:
+            return None
+        self.put(replace(pod, ready=False, why=why))
+        return pod

@@ -1,0 +1,113 @@
+"""What a client asks for: path and body bytes in, a typed RouteRequest out.
+
+Knows the OpenAI API's fields that routing needs and leaves the rest alone; knows no gRPC, tokens or pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from router.errors import RequestError
+
+
+class RequestKind(StrEnum):
+    """Which API a request speaks, as far as routing cares."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    PASSTHROUGH = "passthrough"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """One request to be routed.
+
+    Attributes:
+        request_id: Joins this request with what is later heard of it.
+        model: As the client names it: a base model or a LoRA adapter; None where the API is not known.
+        body: The decoded JSON body of a known API, checked only in the fields named here; else empty.
+        body_bytes: Size of the body as it came.
+        cache_salt: vLLM's field that keeps this request's cache apart from others'.
+        candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
+    """
+
+    request_id: str
+    kind: RequestKind
+    model: str | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+    body_bytes: int = 0
+    stream: bool = False
+    cache_salt: str | None = None
+    candidates: frozenset[str] | None = None
+
+
+def http_request(
+    request_id: str, path: str, body: bytes, candidates: frozenset[str] | None = None
+) -> RouteRequest:
+    """Reads an HTTP request.
+
+    Args:
+        path: With or without a query string; the longest known suffix decides the API.
+        body: The whole body; not read where the API is not known.
+
+    Raises:
+        RequestError: 400, when a known API's body is not what that API allows.
+    """
+    kind = request_kind(path)
+    if kind is RequestKind.PASSTHROUGH:
+        return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates)
+    return api_request(request_id, kind, _json_object(body), len(body), candidates)
+
+
+def api_request(
+    request_id: str,
+    kind: RequestKind,
+    body: Mapping[str, Any],
+    body_bytes: int,
+    candidates: frozenset[str] | None = None,
+) -> RouteRequest:
+    """Checks the decoded body of a known API.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise RequestError(400, "model must be a non-empty string", "model")
+    cache_salt = body.get("cache_salt")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise RequestError(400, "cache_salt must be a non-empty string", "cache_salt")
+    stream = body.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise RequestError(400, "stream must be true or false", "stream")
+    return RouteRequest(request_id, kind, model, body, body_bytes, bool(stream), cache_salt, candidates)
+
+
+def request_kind(path: str) -> RequestKind:
+    """The API that a path speaks, by its longest known suffix."""
+    plain = path.partition("?")[0].rstrip("/")
+    if plain.endswith("/chat/completions"):
+        return RequestKind.CHAT
+    if plain.endswith("/completions"):
+        return RequestKind.COMPLETIONS
+    return RequestKind.PASSTHROUGH
+
+
+def too_large(limit_bytes: int) -> RequestError:
+    """The answer to a body above the limit."""
+    return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
+
+
+def _json_object(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(400, "the request body must be a JSON object")
+    return value

@@ -1,0 +1,67 @@
+"""A response's usage, read as its bytes pass: chunks of JSON or server-sent events in, cached tokens out.
+
+Keeps at most what one JSON answer or one event line may be; what is larger goes unread. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+_KEPT_BYTES_MAX = 1 << 20
+
+
+class UsageReader:
+    """Reads one response.
+
+    Attributes:
+        cached_tokens: `usage.prompt_tokens_details.cached_tokens` as far as seen; None if not told.
+    """
+
+    def __init__(self, *, is_event_stream: bool) -> None:
+        self._is_event_stream = is_event_stream
+        self._kept = b""
+        self._lost = False
+        self.cached_tokens: int | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes the next bytes."""
+        if self._is_event_stream:
+            *lines, self._kept = (self._kept + chunk).split(b"\n")
+            for line in lines:
+                self._event_line(line)
+        elif not self._lost:
+            self._kept += chunk
+        if len(self._kept) > _KEPT_BYTES_MAX:
+            self._kept, self._lost = b"", True
+
+    def end(self) -> None:
+        """The response is complete."""
+        if self._is_event_stream:
+            self._event_line(self._kept)
+        elif not self._lost:
+            self._answer(self._kept)
+        self._kept = b""
+
+    def _event_line(self, line: bytes) -> None:
+        if line.startswith(b"data:") and b'"usage"' in line:
+            self._answer(line[5:])
+
+    def _answer(self, text: bytes) -> None:
+        try:
+            usage = msgspec.json.decode(text, type=_Answer).usage
+        except (ValueError, RecursionError):
+            return
+        if usage is not None and usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None

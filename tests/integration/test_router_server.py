@@ -1,0 +1,185 @@
+"""A whole router over fake pods: readiness, death and return of pods, pages, health, reflection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from router.errors import ConfigError, ListenError
+from router.request import RequestKind, RouteRequest
+from router.server import RouterServer
+from tests.integration.router_server_support import (
+    FakePod,
+    fake_pods,
+    get,
+    ready_pods,
+    running_router,
+    write_pods,
+)
+from tests.unit.router_support import completion
+from tests.wire.router_wire_support import wait_until
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def all_ready(router: RouterServer, *pods: FakePod) -> None:
+    """Waits until exactly these pods are ready."""
+    wait_until(lambda: ready_pods(router) == {pod.address for pod in pods}, "readiness")
+
+
+def health(port: int, service: str) -> int:
+    """Asks a gRPC health server."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status)
+
+
+def test_a_dead_pod_leaves_and_a_returned_one_comes_back(tmp_path: Path) -> None:
+    """A pod whose port closed takes no requests, back on the same port it does; the other always serves."""
+    with (
+        fake_pods(2) as (one, two),
+        running_router(write_pods(tmp_path / "pods.yaml", [one.address, two.address])) as router,
+    ):
+        all_ready(router, one, two)
+        one.stop()
+        all_ready(router, two)
+        picks = {router.router.route(completion(f"r{n}", "hello"), 0.0).primary.pod for n in range(5)}
+        assert picks == {two.address}
+        one.restart()
+        all_ready(router, one, two)
+
+
+def test_a_broken_link_takes_a_pod_out_until_it_is_probed(tmp_path: Path) -> None:
+    """Bad news from the event stream or the gateway counts at once; a healthy probe brings the pod back."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        all_ready(router, pod)
+        pod.may_answer.clear()
+        router.watch.link(pod.address, False)
+        all_ready(router)
+        pod.may_answer.set()
+        all_ready(router, pod)
+        pod.healthy = False
+        router.watch.distrust(pod.address, "could not connect")
+        all_ready(router)
+        assert not router.pods.snapshot()[pod.address].ready
+        pod.healthy = True
+        all_ready(router, pod)
+
+
+def test_a_changed_pods_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """New pods come and removed ones go when the file changes; a broken file leaves the pods as they were."""
+    with fake_pods(2) as (one, two):
+        path = write_pods(tmp_path / "pods.yaml", [one.address])
+        with running_router(path) as router:
+            all_ready(router, one)
+            write_pods(path, [one.address, two.address])
+            all_ready(router, one, two)
+            path.write_text("endpoints: [nonsense")
+            two.healthy = False
+            all_ready(router, one)
+            assert len(router.pods.snapshot()) == 2
+            write_pods(path, [one.address])
+            wait_until(lambda: list(router.pods.snapshot()) == [one.address], "the second pod's end")
+
+
+def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
+    """A pod that comes back with another model serves that one."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        all_ready(router, pod)
+        pod.stop()
+        all_ready(router)
+        pod.models = [("other", None), ("tuned", "other")]
+        pod.restart()
+        all_ready(router, pod)
+        models = router.pods.snapshot()[pod.address].models
+        assert models is not None
+        assert (models.base, models.adapters) == ("other", {"tuned"})
+
+
+def test_the_pages_tell_the_state(tmp_path: Path) -> None:
+    """Metrics, liveness, readiness, pods and decisions are served; the rest is a 404 that names them."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
+        all_ready(router, pod)
+        router.router.route(completion("r1", "hello " * 40), 0.0)
+        router.router.route(RouteRequest("r2", RequestKind.PASSTHROUGH), 0.0)
+        page = get(router, "/metrics")[1].decode()
+        assert 'llm_d_epp_ready_endpoints{name="default"} 1.0' in page
+        assert f'kvroute_router_pod_kv_usage{{pod="{pod.address}"}} 0.5' in page
+        shown = json.loads(get(router, "/debug/pods")[1])["pods"]
+        assert [(known["address"], known["ready"], known["name"]) for known in shown] == [
+            (pod.address, True, "pod-0")
+        ]
+        decisions = json.loads(get(router, "/debug/decisions?n=1")[1])["decisions"]
+        assert [decision["request_id"] for decision in decisions] == ["r2"]
+        (one,) = json.loads(get(router, "/debug/decisions?request_id=r1")[1])["decisions"]
+        assert (one["pod"], one["pod_name"]) == (pod.address, "pod-0")
+        assert json.loads(get(router, "/debug/decisions?request_id=none")[1]) == {"decisions": []}
+        assert [get(router, path)[0] for path in ("/healthz", "/debug/decisions?n=x", "/secrets")] == [
+            200,
+            400,
+            404,
+        ]
+
+
+def test_health_follows_readiness_and_liveness_does_not(tmp_path: Path) -> None:
+    """Every service name in use serves once the pods are known, on both ports, until the router drains."""
+    names = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "kvroute.v1.EndpointPicker")
+    with fake_pods(1) as (pod,):
+        pod.may_answer.clear()
+        with running_router(write_pods(tmp_path / "pods.yaml", [pod.address]), sync_timeout_s=60.0) as router:
+            port = router.ports["grpc-health"]
+            assert [health(port, name) for name in ("", "liveness")] == [NOT_SERVING, SERVING]
+            assert get(router, "/ready")[0] == 503
+            pod.may_answer.set()
+            all_ready(router, pod)
+            router.index.follow([])
+            wait_until(lambda: health(port, "") == SERVING, "serving")
+            assert {health(port, name) for name in names} == {SERVING}
+            assert {health(router.ports["grpc"], name) for name in names} == {SERVING}
+            router.drain()
+            assert [health(port, name) for name in ("readiness", "liveness")] == [NOT_SERVING, SERVING]
+
+
+def test_reflection_shows_the_services(tmp_path: Path) -> None:
+    """A reflection client finds both doors and can describe PickEndpoint."""
+    with (
+        running_router(write_pods(tmp_path / "pods.yaml", [])) as router,
+        grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,
+    ):
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert {"envoy.service.ext_proc.v3.ExternalProcessor", "kvroute.v1.EndpointPicker"} <= set(
+            database.get_services()
+        )
+        pool = descriptor_pool.DescriptorPool(database)
+        service = pool.FindServiceByName("kvroute.v1.EndpointPicker")
+        assert [method.name for method in service.methods] == ["PickEndpoint", "ReportOutcome"]
+
+
+def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
+    """A second router on the first one's port is told which flag and port, whichever of the three it is."""
+    path = write_pods(tmp_path / "pods.yaml", [])
+    with running_router(path) as router:
+        for flag, port in router.ports.items():
+            settings = {f"{flag.replace('-', '_')}_port": port}
+            with (
+                pytest.raises(ListenError, match=rf"--{flag}-port {port}: .*in use"),
+                running_router(path, **settings),
+            ):
+                pass
+
+
+def test_a_missing_or_wrong_pods_file_stops_the_start(tmp_path: Path) -> None:
+    """Without its pods the router does not start, and says which file is wrong where."""
+    with pytest.raises(ConfigError, match=r"absent\.yaml"), running_router(tmp_path / "absent.yaml"):
+        pass
+    broken = tmp_path / "pods.yaml"
+    broken.write_text("endpoints:\n  - name: a\n    adress: 127.0.0.1\n")
+    with pytest.raises(ConfigError, match=r"pods\.yaml:3: .*adress"), running_router(broken):
+        pass

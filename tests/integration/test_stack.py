@@ -1,0 +1,154 @@
+"""The whole product behind a real Envoy, as its users meet it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import urllib3
+from openai import APIStatusError, NotFoundError
+
+from router.local import demo_texts
+from router.local.envoy_config import POD_HEADER
+from tests.integration.stack_support import RunningStack, running_stack, wait_until
+
+MODEL = "kvroute-tiny"
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module", params=["skip", "full"])
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """Two model servers, the router and Envoy, in each response mode."""
+    with running_stack(tmp_path_factory.mktemp("stack"), responses=request.param) as running:
+        yield running
+
+
+def say(stack: RunningStack, messages: list[dict[str, str]], **options: Any) -> tuple[Any, Any]:
+    """Sends one chat; returns the raw response (for its headers) and the parsed completion."""
+    settings: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 24, "temperature": 0}
+    raw = stack.openai().chat.completions.with_raw_response.create(**{**settings, **options})
+    return raw, raw.parse()
+
+
+def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack) -> None:
+    """Every further turn goes to the first turn's pod, and what was predicted to be cached is delivered."""
+    messages = demo_texts.first_messages()
+    pods = []
+    for turn, question in enumerate(demo_texts.QUESTIONS):
+        messages.append({"role": "user", "content": question})
+        raw, completion = say(stack, messages, extra_body={"ignore_eos": True})
+        messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+        pods.append(raw.headers[POD_HEADER])
+        decision = stack.decision(raw.headers["x-request-id"])
+        delivered = completion.usage.prompt_tokens_details.cached_tokens
+        assert decision["pod"] == pods[-1]
+        assert decision["predicted_cached_tokens"] == delivered
+        assert delivered % BLOCK_TOKENS == 0
+        assert (delivered > 0) == (turn > 0)
+        settle(stack)
+    assert len(set(pods)) == 1
+
+
+def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> None:
+    """Sixteen requests at once with a shared beginning use both pods, and most find that beginning cached."""
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda at: say(stack, demo_texts.burst_messages(100 + at)), range(16)))
+    pods = Counter(raw.headers[POD_HEADER] for raw, _ in answers)
+    assert len(pods) == 2
+    assert min(pods.values()) >= 3
+    cached = [completion.usage.prompt_tokens_details.cached_tokens for _, completion in answers]
+    assert sum(tokens > 0 for tokens in cached) >= 12
+
+
+def test_streams_arrive_whole_with_64_clients(stack: RunningStack) -> None:
+    """No streamed response is cut, in either response mode: each ends with its usage and all its tokens."""
+
+    def read(number: int) -> int:
+        stream = stack.openai(max_retries=0).chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": f"Say {number}"}],
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        *_, last = list(stream)
+        assert last.usage is not None
+        return int(last.usage.completion_tokens)
+
+    with ThreadPoolExecutor(64) as threads:
+        assert set(threads.map(read, range(64))) == {20}
+
+
+def test_a_client_that_leaves_frees_its_blocks(stack: RunningStack) -> None:
+    """After a disconnect in mid-stream no request runs, no block is held, and the ledger is empty."""
+    stream = stack.openai().completions.create(
+        model=MODEL, prompt="Go on and on", max_tokens=7000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    settle(stack)
+    for url in stack.plan.pod_urls.values():
+        assert stack.metric("vllm:kv_cache_usage_perc", url) == 0
+
+
+def test_models_are_listed_through_the_gateway(stack: RunningStack) -> None:
+    """A request without a body is routed too."""
+    assert [model.id for model in stack.openai().models.list()] == [MODEL]
+
+
+def test_an_unknown_model_is_an_openai_error(stack: RunningStack) -> None:
+    """The OpenAI client understands the refusal."""
+    with pytest.raises(NotFoundError) as caught:
+        stack.openai(max_retries=0).completions.create(model="no-such-model", prompt="Hello")
+    assert "no-such-model" in str(caught.value)
+
+
+def test_a_prompt_beyond_the_context_is_an_openai_error(stack: RunningStack) -> None:
+    """The model server's refusal reaches the client with its numbers."""
+    with pytest.raises(APIStatusError) as caught:
+        stack.openai(max_retries=0).completions.create(model=MODEL, prompt=[5] * 9000)
+    assert caught.value.status_code == 400
+    assert "9000" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [
+        (b'{"model": "kvroute-tiny", "prompt": ', {400}),
+        (b"\xff\xfe", {400}),
+        (b"[]", {400}),
+        (b'{"model": 3, "prompt": "a"}', {400}),
+        (b'{"model": "kvroute-tiny"}', {400}),
+        (b'{"model": "kvroute-tiny", "prompt": {"a": 1}}', {400}),
+        (b'{"model": "kvroute-tiny", "prompt": "a", "max_tokens": "many"}', {400}),
+        (b'{"model": "kvroute-tiny", "prompt": "' + b"a" * 10_000_000 + b'"}', {400, 413}),
+    ],
+    ids=["cut", "bytes", "array", "model", "no-prompt", "prompt", "max-tokens", "10-MB"],
+)
+def test_bad_bodies_are_openai_errors(stack: RunningStack, body: bytes, statuses: set[int]) -> None:
+    """Each bad body gets an OpenAI-shaped 4xx, and the next good request is served."""
+    response = urllib3.request(
+        "POST",
+        f"{stack.plan.gateway_url}/v1/completions",
+        body=body,
+        headers={"content-type": "application/json"},
+        timeout=60.0,
+        retries=False,
+    )
+    assert response.status in statuses
+    error = json.loads(response.data)["error"]
+    assert error["message"]
+    assert error["type"]
+    assert stack.openai(max_retries=0).completions.create(model=MODEL, prompt="Hello", max_tokens=2).choices
+
+
+def settle(stack: RunningStack) -> None:
+    """Waits until no request runs anywhere and the router knows it."""
+    for url in stack.plan.pod_urls.values():
+        wait_until("the pods are idle", lambda: stack.metric("vllm:num_requests_running", url) == 0)  # noqa: B023
+    wait_until("the ledger is empty", lambda: stack.metric("llm_d_epp_request_running") == 0)

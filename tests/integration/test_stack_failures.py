@@ -1,0 +1,115 @@
+"""What happens to the stack's users when a model server dies, comes back, or talks nonsense."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from router.local import demo_texts
+from router.local.envoy_config import POD_HEADER
+from tests.integration.stack_support import RunningStack, running_stack, wait_until
+
+MODEL = "kvroute-tiny"
+
+
+@pytest.fixture
+def stack(tmp_path: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """A stack of its own: these tests break it."""
+    with running_stack(tmp_path) as running:
+        yield running
+
+
+class Load:
+    """Clients that send one request after the other until they are told to stop."""
+
+    def __init__(self, stack: RunningStack, clients: int) -> None:
+        self._stack = stack
+        self._stop = threading.Event()
+        self.served: list[str] = []
+        self.refused: list[int] = []
+        self.hung: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(at,)) for at in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, client: int) -> None:
+        api = self._stack.openai(max_retries=0, timeout=20.0)
+        number = client * 1000
+        while not self._stop.is_set():
+            number += 1
+            try:
+                raw = api.chat.completions.with_raw_response.create(
+                    model=MODEL, messages=demo_texts.burst_messages(number), max_tokens=4
+                )
+                self.served.append(raw.headers[POD_HEADER])
+            except openai.APITimeoutError as error:
+                self.hung.append(repr(error))
+            except openai.APIStatusError as error:
+                self.refused.append(error.status_code)
+            except openai.APIConnectionError:
+                self.refused.append(0)
+
+
+def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: RunningStack) -> None:
+    """Under load: no request hangs, the others serve on, and the restarted pod starts with an empty view."""
+    victim = next(iter(stack.plan.pod_urls))
+    dead = stack.child_of(victim).process
+    with Load(stack, clients=4) as load:
+        wait_until("both pods serve", lambda: len(set(load.served)) == 2)
+        os.kill(dead.pid, signal.SIGKILL)
+        dead.wait()
+        wait_until("the router has left it", lambda: stack.metric("llm_d_epp_ready_endpoints") == 1)
+        at_death, refused_at_death = len(load.served), len(load.refused)
+        wait_until("the other pod serves on", lambda: len(load.served) > at_death + 20)
+        assert set(load.served[at_death + 8 :]) == set(stack.plan.pod_urls) - {victim}
+        assert len(load.refused) <= refused_at_death + 4
+        stack.supervisor.check()
+        wait_until("the restarted pod serves again", lambda: victim in load.served[at_death + 8 :])
+    assert not load.hung
+    assert set(load.refused) <= {0, 500, 502, 503}
+    assert Counter(load.served)[victim] > 0
+
+
+def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> None:
+    """What the old process had cached is not predicted after a restart, even before any event."""
+    messages = [*demo_texts.first_messages(), {"role": "user", "content": "Hello"}]
+    ask = stack.openai().chat.completions.with_raw_response
+    first = ask.create(model=MODEL, messages=messages, max_tokens=4)
+    pod = first.headers[POD_HEADER]
+    child = stack.child_of(pod)
+    os.kill(child.process.pid, signal.SIGKILL)
+    child.process.wait()
+    stack.supervisor.check()
+    wait_until("the router uses both pods", lambda: stack.metric("llm_d_epp_ready_endpoints") == 2)
+    wait_until("the index holds no block", lambda: stack.metric("kvroute_indexer_blocks") == 0)
+    again = ask.create(model=MODEL, messages=messages, max_tokens=4)
+    assert stack.decision(again.headers["x-request-id"])["predicted_cached_tokens"] == 0
+    assert again.parse().usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> None:
+    """When all pods are dead the client gets a 503 with an OpenAI error, and no request waits."""
+    for pod in stack.plan.pod_urls:
+        child = stack.child_of(pod)
+        os.kill(child.process.pid, signal.SIGKILL)
+        child.process.wait()
+    wait_until("the router has left them", lambda: stack.metric("llm_d_epp_ready_endpoints") == 0)
+    with pytest.raises(openai.InternalServerError) as caught:
+        stack.openai(max_retries=0).completions.create(model=MODEL, prompt="Hello")
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+    assert caught.value.body is not None

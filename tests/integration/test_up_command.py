@@ -1,0 +1,147 @@
+"""`kvroute up` as a user runs it: what it prints, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import urllib3
+
+from router.local.errors import PortInUseError
+from router.local.stack import StackOptions, plan_stack
+from router.local.supervisor import check_ports
+from tests.integration.stack_support import wait_until
+
+
+def free_ports() -> tuple[int, int]:
+    """A gateway port and a base port for a whole stack."""
+    for _ in range(50):
+        base = random.randrange(10_000, 32_000)
+        plan = plan_stack(StackOptions(port=base + 50, base_port=base), Path())
+        try:
+            check_ports(plan.ports)
+        except PortInUseError:
+            continue
+        return base + 50, base
+    raise AssertionError("no free ports")
+
+
+def command(*arguments: str, ports: tuple[int, int]) -> list[str]:
+    """The command line of `kvroute up`."""
+    return [sys.executable, "-c", "from router.cli import main; raise SystemExit(main())", "up",
+            "--port", str(ports[0]), "--base-port", str(ports[1]), *arguments]  # fmt: skip
+
+
+def processes_of(group_marker: str) -> list[str]:
+    """Command lines of all running processes that hold the marker."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if group_marker in line:
+                found.append(line)
+    return found
+
+
+def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
+    """Checks that no port is bound, no file is left and no process runs."""
+    plan = plan_stack(StackOptions(port=ports[0], base_port=ports[1]), Path())
+    check_ports(plan.ports)
+    assert list(temporary.iterdir()) == []
+    if sys.platform == "linux":
+        assert processes_of(str(temporary)) == []
+
+
+def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> None:
+    """With --demo-only: exit status 0, both tables, and no process, port or file afterwards."""
+    ports = free_ports()
+    done = subprocess.run(
+        command("--demo-only", ports=ports),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "why this pod" in done.stdout
+    assert "round-robin" in done.stdout
+    turns = [
+        line.split()
+        for line in done.stdout.split("round-robin: the same")[0].splitlines()
+        if line[:4] == "turn"
+    ]
+    assert len({turn[2] for turn in turns}) == 1
+    assert all(turn[4] == turn[5] != "0" for turn in turns[1:])
+    assert_nothing_left(ports, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    """An interrupted stack exits with 0 and leaves no process, port or file."""
+    ports = free_ports()
+    process = subprocess.Popen(
+        command("--no-demo", ports=ports),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    seen = ""
+    while "Ctrl-C" not in seen:
+        line = process.stdout.readline()
+        assert line, f"ended early: {seen}"
+        seen += line
+    assert urllib3.request("GET", f"http://127.0.0.1:{ports[0]}/v1/models").status == 200
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, seen + rest
+    assert_nothing_left(ports, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
+def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """Even SIGKILL of the command takes the whole tree with it."""
+    ports = free_ports()
+    process = subprocess.Popen(
+        command("--no-demo", ports=ports),
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    wait_until("the stack runs", lambda: len(processes_of(str(tmp_path))) >= 2)
+    process.kill()
+    process.wait()
+    wait_until("the children are gone", lambda: processes_of(str(tmp_path)) == [])
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+    """A taken port ends the command with 1 and a line that names the port and the way out."""
+    ports = free_ports()
+    with socket.create_server(("127.0.0.1", ports[0])):
+        done = subprocess.run(command(ports=ports), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert f"port {ports[0]} is in use" in done.stderr
+
+
+def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
+    """A model that cannot be loaded ends the command with 1 and a line that names child and cause."""
+    ports = free_ports()
+    done = subprocess.run(
+        command("--model", str(tmp_path / "nowhere"), ports=ports),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert " exited with " in done.stderr
+    assert "nowhere" in done.stderr

@@ -1,0 +1,104 @@
+"""A stream machine with an engine on the other side, both without sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from indexer.stream import Action, Apply, Clear, Replay, StreamMachine
+
+
+def payload(life: int, sequence: int) -> bytes:
+    """What that life published under that number."""
+    return f"{life}:{sequence}".encode()
+
+
+class Loop:
+    """Engine, wire, machine and view.
+
+    Attributes:
+        view: Payloads applied since the last clear.
+        clears: Their reasons.
+        wire: Live messages under way.
+        answers: Replay answers under way; None is the end.
+    """
+
+    def __init__(self, *, replayable: bool = True, history: int = 100, max_batches: int = 100) -> None:
+        self.machine = StreamMachine(replayable=replayable, max_batches=max_batches, max_bytes=10_000)
+        self.history = history
+        self.life = 0
+        self.published = 0
+        self.connected = False
+        self.view: list[bytes] = []
+        self.clears: list[str] = []
+        self.replays: list[int] = []
+        self.wire: deque[int] = deque()
+        self.answers: deque[int | None] = deque()
+
+    def publish(self, *, lost: bool = False) -> None:
+        """The engine publishes its next batch."""
+        if self.connected and not lost:
+            self.wire.append(self.published)
+        self.published += 1
+
+    def connect(self) -> None:
+        """The link comes up."""
+        self.connected = True
+        self.perform(self.machine.link_up())
+
+    def disconnect(self) -> None:
+        """The link is lost."""
+        self.connected = False
+        self.wire.clear()
+        self.answers.clear()
+        self.perform(self.machine.link_down())
+
+    def restart(self) -> None:
+        """A new process takes the engine's place."""
+        self.disconnect()
+        self.life += 1
+        self.published = 0
+
+    def deliver(self) -> None:
+        """One live message arrives."""
+        sequence = self.wire.popleft()
+        self.perform(self.machine.live(sequence, payload(self.life, sequence)))
+
+    def answer(self) -> None:
+        """One replay answer arrives."""
+        sequence = self.answers.popleft()
+        if sequence is None:
+            self.perform(self.machine.replay_ended())
+        else:
+            self.perform(self.machine.replayed(sequence, payload(self.life, sequence)))
+
+    def fail_replay(self) -> None:
+        """The replay breaks off for good."""
+        self.answers.clear()
+        self.perform(self.machine.replay_failed())
+
+    def settle(self) -> None:
+        """All that is under way arrives."""
+        while self.wire or self.answers:
+            if self.answers:
+                self.answer()
+            else:
+                self.deliver()
+
+    def perform(self, actions: list[Action]) -> None:
+        """Does what the machine says."""
+        for action in actions:
+            match action:
+                case Apply(applied):
+                    self.view.append(applied)
+                case Clear(reason):
+                    self.view.clear()
+                    self.clears.append(reason)
+                case Replay(start):
+                    assert start == self.machine.replay_start or self.machine.replay_start is None
+                    self.replays.append(start)
+                    first = max(start, self.published - self.history)
+                    self.answers = deque([*range(first, self.published), None])
+
+    def whole_life(self) -> list[bytes]:
+        """All that the engine of now has published."""
+        return [payload(self.life, sequence) for sequence in range(self.published)]

@@ -1,0 +1,92 @@
+"""Block keys: what they depend on, and what they must not confuse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.errors import TokenError
+from indexer.keys import BlockHasher
+
+HASHER = BlockHasher(4, seed=1)
+ROOT = HASHER.root("m")
+TOKENS = list(range(16))
+
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_only_full_blocks_have_keys() -> None:
+    """A partial block at the end has no key, and none at all has none."""
+    assert [len(HASHER.chain(ROOT, TOKENS[:count])) for count in (0, 3, 4, 7, 8, 15)] == [0, 0, 1, 1, 2, 3]
+
+
+@given(token_lists, st.integers(0, 40))
+def test_a_chain_can_be_continued_from_any_block(tokens: list[int], cut: int) -> None:
+    """Hashing a prompt in two runs gives the keys of hashing it in one."""
+    whole = HASHER.chain(ROOT, tokens)
+    cut = min(cut, len(whole))
+    head = HASHER.chain(ROOT, tokens[: cut * 4])
+    tail = HASHER.chain(head[-1] if head else ROOT, tokens[cut * 4 :])
+    assert head + tail == whole
+
+
+@given(token_lists, token_lists)
+def test_keys_agree_exactly_on_the_common_prefix(first: list[int], second: list[int]) -> None:
+    """Two prompts share the keys of the blocks that they share from the start, and no others."""
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
+    keys, others = HASHER.chain(ROOT, first), HASHER.chain(ROOT, second)
+    assert keys[: common // 4] == others[: common // 4]
+    assert not set(keys[common // 4 :]) & set(others[common // 4 :])
+
+
+def test_keys_depend_on_all_that_the_prompt_depends_on() -> None:
+    """Model, adapter, salt and seed each give other keys, and no name can stand for another kind of name."""
+    roots = [
+        HASHER.root("m"),
+        HASHER.root("x"),
+        HASHER.root("m", "x"),
+        HASHER.root("m", None, "x"),
+        HASHER.root("m", ""),
+        HASHER.root("mx"),
+        HASHER.root("m", "x", "x"),
+        BlockHasher(4, seed=2).root("m"),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert len({HASHER.chain(root, TOKENS)[-1] for root in roots}) == len(roots)
+
+
+def test_extras_change_their_block_and_all_after_it() -> None:
+    """A block's extras reach its key and its descendants' keys, not its ancestors'."""
+    plain = HASHER.chain(ROOT, TOKENS)
+    marked = HASHER.chain(ROOT, TOKENS, [b"", b"image", b"", b""])
+    assert plain[0] == marked[0]
+    assert not set(plain[1:]) & set(marked[1:])
+
+
+def test_the_seed_reaches_blocks_as_well_as_roots() -> None:
+    """Two processes with different seeds agree on no key, even behind the same parent."""
+    assert BlockHasher(4, seed=2).chain(ROOT, TOKENS)[0] != HASHER.chain(ROOT, TOKENS)[0]
+
+
+def test_keys_are_stable() -> None:
+    """The function is fixed: a snapshot or a peer with the same seed must agree across releases."""
+    hasher = BlockHasher(16, seed=0)
+    assert hasher.chain(hasher.root("kvroute-tiny"), range(32)) == [
+        10602018271981266730,
+        17136847500532009363,
+    ]
+
+
+@pytest.mark.parametrize("tokens", [[-1] * 4, [2**32] * 4, [1.5] * 4, ["1"] * 4, [None] * 4])
+def test_impossible_token_ids_are_refused(tokens: list[int]) -> None:
+    """What is no token id is an error of its own kind, not a wrong key."""
+    with pytest.raises(TokenError):
+        HASHER.chain(ROOT, tokens)
+
+
+def test_any_text_can_be_a_name() -> None:
+    """A lone surrogate, which JSON lets through, is hashed like any other text."""
+    assert HASHER.root("m", None, "\ud800") != HASHER.root("m", None, "\udfff")

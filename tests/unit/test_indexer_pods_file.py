@@ -1,0 +1,110 @@
+"""The pods file: what it says, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.config import PodStream
+from indexer.errors import ConfigError
+from indexer.pods_file import PodEntry, parse_pods
+
+GOOD = """
+endpoints:
+  - name: a
+    namespace: prod
+    address: 10.0.0.1
+    port: "8000"
+    labels:
+      kvroute.io/model: tiny
+      kvroute.io/kv-events-port: 6000
+      kvroute.io/kv-replay-port: "6001"
+      llm-d.ai/role: decode
+  - name: b
+    address: fd00::1
+    port: 8001
+    labels: {kvroute.io/model: tiny}
+  - {name: c, address: 10.0.0.1, port: 8001}
+"""
+
+
+def test_endpoints_are_read_in_order() -> None:
+    """Names, defaults, quoted and unquoted ports, and labels arrive as they were written."""
+    a, b, c = parse_pods(GOOD, "pods.yaml")
+    assert (a.name, a.namespace, a.pod, a.labels["llm-d.ai/role"]) == ("a", "prod", "10.0.0.1:8000", "decode")
+    assert (b.namespace, b.pod) == ("default", "[fd00::1]:8001")
+    assert c == PodEntry("c", "default", "10.0.0.1", 8001, {})
+
+
+def test_labels_tell_the_event_streams() -> None:
+    """Ports come from the labels, else from the defaults; a pod without a model has no stream."""
+    a, b, c = parse_pods(GOOD, "pods.yaml")
+    assert a.stream(events_port=1, replay_port=2) == PodStream(
+        "10.0.0.1:8000", "tiny", "tcp://10.0.0.1:6000", "tcp://10.0.0.1:6001"
+    )
+    assert b.stream() == PodStream("[fd00::1]:8001", "tiny", "tcp://[fd00::1]:5557", None)
+    assert b.stream(events_port=7, replay_port=8) == PodStream(
+        "[fd00::1]:8001", "tiny", "tcp://[fd00::1]:7", "tcp://[fd00::1]:8"
+    )
+    assert c.stream() is None
+
+
+def test_a_file_may_name_no_pod() -> None:
+    """An empty list is a valid one: pods may come later."""
+    assert parse_pods("endpoints: []", "pods.yaml") == ()
+
+
+ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "problem"),
+    [
+        ("", "pods.yaml", "is empty"),
+        ("pods: []", "pods.yaml:1: .pods", "unknown"),
+        ("- a", "pods.yaml:1: the file", "must be a mapping"),
+        ("endpoints: 5", "pods.yaml:1: endpoints", "must be a list"),
+        ("endpoints: [5]", "pods.yaml:1: endpoints[0]", "must be a mapping"),
+        ("endpoints: [", "pods.yaml", "not valid YAML"),
+        ("endpoints: *x", "pods.yaml", "not valid YAML"),
+        ("\0", "pods.yaml", "not valid YAML"),
+        (ONE + "    lables: {}\n", "pods.yaml:5: endpoints[0].lables", "unknown"),
+        (ONE.replace("8000", "0"), "pods.yaml:4: endpoints[0].port", "1..65535"),
+        (ONE.replace("8000", "65536"), "pods.yaml:4: endpoints[0].port", "1..65535"),
+        (ONE.replace("8000", "²"), "pods.yaml:4: endpoints[0].port", "1..65535"),
+        (ONE.replace("10.0.0.1", "host"), "pods.yaml:3: endpoints[0].address", "IP address"),
+        (ONE.replace("name: a", "nickname: a"), "pods.yaml:2: endpoints[0].nickname", "unknown"),
+        (ONE.replace("    port: 8000\n", ""), "pods.yaml:2: endpoints[0].port", "missing"),
+        (ONE + "    port: 1\n", "pods.yaml:5: endpoints[0].port", "twice"),
+        (ONE + ONE.split("\n", 1)[1], "pods.yaml:5: endpoints[1]", "10.0.0.1:8000"),
+        (ONE + "    labels: [a]\n", "pods.yaml:5: endpoints[0].labels", "must be a mapping"),
+        (ONE + "    labels: {a: }\n", "pods.yaml:5: endpoints[0].labels[a]", "must be a text"),
+        (
+            ONE + "    labels:\n      kvroute.io/kv-events-port: x\n",
+            "pods.yaml:6: endpoints[0].labels[kvroute.io/kv-events-port]",
+            "1..65535",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, where: str, problem: str) -> None:
+    """An error names file, line and field, and what it should be."""
+    with pytest.raises(ConfigError) as caught:
+        parse_pods(text, "pods.yaml")
+    assert str(caught.value).startswith(where)
+    assert problem in str(caught.value)
+
+
+def test_a_huge_file_is_refused() -> None:
+    """A file beyond a mebibyte is not parsed."""
+    with pytest.raises(ConfigError, match="larger"):
+        parse_pods("#" * (1 << 20) + "\nendpoints: []", "pods.yaml")
+
+
+@given(st.text(max_size=200) | st.lists(st.sampled_from(GOOD.split("\n"))).map("\n".join))
+def test_any_text_is_pods_or_a_config_error(text: str) -> None:
+    """No text makes the parser fail otherwise."""
+    with suppress(ConfigError):
+        parse_pods(text, "pods.yaml")

@@ -1,0 +1,118 @@
+"""The sequence state machine under random losses, restarts and replays: never wrong, in the end exact."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from indexer.stream import StreamState
+from tests.unit.stream_support import Loop
+
+
+class StreamRules(RuleBasedStateMachine):
+    """An engine, a lossy wire, and the machine."""
+
+    @initialize(
+        replayable=st.sampled_from([True, True, True, False]),
+        history=st.sampled_from([1000, 1000, 3, 1, 0]),
+        max_batches=st.sampled_from([1000, 3, 1]),
+    )
+    def begin(self, replayable: bool, history: int, max_batches: int) -> None:
+        """A pod that was not reached yet."""
+        self.replayable = replayable
+        self.roomy = history == 1000
+        self.failed = False
+        self.loop = Loop(replayable=replayable, history=history, max_batches=max_batches)
+
+    @rule(lost=st.booleans(), count=st.integers(1, 6))
+    def publish(self, lost: bool, count: int) -> None:
+        """The engine publishes."""
+        for _ in range(count):
+            self.loop.publish(lost=lost)
+
+    @precondition(lambda self: not self.loop.connected)
+    @rule()
+    def connect(self) -> None:
+        """The link comes up."""
+        self.loop.connect()
+
+    @precondition(lambda self: self.loop.connected)
+    @rule(restarted=st.booleans())
+    def disconnect(self, restarted: bool) -> None:
+        """The link is lost, with or without the process."""
+        if restarted:
+            self.loop.restart()
+        else:
+            self.loop.disconnect()
+
+    @precondition(lambda self: self.loop.wire)
+    @rule(count=st.integers(1, 3))
+    def deliver(self, count: int) -> None:
+        """Live messages arrive."""
+        for _ in range(min(count, len(self.loop.wire))):
+            self.loop.deliver()
+
+    @precondition(lambda self: self.loop.answers)
+    @rule(count=st.integers(1, 3))
+    def answer(self, count: int) -> None:
+        """Replay answers arrive."""
+        for _ in range(count):
+            if self.loop.answers:
+                self.loop.answer()
+
+    @precondition(lambda self: len(self.loop.answers) > 2)
+    @rule(at=st.integers(0, 5))
+    def lose_an_answer(self, at: int) -> None:
+        """An answer is dropped by a full queue; neither the first, before which it was empty, nor the end."""
+        del self.loop.answers[1 + at % (len(self.loop.answers) - 2)]
+
+    @rule()
+    def catch_up(self) -> None:
+        """All that is under way arrives."""
+        self.loop.settle()
+
+    @precondition(lambda self: self.loop.answers)
+    @rule()
+    def fail(self) -> None:
+        """A replay breaks off for good."""
+        self.failed = True
+        self.loop.fail_replay()
+
+    @rule()
+    def check_tail(self) -> None:
+        """The stream is quiet for a while."""
+        if not self.loop.wire and not self.loop.answers:
+            self.loop.perform(self.loop.machine.check_tail())
+
+    @invariant()
+    def the_view_is_one_run_of_one_life(self) -> None:
+        """What is applied since a clear is contiguous and of one process."""
+        if not hasattr(self, "loop"):
+            return
+        runs = [tuple(map(int, applied.decode().split(":"))) for applied in self.loop.view]
+        assert len({life for life, _ in runs}) <= 1
+        assert [sequence for _, sequence in runs] == list(
+            range(runs[0][1] if runs else 0, (runs[0][1] if runs else 0) + len(runs))
+        )
+
+    def teardown(self) -> None:
+        """When all has arrived the view is of the living process, and EXACT means complete."""
+        if not hasattr(self, "loop"):
+            return
+        loop = self.loop
+        if not loop.connected:
+            loop.connect()
+        loop.settle()
+        loop.perform(loop.machine.check_tail())
+        loop.settle()
+        assert loop.machine.state is not StreamState.RECOVERING
+        assert all(applied in loop.whole_life() for applied in loop.view)
+        if loop.machine.state is StreamState.EXACT and self.replayable and loop.history:
+            assert loop.view == loop.whole_life()
+        if self.replayable and self.roomy and not self.failed:
+            assert loop.machine.state is StreamState.EXACT
+
+
+TestStream = StreamRules.TestCase
+TestStream.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

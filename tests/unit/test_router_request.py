@@ -1,0 +1,104 @@
+"""Reading a client's request: which API, which fields, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.errors import RequestError
+from router.request import RequestKind, http_request, request_kind, too_large
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", RequestKind.CHAT),
+        ("/v1/completions", RequestKind.COMPLETIONS),
+        ("/prefix/v1/chat/completions?a=/v1/completions", RequestKind.CHAT),
+        ("/v1/completions/", RequestKind.COMPLETIONS),
+        ("/v1/xcompletions", RequestKind.PASSTHROUGH),
+        ("/v1/completions/render", RequestKind.PASSTHROUGH),
+        ("/v1/models", RequestKind.PASSTHROUGH),
+        ("", RequestKind.PASSTHROUGH),
+    ],
+)
+def test_the_longest_path_suffix_decides_the_api(path: str, kind: RequestKind) -> None:
+    """The API is chosen by whole path segments at the end, without query and trailing slash."""
+    assert request_kind(path) is kind
+
+
+def test_the_fields_that_routing_needs_are_read_exactly() -> None:
+    """Model, stream flag, salt and size are taken over, and integers beyond 2**53 keep their value."""
+    body = b'{"model":"m","prompt":"p","stream":true,"cache_salt":"s","seed":9007199254740993}'
+    request = http_request("id", "/v1/completions", body)
+    assert (request.model, request.stream, request.cache_salt) == ("m", True, "s")
+    assert (request.body["seed"], request.body_bytes) == (2**53 + 1, len(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"[]", None),
+        (b'"text"', None),
+        (b"\xff\xfe", None),
+        (b'{"model":"\xff"}', None),
+        (b'{"model":"m","x":1e999}', None),
+        (b"[" * 100_000, None),
+        (b"{}", "model"),
+        (b'{"model":null}', "model"),
+        (b'{"model":""}', "model"),
+        (b'{"model":["m"]}', "model"),
+        (b'{"model":"m","stream":"yes"}', "stream"),
+        (b'{"model":"m","cache_salt":7}', "cache_salt"),
+        (b'{"model":"m","cache_salt":""}', "cache_salt"),
+    ],
+)
+def test_malformed_bodies_are_answered_with_an_openai_shaped_400(body: bytes, param: str | None) -> None:
+    """Whatever is wrong with a body, the error has status 400, names the field and is OpenAI-shaped."""
+    with pytest.raises(RequestError) as caught:
+        http_request("id", "/v1/chat/completions", body)
+    answer = msgspec.json.decode(caught.value.body())["error"]
+    assert (caught.value.status, answer["param"], answer["code"]) == (400, param, 400)
+    assert answer["type"] == "BadRequestError"
+    assert answer["message"]
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_hostile_bodies_never_escape_the_error_type(body: bytes) -> None:
+    """Any bytes either become a request with a model or raise RequestError, nothing else."""
+    refusal = None
+    try:
+        request = http_request("id", "/v1/chat/completions", body)
+    except RequestError as error:
+        refusal = error
+    if refusal is None:
+        assert request.model
+    else:
+        assert refusal.status == 400
+        assert json.loads(refusal.body())
+
+
+@given(st.binary(max_size=200))
+def test_unknown_paths_are_not_parsed(body: bytes) -> None:
+    """A request of an unknown API is passed through whatever its body is."""
+    request = http_request("id", "/tokenize", body)
+    assert (request.kind, request.model, request.body_bytes) == (RequestKind.PASSTHROUGH, None, len(body))
+
+
+def test_a_body_above_the_limit_has_its_own_status() -> None:
+    """The size error is a 413 and names the limit."""
+    error = too_large(10)
+    assert error.status == 413
+    assert "10 bytes" in json.loads(error.body())["error"]["message"]

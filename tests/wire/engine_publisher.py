@@ -1,0 +1,213 @@
+"""A stand-in for an engine's event publisher: PUB and replay ROUTER in vLLM's protocol, on real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+END = b"\xff" * 8
+DEADLINE_S = 30.0
+
+
+def wait_until(what: str, condition: Callable[[], bool]) -> None:
+    """Waits for a condition; fails with its name after a generous deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not in {DEADLINE_S} s: {what}")
+        time.sleep(0.005)
+
+
+def stored(
+    hashes: Sequence[int],
+    tokens: Sequence[int],
+    parent: int | None = None,
+    block_size: int = 4,
+    **fields: object,
+) -> dict[str, object]:
+    """A BlockStored event in the map layout."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        **fields,
+    }
+
+
+def removed(hashes: Sequence[int]) -> dict[str, object]:
+    """A BlockRemoved event in the map layout."""
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}
+
+
+def batch(*events: object, ts: float | None = None) -> bytes:
+    """The payload of a batch."""
+    return msgspec.msgpack.encode([time.time() if ts is None else ts, list(events), 0])
+
+
+class EnginePublisher:
+    """One life of an engine's publisher.
+
+    Args:
+        ports: Where to listen, as (events, replay); None: any free ports.
+        replay: Whether there is a replay socket.
+        history: Most batches that it remembers.
+        topic_frame: Whether replay answers carry the topic, as since vLLM 0.28.
+    """
+
+    def __init__(
+        self,
+        ports: tuple[int, int] | None = None,
+        *,
+        replay: bool = True,
+        history: int = 10_000,
+        topic_frame: bool = True,
+    ) -> None:
+        self._context = zmq.Context()
+        self._history_cap = history
+        self._topic_frame = topic_frame
+        self._lock = threading.Lock()
+        self._history: list[tuple[int, bytes]] = []
+        self._sequence = 0
+        self._closing = False
+        # Sent in front of each replay's answers.
+        self.garbage_answers: list[list[bytes]] = []
+        events_port, replay_port = ports or (0, 0)
+        self.events_port = 0
+        self._pub = self._publisher(events_port)
+        self._router: zmq.Socket[bytes] | None = None
+        self.replay_port = 0
+        if replay:
+            self._router = self._context.socket(zmq.ROUTER)
+            self._router.linger = 0
+            self._router.sndhwm = 100_000
+            self.replay_port = _bind(self._router, replay_port)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        if replay:
+            self._thread.start()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Where a next life of the same engine listens."""
+        return self.events_port, self.replay_port
+
+    @property
+    def events_endpoint(self) -> str:
+        """Where to subscribe."""
+        return f"tcp://127.0.0.1:{self.events_port}"
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where to ask for replays."""
+        return f"tcp://127.0.0.1:{self.replay_port}" if self._router else None
+
+    def wait_for_subscriber(self) -> None:
+        """Waits until a subscription took effect."""
+        assert self._pub.poll(DEADLINE_S * 1000), "nobody subscribed"
+        self._pub.recv()
+
+    def publish(self, *events: object, lost: bool = False, forgotten: bool = False) -> int:
+        """Publishes a batch.
+
+        Args:
+            events: What is in it.
+            lost: Subscribers do not get it.
+            forgotten: Replays do not have it.
+
+        Returns:
+            Its sequence number.
+        """
+        return self.publish_payload(batch(*events), lost=lost, forgotten=forgotten)
+
+    def publish_payload(self, payload: bytes, *, lost: bool = False, forgotten: bool = False) -> int:
+        """Publishes these bytes as a batch."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        if not forgotten:
+            with self._lock:
+                self._history = [*self._history, (sequence, payload)][-self._history_cap :]
+        if not lost:
+            self.send_frames([b"kv@pod@model", sequence.to_bytes(8, "big"), payload])
+        return sequence
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        """Sends any message to the subscribers."""
+        self._pub.send_multipart(frames)
+
+    def flush(self) -> None:
+        """Waits until all that was published has been handed to the subscribers' connections."""
+        with self._context.socket(zmq.SUB) as probe:
+            probe.subscribe("probe")
+            probe.connect(self.events_endpoint)
+            self.wait_for_subscriber()
+            self._pub.send(b"probe")
+            assert probe.poll(DEADLINE_S * 1000)
+
+    def cut_links(self) -> None:
+        """All subscribers lose their connection; the process lives on."""
+        self._pub.close()
+        self._pub = self._publisher(self.events_port)
+
+    def close(self) -> None:
+        """The engine's process is gone, without a word."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._router is not None:
+            self._router.close()
+        self._pub.close()
+        self._context.term()
+
+    def __enter__(self) -> EnginePublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publisher(self, port: int) -> zmq.Socket[bytes]:
+        publisher = self._context.socket(zmq.XPUB)
+        publisher.linger = 0
+        publisher.sndhwm = 100_000
+        self.events_port = _bind(publisher, port)
+        return publisher
+
+    def _serve(self) -> None:
+        assert self._router is not None
+        while not self._closing:
+            if not self._router.poll(10):
+                continue
+            client, empty, start = self._router.recv_multipart()
+            assert empty == b""
+            with self._lock:
+                history = self._history
+            topic, no_topic = ([b"kv@pod@model"], [b""]) if self._topic_frame else ([], [])
+            for frames in self.garbage_answers:
+                self._router.send_multipart([client, *frames])
+            for sequence, payload in history:
+                if sequence >= int.from_bytes(start, "big"):
+                    self._router.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), payload])
+            self._router.send_multipart([client, b"", *no_topic, END, b""])
+
+
+def _bind(socket: zmq.Socket[bytes], port: int) -> int:
+    """Binds, with patience for a port whose last owner was just closed."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            if port:
+                socket.bind(f"tcp://127.0.0.1:{port}")
+                return port
+            return socket.bind_to_random_port("tcp://127.0.0.1")
+        except zmq.ZMQError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)

@@ -1,0 +1,172 @@
+"""The router's doors on a real gRPC server, and an Envoy-like client of their streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+from envoy.service.accesslog.v3 import als_pb2_grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from router._pb import endpoint_picker_pb2_grpc
+from router.access_log import AccessLogDoor
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.grpc_listen import listen
+from router.pick_service import PickDoor
+from tests.unit.router_support import Bench
+
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Doors:
+    """A served bench.
+
+    Attributes:
+        distrusted: Pods that the access log complained about.
+    """
+
+    bench: Bench
+    channel: grpc.Channel
+    distrusted: list[tuple[str, str]] = field(default_factory=list)
+
+    def stream(self) -> Stream:
+        """Opens an ext_proc stream."""
+        return Stream(pb_grpc.ExternalProcessorStub(self.channel))
+
+    def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        """Sends messages, closes, and collects every answer."""
+        stub = pb_grpc.ExternalProcessorStub(self.channel)
+        return list(stub.Process(iter(messages), timeout=TIMEOUT_S))
+
+
+@contextmanager
+def doors(bench: Bench, options: ExtProcOptions | None = None, *, threads: int = 80) -> Iterator[Doors]:
+    """Serves a bench on a free port."""
+    distrusted: list[tuple[str, str]] = []
+    ext_proc = ExtProcDoor(bench.router, bench.outcomes, bench.metrics, options or ExtProcOptions())
+    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
+    logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
+    add_picks: Any = endpoint_picker_pb2_grpc.add_EndpointPickerServicer_to_server
+    server, port = listen(
+        "--grpc-port",
+        "127.0.0.1",
+        0,
+        threads=threads,
+        requests_max=threads,
+        message_bytes_max=8 << 20,
+        services=(
+            lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(ext_proc, server),
+            lambda server: add_picks(picks, server),
+            lambda server: als_pb2_grpc.add_AccessLogServiceServicer_to_server(logs, server),
+        ),
+    )
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Doors(bench, channel, distrusted)
+    finally:
+        server.stop(None).wait()
+
+
+class Stream:
+    """One ext_proc stream, message by message."""
+
+    def __init__(self, stub: pb_grpc.ExternalProcessorStub) -> None:
+        self._outgoing: SimpleQueue[pb.ProcessingRequest | None] = SimpleQueue()
+        self._call = stub.Process(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+
+    def send(self, *messages: pb.ProcessingRequest) -> None:
+        """Sends without waiting."""
+        for message in messages:
+            self._outgoing.put(message)
+
+    def receive(self) -> pb.ProcessingResponse:
+        """The next answer."""
+        answer: pb.ProcessingResponse = next(self._call)
+        return answer
+
+    def rest(self) -> list[pb.ProcessingResponse]:
+        """Closes our side and collects what still comes."""
+        self._outgoing.put(None)
+        return list(self._call)
+
+    def cancel(self) -> None:
+        """Resets the stream."""
+        self._call.cancel()
+        self._outgoing.put(None)
+
+
+def wait_until(condition: Any, what: str) -> None:
+    """Waits for a condition that another thread brings about."""
+    done = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError(f"not within 20 s: {what}")
+
+
+def headers(
+    *, end: bool = False, config: tuple[int, int] | None = None, **values: str
+) -> pb.ProcessingRequest:
+    """A request_headers message; underscores in names are hyphens, `path` is `:path`."""
+    message = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=end))
+    _fill(message.request_headers, values)
+    if config is not None:
+        message.protocol_config.request_body_mode = config[0]
+        message.protocol_config.response_body_mode = config[1]
+    return message
+
+
+def body(data: bytes, *, end: bool = True, subset: Sequence[str] | None = None) -> pb.ProcessingRequest:
+    """A request_body message, with the gateway's subset hint if given."""
+    message = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=end))
+    if subset is not None:
+        hint = {"x-gateway-destination-endpoint-subset": list(subset)}
+        message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
+    return message
+
+
+def response_headers(*, end: bool = False, **values: str) -> pb.ProcessingRequest:
+    """A response_headers message."""
+    message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(end_of_stream=end))
+    _fill(message.response_headers, values)
+    return message
+
+
+def response_body(data: bytes, *, end: bool) -> pb.ProcessingRequest:
+    """A response_body message."""
+    return pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=end))
+
+
+def set_headers(answer: pb.ProcessingResponse) -> dict[str, str]:
+    """The headers that an answer sets, whichever message it answers."""
+    match answer.WhichOneof("response"):
+        case "request_headers":
+            mutation = answer.request_headers.response.header_mutation
+        case "request_body":
+            mutation = answer.request_body.response.header_mutation
+        case "response_headers":
+            mutation = answer.response_headers.response.header_mutation
+        case _:
+            mutation = answer.immediate_response.headers
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+def streamed_bytes(answers: Sequence[pb.ProcessingResponse]) -> tuple[bytes, list[bool]]:
+    """The joined streamed body of request_body answers, and each one's end_of_stream."""
+    chunks = [answer.request_body.response.body_mutation.streamed_response for answer in answers]
+    return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]
+
+
+def _fill(message: pb.HttpHeaders, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        key = ":path" if name == "path" else ":status" if name == "status" else name.replace("_", "-")
+        message.headers.headers.add(key=key, raw_value=value.encode())

@@ -1,0 +1,99 @@
+"""Envoy's access log service over real gRPC: joins by request id, failures, strange entries."""
+
+from __future__ import annotations
+
+import pytest
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+
+from tests.unit.router_support import Bench, completion, ready_pod
+from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
+
+A = ready_pod("10.0.0.1:8000")
+
+
+def entry(request_id: str = "r", code: int = 200, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:
+    """An entry as Envoy writes it at a response's end."""
+    made = accesslog_pb2.HTTPAccessLogEntry(
+        common_properties=accesslog_pb2.AccessLogCommon(**common),
+        request=accesslog_pb2.HTTPRequestProperties(request_id=request_id),
+    )
+    made.response.response_code.value = code
+    return made
+
+
+def send(served: Doors, *entries: accesslog_pb2.HTTPAccessLogEntry) -> None:
+    """Sends each entry as a message of one stream and waits for the stream's end."""
+    messages = [
+        als_pb2.StreamAccessLogsMessage(
+            http_logs=als_pb2.StreamAccessLogsMessage.HTTPAccessLogEntries(log_entry=[entry])
+        )
+        for entry in entries
+    ]
+    als_pb2_grpc.AccessLogServiceStub(served.channel).StreamAccessLogs(iter(messages), timeout=TIMEOUT_S)
+
+
+def in_flight() -> Bench:
+    """A bench with one request in flight."""
+    bench = Bench().with_pods(A)
+    bench.router.route(completion("r", "hello"), 0.0)
+    return bench
+
+
+def flags(**values: bool) -> accesslog_pb2.ResponseFlags:
+    """Response flags."""
+    return accesslog_pb2.ResponseFlags(**values)
+
+
+@pytest.mark.parametrize(
+    ("logged", "outcome"),
+    [
+        (entry(), "done"),
+        (entry(code=404), "done"),
+        (entry(code=503), "failed"),
+        (entry(code=0), "failed"),
+        (entry(response_flags=flags(downstream_connection_termination=True)), "failed"),
+        (entry(response_flags=flags(upstream_connection_termination=True)), "failed"),
+    ],
+)
+def test_an_entry_ends_its_request(logged: accesslog_pb2.HTTPAccessLogEntry, outcome: str) -> None:
+    """A finished request is done, or failed where the answer was an error or not whole."""
+    bench = in_flight()
+    with doors(bench) as served:
+        send(served, logged)
+    assert len(bench.ledger) == 0
+    assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome=outcome) == 1
+
+
+def test_entries_that_join_nothing_are_counted() -> None:
+    """Unknown ids, missing ids and entries of unfinished requests end nothing."""
+    bench = in_flight()
+    with doors(bench) as served:
+        send(served, entry("stranger"), entry(""), entry(intermediate_log_entry=True))
+        served_joins = {
+            join: bench.sample("kvroute_router_access_log_entries_total", join=join)
+            for join in ("unknown", "no_request_id", "intermediate", "joined")
+        }
+    assert served_joins == {"unknown": 1, "no_request_id": 1, "intermediate": 1, "joined": 0}
+    assert len(bench.ledger) == 1
+
+
+def test_a_failed_connection_makes_its_pod_suspect() -> None:
+    """Where Envoy could not connect, the pod it tried is reported at once, whichever request it was for."""
+    with doors(in_flight()) as served:
+        failed = entry("stranger", 503, response_flags=flags(upstream_connection_failure=True))
+        address = failed.common_properties.upstream_remote_address.socket_address
+        address.address, address.port_value = "10.0.0.1", 8000
+        send(served, failed, entry())
+        assert [pod for pod, _ in served.distrusted] == [A.address]
+
+
+def test_other_logs_are_let_pass() -> None:
+    """An empty message and TCP logs disturb nothing."""
+    bench = in_flight()
+    with doors(bench) as served:
+        messages = [als_pb2.StreamAccessLogsMessage(), als_pb2.StreamAccessLogsMessage()]
+        messages[1].tcp_logs.log_entry.add()
+        als_pb2_grpc.AccessLogServiceStub(served.channel).StreamAccessLogs(iter(messages), timeout=TIMEOUT_S)
+        send(served, entry())
+    assert len(bench.ledger) == 0

@@ -1,0 +1,188 @@
+"""The response phase of ext_proc over real gRPC: echoes at once, usage, and the ledger's end."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from router.ext_proc import ExtProcOptions
+from router.ext_proc_messages import BodyMode
+from tests.unit.router_support import TINY, Bench, long_text, ready_pod
+from tests.wire.router_wire_support import (
+    Doors,
+    Stream,
+    body,
+    doors,
+    headers,
+    response_body,
+    response_headers,
+    set_headers,
+    wait_until,
+)
+
+A = ready_pod("10.0.0.1:8000")
+FULL = ExtProcOptions(responses_full=True)
+TEXT = long_text(100)
+USAGE = {"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
+
+
+def requested(served: Doors, request_id: str = "r") -> Stream:
+    """A stream whose request phase is over."""
+    stream = served.stream()
+    data = json.dumps({"model": TINY, "prompt": TEXT, "stream": True}).encode()
+    stream.send(headers(path="/v1/completions", x_request_id=request_id), body(data))
+    assert set_headers(stream.receive())["x-gateway-destination-endpoint"] == A.address
+    assert stream.receive().request_body.response.body_mutation.streamed_response.end_of_stream
+    return stream
+
+
+def echoed(answer: pb.ProcessingResponse) -> tuple[bytes, bool]:
+    """Bytes and end flag of a response_body answer."""
+    chunk = answer.response_body.response.body_mutation.streamed_response
+    return chunk.body, chunk.end_of_stream
+
+
+def ends(bench: Bench, outcome: str) -> float:
+    """How many requests the response phase ended."""
+    return bench.sample("kvroute_router_request_ends_total", source="response", outcome=outcome)
+
+
+def test_a_streamed_response_is_echoed_chunk_by_chunk() -> None:
+    """Each chunk is answered before the next comes; first token, usage and end reach the books."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(content_type="text/event-stream", status="200"))
+        assert set_headers(stream.receive()) == {"x-went-into-resp-headers": "true"}
+        stream.send(response_body(b"data: {}\n\n", end=False))
+        assert echoed(stream.receive()) == (b"data: {}\n\n", False)
+        wait_until(lambda: bench.ledger.work(A.address).decoding == 1, "first token")
+        last = b"data: " + json.dumps(USAGE).encode() + b"\n\ndata: [DONE]\n\n"
+        stream.send(response_body(last, end=False), response_body(b"", end=True))
+        assert [echoed(stream.receive()) for _ in range(2)] == [(last, False), (b"", True)]
+        assert stream.rest() == []
+        wait_until(lambda: ends(bench, "done") == 1, "end")
+    record = bench.explain.one("r")
+    assert record is not None
+    assert (record["delivered_cached_tokens"], record["prefill_end"]["source"]) == (32, "response")
+    assert (len(bench.ledger), bench.index.settled[-1]) == (0, "r")
+
+
+def test_an_answer_in_one_piece_is_no_first_token() -> None:
+    """A JSON answer tells usage and end, but its first byte says nothing of the prefill."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(content_type="application/json", status="200"))
+        stream.send(response_body(json.dumps(USAGE).encode(), end=True))
+        answers = [stream.receive(), stream.receive()]
+        assert echoed(answers[1])[1]
+        stream.rest()
+        wait_until(lambda: ends(bench, "done") == 1, "end")
+    record = bench.explain.one("r")
+    assert record is not None
+    assert (record["delivered_cached_tokens"], record["prefill_end"]) == (32, None)
+
+
+def test_large_chunks_are_cut_for_envoy() -> None:
+    """A response chunk above 62,000 bytes is echoed in pieces, of which only the last ends."""
+    with doors(Bench().with_pods(A), FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(status="200"), response_body(b"x" * 100_000, end=True))
+        stream.receive()
+        pieces = [echoed(stream.receive()) for _ in range(2)]
+        assert [(len(data), end) for data, end in pieces] == [(62_000, False), (38_000, True)]
+
+
+@pytest.mark.parametrize("status", ["500", "503"])
+def test_a_server_error_is_a_failed_request(status: str) -> None:
+    """An answer of the pod with a 5xx ends the request as failed."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(status=status, end=True))
+        stream.receive()
+        stream.rest()
+        wait_until(lambda: ends(bench, "failed") == 1, "end")
+
+
+def test_trailers_end_a_response() -> None:
+    """A response that ends with trailers is answered with trailers and is done."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        trailers = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
+        stream.send(response_headers(status="200"), response_body(b"x", end=False), trailers)
+        kinds = [stream.receive().WhichOneof("response") for _ in range(3)]
+        assert kinds == ["response_headers", "response_body", "response_trailers"]
+        stream.rest()
+        wait_until(lambda: ends(bench, "done") == 1, "end")
+
+
+def test_a_client_that_goes_away_ends_its_request() -> None:
+    """A reset in mid-response frees the load at once, counted as failed."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(status="200", content_type="text/event-stream"))
+        stream.receive()
+        stream.cancel()
+        wait_until(lambda: len(bench.ledger) == 0, "the cancelled request's end")
+        wait_until(lambda: bench.metrics.requests_inside == 0, "the stream's end")
+        assert ends(bench, "failed") == 1
+
+
+def test_a_stream_reset_after_the_last_answer_is_a_done_request() -> None:
+    """Envoy need not close politely: a response whose end was answered is done, with its usage."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        for number in range(20):
+            stream = requested(served, f"r{number}")
+            stream.send(response_headers(status="200"), response_body(json.dumps(USAGE).encode(), end=True))
+            answers = [stream.receive(), stream.receive()]
+            assert echoed(answers[1])[1]
+            stream.cancel()
+        wait_until(lambda: len(bench.ledger) == 0, "all requests' ends")
+        assert (ends(bench, "done"), ends(bench, "failed")) == (20, 0)
+        assert {record["delivered_cached_tokens"] for record in bench.explain.latest(20)} == {32}
+
+
+def test_a_response_without_its_request_is_served() -> None:
+    """A stream of responses alone (request phase off) is echoed and enters no account."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        answers = served.exchange(response_headers(status="200"), response_body(b"{}", end=True))
+        assert [answer.WhichOneof("response") for answer in answers] == ["response_headers", "response_body"]
+        assert bench.explain.latest(9) == []
+
+
+def test_other_response_modes_get_plain_answers() -> None:
+    """Where Envoy does not stream full duplex, a chunk's answer carries no body."""
+    with doors(Bench().with_pods(A), FULL) as served:
+        stream = served.stream()
+        stream.send(headers(path="/v1/models", end=True, config=(BodyMode.BUFFERED, BodyMode.BUFFERED)))
+        stream.receive()
+        stream.send(response_headers(status="200"), response_body(b"{}", end=True))
+        stream.receive()
+        assert stream.receive() == pb.ProcessingResponse(response_body=pb.BodyResponse())
+
+
+def test_parallel_responses_stay_apart() -> None:
+    """64 concurrent streams in full mode each get their own chunks back, and none stays in the ledger."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served, ThreadPoolExecutor(64) as pool:
+
+        def one(number: int) -> bool:
+            stream = requested(served, f"r{number}")
+            chunks = [f"data: {number} {at}\n\n".encode() for at in range(5)]
+            stream.send(response_headers(status="200", content_type="text/event-stream"))
+            stream.send(*(response_body(chunk, end=False) for chunk in chunks), response_body(b"", end=True))
+            answers = stream.rest()
+            return [echoed(answer)[0] for answer in answers[1:]] == [*chunks, b""]
+
+        assert all(pool.map(one, range(128)))
+        wait_until(lambda: len(bench.ledger) == 0, "all requests' ends")
+        assert ends(bench, "done") == 128

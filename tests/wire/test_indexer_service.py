@@ -1,0 +1,221 @@
+"""The stand-alone indexer: gRPC in process, and the command as a process of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from indexer import ListenError
+from indexer._pb import indexer_pb2 as pb
+from indexer._pb import indexer_pb2_grpc as pb_grpc
+from indexer.service import IndexerDoor, IndexerServer
+from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher
+from tests.wire.subscribe_support import MODEL, OTHER, POD, TOKENS, Watched, block, stream
+
+ROOT = Path(__file__).parents[2]
+SERVICE = "kvroute.v1.IndexerService"
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A running indexer."""
+    running = Watched()
+    yield running
+    running.indexer.close()
+
+
+@pytest.fixture
+def channel(watched: Watched) -> Iterator[grpc.Channel]:
+    """A connection to a server that knows a pod with 2 blocks and one with 5, one of them in host memory."""
+    with EnginePublisher() as first, EnginePublisher() as second:
+        streams = [stream(first), stream(second, OTHER)]
+        first.publish(block(1), block(2))
+        second.publish(*(block(number) for number in (1, 2, 3, 4)), block(5, medium="CPU"))
+        watched.follow(*streams)
+        watched.settled(2)
+        watched.settled(5, pod=OTHER)
+        server = IndexerServer(IndexerDoor(watched.indexer, streams), "127.0.0.1", 0)
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as opened:
+            yield opened
+        server.close(0)
+
+
+def score(channel: grpc.Channel, **request: object) -> pb.ScoreResponse:
+    """Asks for a score of TOKENS, unless told otherwise."""
+    return pb_grpc.IndexerServiceStub(channel).Score(
+        pb.ScoreRequest(**{"model": MODEL, "token_ids": TOKENS, **request}), timeout=DEADLINE_S
+    )
+
+
+def test_pods_are_scored_best_first(channel: grpc.Channel) -> None:
+    """Blocks, tokens, tiers, weights and the view's state are told for each pod of the model."""
+    response = score(channel)
+    assert (response.block_tokens, response.prompt_blocks) == (4, 6)
+    best, second = response.pods
+    assert (best.pod, best.cached_blocks, best.cached_tokens) == (OTHER, 5, 20)
+    assert dict(best.blocks_by_tier) == {"gpu": 4, "cpu": 1}
+    assert best.weighted_blocks == pytest.approx(4.8)
+    assert best.state == pb.STREAM_STATE_EXACT
+    assert (second.pod, second.cached_blocks) == (POD, 2)
+
+
+def test_named_pods_are_scored_alone(channel: grpc.Channel) -> None:
+    """Only the pods that are asked for are told, known or not."""
+    response = score(channel, pods=[POD, "10.0.0.9:1"])
+    assert [(p.pod, p.cached_blocks, p.state) for p in response.pods] == [
+        (POD, 2, pb.STREAM_STATE_EXACT),
+        ("10.0.0.9:1", 0, pb.STREAM_STATE_STALE),
+    ]
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "tenant"}, {"lora_name": "sql"}])
+def test_salts_and_adapters_are_other_prompts(channel: grpc.Channel, other: dict[str, str]) -> None:
+    """What the base model holds is no hit for a salted or adapted request."""
+    assert {pod.cached_blocks for pod in score(channel, **other).pods} == {0}
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "code"),
+    [
+        ({"model": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"model": "unknown"}, grpc.StatusCode.NOT_FOUND),
+    ],
+)
+def test_what_cannot_be_scored_is_an_error(
+    channel: grpc.Channel, request_fields: dict[str, str], code: grpc.StatusCode
+) -> None:
+    """A missing or unknown model has its own status and a message that names the field."""
+    with pytest.raises(grpc.RpcError) as caught:
+        score(channel, **request_fields)
+    assert caught.value.code() is code
+    assert caught.value.details().startswith("model")
+
+
+def test_sizes_and_states_are_told(channel: grpc.Channel) -> None:
+    """Stats shows the index and every pod's stream."""
+    stats = pb_grpc.IndexerServiceStub(channel).Stats(pb.StatsRequest(), timeout=DEADLINE_S)
+    assert (stats.blocks, stats.holdings, stats.evicted_blocks) == (5, 7, 0)
+    assert [(p.pod, p.model, p.state) for p in stats.pods] == [
+        (POD, MODEL, pb.STREAM_STATE_EXACT),
+        (OTHER, MODEL, pb.STREAM_STATE_EXACT),
+    ]
+
+
+def test_health_and_reflection_are_served(channel: grpc.Channel) -> None:
+    """The server answers health checks by both names, and shows its services."""
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    answer = next(stub.ServerReflectionInfo(iter([asked]), timeout=DEADLINE_S))
+    assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+def test_a_port_in_use_is_an_error_that_names_the_flag(watched: Watched) -> None:
+    """Two indexers cannot share a port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=f"--grpc-port {port}"):
+            IndexerServer(IndexerDoor(watched.indexer, []), "127.0.0.1", port)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    command = [sys.executable, "-m", "indexer", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_and_version_are_told() -> None:
+    """Both end well; the help names every flag with its default."""
+    assert run("--version").stdout.startswith("kvroute ")
+    shown = run("--help")
+    assert shown.returncode == 0
+    for flag in (
+        "--pods-file",
+        "--grpc-port",
+        "--metrics-port",
+        "--block-tokens",
+        "--hash-seed",
+        "--log-level",
+    ):
+        assert flag in shown.stdout
+    assert "9010" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--pods-file", "missing.yaml"], 2, "missing.yaml: cannot be read"),
+        (["--pods-file", "{wrong}"], 2, "wrong.yaml:1: .pods: is unknown"),
+        (["--pods-file", "{good}", "--block-tokens", "0"], 2, "block_tokens"),
+        (["--pods-file", "{good}", "--grpc-port", "70000"], 2, "--grpc-port"),
+        (["--pods-file", "{good}", "--host", "127.0.0.1", "--grpc-port", "{taken}"], 1, "--grpc-port"),
+        (
+            ["--pods-file", "{good}", "--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "{taken}"],
+            1,
+            "--metrics-port",
+        ),
+    ],
+)
+def test_a_wrong_start_ends_with_one_clear_line(
+    tmp_path: Path, arguments: list[str], status: int, message: str
+) -> None:
+    """Settings that are wrong end with status 2, a port in use with 1; the last line says why."""
+    good, wrong = tmp_path / "good.yaml", tmp_path / "wrong.yaml"
+    good.write_text("endpoints: []")
+    wrong.write_text("pods: []")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        ended = run(*(a.format(good=good, wrong=wrong, taken=taken) for a in arguments))
+    assert ended.returncode == status
+    assert message in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    """From a pods file to scores and metrics; SIGTERM ends it with status 0."""
+    with EnginePublisher() as engine:
+        engine.publish(block(1), block(2))
+        pods = tmp_path / "pods.yaml"
+        pods.write_text(
+            f"""
+            endpoints:
+              - name: a
+                address: 127.0.0.1
+                port: 8000
+                labels:
+                  kvroute.io/model: {MODEL}
+                  kvroute.io/kv-events-port: {engine.events_port}
+                  kvroute.io/kv-replay-port: {engine.replay_port}
+            """
+        )
+        flags = ["--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--block-tokens", "4"]
+        command = [sys.executable, "-m", "indexer", "--pods-file", str(pods), *flags]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            ports = next(found for line in lines if (found := re.search(r"grpc (\d+), metrics (\d+)", line)))
+            exact = next(line for line in lines if "is EXACT" in line)
+            with grpc.insecure_channel(f"127.0.0.1:{ports[1]}") as channel:
+                assert [pod.cached_blocks for pod in score(channel).pods] == [2], exact
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports[2]}/metrics", timeout=DEADLINE_S) as page:
+                text = page.read().decode()
+            assert "\nkvroute_indexer_blocks 2.0\n" in text
+            assert 'kvroute_indexer_stream_state{pod="127.0.0.1:8000",state="EXACT"} 1.0' in text
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+        assert process.returncode == 0

@@ -1,0 +1,188 @@
+"""Following one engine over real sockets: history, gaps, lost links and restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from indexer import StreamState
+from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
+from tests.wire.subscribe_support import POD, Watched, block, stream
+
+STALE = StreamState.STALE
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A running indexer."""
+    running = Watched(replay_attempts=2)
+    yield running
+    running.indexer.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[EnginePublisher]:
+    """An engine with a replay socket."""
+    with EnginePublisher() as publisher:
+        yield publisher
+
+
+@pytest.mark.parametrize("topic_frame", [True, False], ids=["new form", "old form"])
+def test_the_first_connection_brings_the_history(watched: Watched, topic_frame: bool) -> None:
+    """What an engine published before we came is replayed, in both forms of answers."""
+    with EnginePublisher(topic_frame=topic_frame) as engine:
+        engine.publish(block(1), block(2))
+        engine.publish(block(3))
+        watched.follow(stream(engine))
+        watched.settled(3)
+
+
+def test_live_events_are_applied_and_told(watched: Watched, engine: EnginePublisher) -> None:
+    """Stores and removals take effect, and stored keys are told in their order."""
+    watched.follow(stream(engine))
+    watched.settled(0)
+    engine.publish(block(1), block(2))
+    engine.publish(block(3), block(4))
+    engine.publish(removed([4]))
+    watched.settled(3)
+    assert watched.links == [(POD, True)]
+    assert sum(keys for _, keys in watched.stored) == 4
+
+
+def test_a_gap_is_healed_by_a_replay(watched: Watched, engine: EnginePublisher) -> None:
+    """A batch lost on the way is replayed, and everything is applied in order."""
+    watched.follow(stream(engine))
+    watched.settled(0)
+    engine.wait_for_subscriber()
+    engine.publish(block(1))
+    engine.publish(removed([1]), lost=True)
+    engine.publish(block(1), block(2))
+    engine.publish(removed([1]))
+    watched.settled(0)
+    wait_until("both copies were removed", lambda: watched.indexer.stats().blocks == 1)
+    assert watched.metric("kvroute_indexer_gaps_total", pod=POD) == 1
+    assert watched.metric("kvroute_indexer_pod_clears_total", reason="gap") == 0
+
+
+def test_a_gap_that_cannot_be_healed_clears_the_pod(watched: Watched, engine: EnginePublisher) -> None:
+    """If the engine has forgotten the lost batch, the view goes, the pod is STALE, and live events go on."""
+    watched.follow(stream(engine))
+    watched.settled(0)
+    engine.wait_for_subscriber()
+    engine.publish(block(1), block(2))
+    watched.settled(2)
+    engine.publish(removed([2]), lost=True, forgotten=True)
+    engine.publish(removed([1]))
+    watched.settled(0, STALE)
+    assert watched.indexer.stats().blocks == 0
+    engine.publish(block(1))
+    watched.settled(1, STALE)
+
+
+def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -> None:
+    """Without an answer, after its retries, the pod is STALE and its live events are used."""
+    with EnginePublisher(replay=False) as engine, EnginePublisher() as gone:
+        dead_endpoint = gone.replay_endpoint
+        gone.close()
+        engine.publish(block(1))
+        endpoint = stream(engine)
+        watched.follow(type(endpoint)(POD, endpoint.model, endpoint.events_endpoint, dead_endpoint))
+        engine.wait_for_subscriber()
+        engine.publish(block(1), block(2))
+        watched.settled(2, STALE)
+        assert watched.metric("kvroute_indexer_replays_total", outcome="failed") == 1
+
+
+def test_the_same_process_keeps_its_blocks_when_the_link_was_lost(
+    watched: Watched, engine: EnginePublisher
+) -> None:
+    """After a broken connection the engine is recognised, and what was missed is applied."""
+    watched.follow(stream(engine))
+    engine.publish(block(1))
+    engine.publish(block(2))
+    watched.settled(2)
+    engine.cut_links()
+    engine.publish(block(3))
+    watched.settled(3)
+    assert watched.links == [(POD, True), (POD, False), (POD, True)]
+    assert watched.metric("kvroute_indexer_pod_clears_total", reason="process_changed") == 0
+
+
+def test_a_restart_without_events_is_noticed(watched: Watched, engine: EnginePublisher) -> None:
+    """A new process on the same port has an empty cache, though it has not said a word."""
+    engine.publish(block(1), block(2))
+    watched.follow(stream(engine))
+    watched.settled(2)
+    engine.close()
+    wait_until("the loss is told", lambda: watched.links == [(POD, True), (POD, False)])
+    with EnginePublisher(engine.ports) as reborn:
+        watched.settled(0)
+        assert watched.indexer.stats().blocks == 0
+        reborn.publish(block(1))
+        watched.settled(1)
+
+
+def test_a_restart_with_more_events_than_before_is_noticed(watched: Watched, engine: EnginePublisher) -> None:
+    """A new process whose sequence has passed the old one's is not taken for it."""
+    engine.publish(block(1), block(2), block(3))
+    watched.follow(stream(engine))
+    watched.settled(3)
+    engine.close()
+    with EnginePublisher(engine.ports) as reborn:
+        for number in (1, 2):
+            reborn.publish(block(number))
+        watched.settled(2)
+        assert watched.indexer.stats().blocks == 2
+        assert watched.metric("kvroute_indexer_pod_clears_total", reason="process_changed") == 1
+
+
+def test_a_last_batch_that_was_lost_is_found_in_the_quiet(watched: Watched, engine: EnginePublisher) -> None:
+    """A loss that no later sequence number reveals does not last."""
+    watched.follow(stream(engine))
+    engine.publish(block(1))
+    watched.settled(1)
+    engine.publish(block(2), lost=True)
+    watched.settled(2)
+
+
+def test_without_a_replay_socket_exactness_begins_with_a_life(watched: Watched) -> None:
+    """A late start is STALE; a restart seen from its first batch on is EXACT."""
+    with EnginePublisher(replay=False) as engine:
+        engine.publish(block(1))
+        watched.follow(stream(engine))
+        engine.wait_for_subscriber()
+        engine.publish(block(1), block(2))
+        watched.settled(2, STALE)
+    with EnginePublisher(engine.ports, replay=False) as reborn:
+        watched.settled(0, STALE)
+        reborn.wait_for_subscriber()
+        reborn.publish(block(1))
+        watched.settled(1)
+
+
+def test_an_engine_that_comes_later_is_waited_for(watched: Watched, engine: EnginePublisher) -> None:
+    """A pod may be followed before its engine listens."""
+    engine.close()
+    watched.follow(stream(engine))
+    wait_until("it is being waited for", lambda: watched.indexer.states() == {POD: StreamState.RECOVERING})
+    with EnginePublisher(engine.ports) as late:
+        late.publish(block(1))
+        watched.settled(1)
+
+
+def test_speculative_blocks_count_until_events_confirm_them(
+    watched: Watched, engine: EnginePublisher
+) -> None:
+    """A request's blocks are assumed of its pod at once; from its events on the events decide."""
+    watched.follow(stream(engine))
+    watched.settled(0)
+    watched.indexer.speculate("r", POD, watched.keys[:3], time.monotonic())
+    assert watched.match().cached_blocks == 3
+    assert dict(watched.match().blocks_by_tier) == {"gpu": 3}
+    assert watched.metric("kvroute_indexer_speculative_entries") == 3
+    engine.publish(block(1), block(2), block(3))
+    wait_until("they are confirmed", lambda: watched.metric("kvroute_indexer_speculative_entries") == 0)
+    engine.publish(removed([2]))
+    watched.settled(1)

@@ -1,0 +1,192 @@
+"""Following several pods: the set is declared, and what happens to one is nothing to the others."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexer import ConfigError, PodStream, StreamState
+from tests.wire.engine_publisher import EnginePublisher, wait_until
+from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
+
+CHILD = """
+import threading
+from tests.wire.engine_publisher import EnginePublisher
+from tests.wire.subscribe_support import block
+engine = EnginePublisher()
+engine.publish(block(1), block(2))
+print(engine.events_port, engine.replay_port, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A running indexer."""
+    running = Watched()
+    yield running
+    running.indexer.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[EnginePublisher, EnginePublisher]]:
+    """Two engines with replay sockets."""
+    with EnginePublisher() as first, EnginePublisher() as second:
+        yield first, second
+
+
+def test_pods_are_told_apart_by_their_subscription(
+    watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
+) -> None:
+    """Two engines that publish under one topic with the same hashes are two pods."""
+    first, second = engines
+    watched.follow(stream(first), stream(second, OTHER))
+    first.publish(block(1))
+    second.publish(block(1), block(2))
+    watched.settled(1)
+    watched.settled(2, pod=OTHER)
+    assert (watched.indexer.stats().blocks, watched.indexer.stats().holdings) == (2, 3)
+
+
+def test_models_never_meet(watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]) -> None:
+    """The same tokens under the same hash are another model's blocks."""
+    first, second = engines
+    first.publish(block(1))
+    second.publish(block(1), block(2))
+    watched.follow(stream(first), stream(second, OTHER, model="other"))
+    watched.settled(1)
+    wait_until("both are indexed", lambda: watched.indexer.stats().blocks == 3)
+    assert watched.match(OTHER).cached_blocks == 0
+
+
+def test_a_pod_that_is_not_followed_any_more_leaves_nothing(
+    watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
+) -> None:
+    """Blocks, state, metrics and subscription of a vanished pod go; the others stay; it may come back."""
+    first, second = engines
+    first.publish(block(1))
+    second.publish(block(1), block(2))
+    watched.follow(stream(first), stream(second, OTHER))
+    watched.settled(1)
+    watched.settled(2, pod=OTHER)
+    watched.follow(stream(first))
+    watched.settled(0, StreamState.STALE, pod=OTHER)
+    assert watched.indexer.states() == {POD: StreamState.EXACT}
+    assert watched.metric("llm_d_epp_kv_cache_events_active_subscribers") == 1
+    assert (
+        watched.registry.get_sample_value("kvroute_indexer_stream_state", {"pod": OTHER, "state": "EXACT"})
+        is None
+    )
+    watched.settled(1)
+    watched.follow(stream(first), stream(second, OTHER))
+    watched.settled(2, pod=OTHER)
+
+
+def test_a_pod_with_another_address_or_model_begins_anew(
+    watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
+) -> None:
+    """The same pod name at another endpoint is another engine."""
+    first, second = engines
+    first.publish(block(1))
+    second.publish(block(1), block(2))
+    watched.follow(stream(first))
+    watched.settled(1)
+    watched.follow(stream(second))
+    watched.settled(2)
+    watched.follow(stream(second, model="other"))
+    watched.settled(0)
+
+
+def test_a_dead_pod_does_not_disturb_a_living_one(watched: Watched) -> None:
+    """A killed process is noticed by its link, and the other pod is followed as before."""
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    events_port, replay_port = map(int, child.stdout.readline().split())
+    with child, EnginePublisher() as living:
+        dying = PodStream(OTHER, "m", f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
+        watched.follow(stream(living), dying)
+        living.publish(block(1))
+        watched.settled(1)
+        watched.settled(2, pod=OTHER)
+        child.send_signal(signal.SIGKILL)
+        wait_until("the loss is told", lambda: (OTHER, False) in watched.links)
+        living.publish(block(2))
+        watched.settled(2)
+        assert watched.match(OTHER).state is StreamState.RECOVERING
+        assert (POD, False) not in watched.links
+
+
+def test_a_flood_from_one_pod_does_not_starve_another(
+    watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
+) -> None:
+    """With thousands of batches of one pod waiting, another's single batch is applied after a few turns."""
+    flooding, calm = engines
+    watched.follow(stream(flooding), stream(calm, OTHER))
+    watched.settled(0)
+    watched.settled(0, pod=OTHER)
+    flooding.wait_for_subscriber()
+    calm.wait_for_subscriber()
+    held, released = threading.Event(), threading.Event()
+    flood_applied: list[int] = []
+
+    def on_stored(pod: str) -> None:
+        if not held.is_set():
+            held.set()
+            assert released.wait(30)
+        elif pod == OTHER:
+            flood_applied.append(sum(1 for stored_by, _ in watched.stored if stored_by == POD))
+
+    watched.on_stored = on_stored
+    flooding.publish(block(1))
+    assert held.wait(30)
+    for _ in range(3000):
+        flooding.publish(block(1))
+    calm.publish(block(1))
+    flooding.flush()
+    calm.flush()
+    released.set()
+    watched.settled(1, pod=OTHER)
+    wait_until("the flood is over", lambda: len(watched.stored) == 3002)
+    assert flood_applied[0] < 1000
+
+
+def test_more_pods_than_can_be_followed_are_refused(watched: Watched) -> None:
+    """The number of pods is bounded, and a refused set changes nothing."""
+    one = PodStream(POD, "m", "tcp://127.0.0.1:1", None)
+    with pytest.raises(ConfigError, match="4096"):
+        watched.follow(*(replace(one, pod=f"10.0.0.1:{port}") for port in range(5000)))
+    assert watched.indexer.states() == {}
+
+
+def test_an_endpoint_that_is_no_address_is_reported(watched: Watched) -> None:
+    """A stream that cannot be subscribed to is counted; the thread lives on and closes."""
+    watched.follow(PodStream(POD, "m", "nonsense", None))
+    wait_until(
+        "it is counted",
+        lambda: (
+            watched.metric(
+                "llm_d_epp_kv_cache_events_zmq_errors_total", pod_identifier=POD, operation="subscribe"
+            )
+            > 0
+        ),
+    )
+
+
+def test_closing_is_final_and_may_be_repeated(engines: tuple[EnginePublisher, EnginePublisher]) -> None:
+    """After close no thread runs, and what was indexed can still be asked."""
+    engines[0].publish(block(1))
+    running = Watched()
+    running.follow(stream(engines[0]))
+    running.settled(1)
+    running.indexer.close()
+    running.indexer.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvroute-events"]
+    assert running.match().cached_blocks == 1
