@@ -1,4 +1,4 @@
-"""A model server that answers at once and computes nothing: what is measured in front of it is the gateway alone.
+"""A model server that computes nothing: what is measured in front of it is the gateway alone.
 
 `python -m benchmarks.fake_pod PORT`; speaks just enough HTTP/1.1 for Envoy and the router's probes.
 """

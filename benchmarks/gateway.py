@@ -1,8 +1,9 @@
 """What picking costs: the same Envoy, load and pods once with kvroute's pick and once with plain round-robin.
 
-`python -m benchmarks.gateway [--responses skip|full] [--clients N] [--rounds N] [--seconds N]` (Linux). Sends chats of a
-warm conversation (about 2 KB and 40 KB) and prints, as medians over rounds: requests per second, latency, and the CPU
-of router and Envoy per request, read from the processes' own accounts. Round-robin is the floor: Envoy without a pick.
+`python -m benchmarks.gateway [--responses skip|full] [--clients N] [--rounds N] [--seconds N]` (Linux). Sends
+the same chat (about 2 KB or 40 KB) again and again and prints, as medians over rounds: requests per second,
+latency, and the CPU of router and Envoy per request, read from the processes' own accounts. Round-robin is
+the floor: Envoy without a pick.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from router.local.stack import ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# name of the setting -> how many reports of about 1.4 KB one prompt holds
-_PROMPTS = {"2kb": 1, "40kb": 28}
+# Setting -> how many reports one prompt holds.
+_PROMPTS = {"2kb": 1, "40kb": 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def _faked(child: ChildPlan) -> ChildPlan:
 def _measure(
     plan: StackPlan, supervisor: Supervisor, options: argparse.Namespace, size: str, reports: int
 ) -> None:
-    text = "\n".join(burst_messages(number)[1]["content"] for number in range(reports))
+    text = "\n".join(burst_messages(number)[1]["content"] for number in range(1, reports + 1))
     body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": text}]}).encode()
     doors = {"kvroute": plan.gateway_url, "round_robin": plan.round_robin_url}
     rounds: dict[str, list[Round]] = {door: [] for door in doors}

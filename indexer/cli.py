@@ -6,7 +6,6 @@ import argparse
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ from indexer.kv_indexer import KvIndexer
 from indexer.pods_file import parse_pods
 from indexer.service import IndexerDoor, IndexerServer
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_S = 5.0
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
@@ -98,9 +98,8 @@ def _streams(path: Path) -> list[PodStream]:
 
 
 def _serve(args: argparse.Namespace, config: IndexerConfig, streams: Sequence[PodStream]) -> int:
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
     server = IndexerServer(IndexerDoor(indexer, streams), args.host, args.grpc_port)
@@ -108,13 +107,11 @@ def _serve(args: argparse.Namespace, config: IndexerConfig, streams: Sequence[Po
         metrics, _ = start_http_server(args.metrics_port, args.host, registry)
     except OSError as error:
         raise ListenError(f"--metrics-port {args.metrics_port}: cannot listen: {error.strerror}") from error
+    server.start()
+    logging.getLogger(__name__).info("listening: grpc %d, metrics %d", server.port, metrics.server_port)
     indexer.start()
     indexer.follow(streams)
-    server.start()
-    logging.getLogger(__name__).info(
-        "listening: grpc %d, metrics %d; following %d pods", server.port, metrics.server_port, len(streams)
-    )
-    stopped.wait()
+    signal.sigwait(_STOP_SIGNALS)
     server.close(_GRACE_S)
     metrics.shutdown()
     metrics.server_close()

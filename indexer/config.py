@@ -35,7 +35,7 @@ class PodStream:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Settings of a `KvIndexer`; every cap is per the thing that its comment names.
+    """Settings of a `KvIndexer`.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -63,7 +63,7 @@ class IndexerConfig:
     recovery_batches_per_pod: int = 10_000
     recovery_bytes_per_pod: int = 64 * _MIB
 
-    # A quiet stream's tail is checked once against its replay socket after this long.
+    # A replay has failed without an answer for `idle`, or after `total`; it is tried so often.
     replay_idle_s: float = 2.0
     replay_total_s: float = 120.0
     replay_attempts: int = 4

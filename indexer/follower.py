@@ -176,10 +176,10 @@ class Follower:
         self._perform(actions, now_s)
 
     def _perform(self, actions: list[Action], now_s: float) -> None:
-        batches: list[bytes] = []
+        batches: list[Apply] = []
         for action in actions:
             if isinstance(action, Apply):
-                batches.append(action.payload)
+                batches.append(action)
                 continue
             self._apply(batches)
             batches = []
@@ -190,14 +190,15 @@ class Follower:
         self._apply(batches)
         self._report()
 
-    def _apply(self, batches: list[bytes]) -> None:
+    def _apply(self, batches: list[Apply]) -> None:
+        """Applies batches of one view together."""
         if not batches:
             return
-        verdict = self._sink.apply(self.stream.pod, batches)
+        verdict = self._sink.apply(self.stream.pod, [batch.payload for batch in batches])
         if verdict.emptied:
-            self._machine.emptied()
+            self._machine.emptied(batches[0].view)
         if verdict.damage is not None:
-            self._machine.damaged(verdict.damage)
+            self._machine.damaged(batches[0].view, verdict.damage)
 
     def _report(self) -> None:
         current = (self._machine.state, self._machine.reason)

@@ -90,6 +90,7 @@ class KvIndexer:
             clock=clock,
         )
         self._subscriber = Subscriber(config, self._ingest, clock=clock)
+        self._followed: frozenset[str] = frozenset()
 
     @property
     def block_tokens(self) -> int:
@@ -110,7 +111,9 @@ class KvIndexer:
         Raises:
             ConfigError: There are too many.
         """
-        self._subscriber.follow(streams)
+        wanted = tuple(streams)
+        self._subscriber.follow(wanted)
+        self._followed = frozenset(stream.pod for stream in wanted)
 
     def block_keys(
         self,
@@ -146,14 +149,13 @@ class KvIndexer:
         self._metrics.lookup_hits.inc(longest)
         self._metrics.max_pod_hits.inc(longest)
         self._metrics.lookup_s.observe(time.perf_counter() - started_s)
-        states = self._ingest.states
         return {
             pod: PodMatch(
                 pod,
                 match.blocks,
                 match.blocks_by_tier,
                 match.weighted_blocks,
-                states.get(pod, StreamState.STALE),
+                self._state(pod),
             )
             for pod, match in found.items()
         }
@@ -176,4 +178,9 @@ class KvIndexer:
 
     def states(self) -> dict[str, StreamState]:
         """State of every followed pod's stream."""
-        return dict(self._ingest.states)
+        return {pod: self._state(pod) for pod in self._followed}
+
+    def _state(self, pod: str) -> StreamState:
+        # Before the subscriber has come to a new pod, it is on its way to a view.
+        unknown = StreamState.RECOVERING if pod in self._followed else StreamState.STALE
+        return self._ingest.states.get(pod, unknown)

@@ -38,9 +38,10 @@ class StreamState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply this batch to the view."""
+    """Apply this batch to the view; `view` tells news of this view from news of one that was dropped."""
 
     payload: bytes
+    view: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class StreamMachine:
         self._lacking: str | None = "no_history"
         # The sequence number to apply next; None: any, the view is empty.
         self._next: int | None = None
+        self._view = 0
         self._last_digest = b""
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
@@ -204,13 +206,15 @@ class StreamMachine:
             return []
         return self._lose("replay_failed") + self._drain(give_up=True)
 
-    def emptied(self) -> None:
-        """The engine told that its cache is empty: an empty view lacks nothing."""
-        self._lacking = None
+    def emptied(self, view: int) -> None:
+        """A batch applied to this view told that the engine's cache is empty: the view lacks nothing."""
+        if view == self._view:
+            self._lacking = None
 
-    def damaged(self, reason: str) -> None:
-        """Something that was to be applied could not be read."""
-        self._lacking = self._lacking or reason
+    def damaged(self, view: int, reason: str) -> None:
+        """A batch for this view could not be applied in full."""
+        if view == self._view:
+            self._lacking = self._lacking or reason
 
     def _restart(self, reason: str) -> list[Action]:
         """Begins a new life."""
@@ -219,6 +223,7 @@ class StreamMachine:
 
     def _lose(self, lacking: str, reason: str | None = None) -> list[Action]:
         """Clears the view, which from now on lacks something."""
+        self._view += 1
         was_empty = self._next is None
         self._next, self._lacking = None, lacking
         return [] if was_empty else [Clear(reason or lacking)]
@@ -238,7 +243,7 @@ class StreamMachine:
             self._lacking = None
         self._next = sequence + 1
         self._last_digest = xxh3_128_digest(payload)
-        return Apply(payload)
+        return Apply(payload, self._view)
 
     def _hold(self, sequence: int, payload: bytes) -> None:
         self._waiting.append((sequence, payload))

@@ -57,7 +57,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     """Reads the command line.
 
     Returns:
-        The configuration, and the flags that concern the process rather than the router (verbosity, parent).
+        The configuration, and the flags that concern the process rather than the router (verbosity).
 
     Raises:
         ConfigError: A flag or the configuration file is wrong.
@@ -198,9 +198,6 @@ def _add_process(group: argparse._ArgumentGroup) -> None:
         default="30s",
         metavar="DURATION",
         help="how long SIGTERM waits for the requests inside the doors (default: %(default)s)",
-    )
-    group.add_argument(
-        "--exit-with-parent", action="store_true", help="end when the starting process ends (Linux)"
     )
     group.add_argument("-v", type=_count, default=0, metavar="LEVEL", help="1 and above: every detail")
 

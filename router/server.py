@@ -30,7 +30,6 @@ from router.health import ACCESS_LOG_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, He
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
-from router.parent import exit_with_parent
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import PodSet
@@ -226,8 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        if flags.exit_with_parent:
-            exit_with_parent()
         return _serve(RouterServer(config))
     except ConfigError as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)

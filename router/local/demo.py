@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import urllib3
-
-from router.local import demo_texts
+from router.local import demo_texts, stack_api
 from router.local.chat_client import ChatAnswer, ChatClient
 from router.local.errors import DemoError
 from router.local.stack import StackPlan
@@ -67,7 +65,7 @@ def _scenario(plan: StackPlan, url: str, *, explain: bool) -> list[Row]:
     named += [(f"burst {at}", answer) for at, answer in enumerate(burst, 1)]
     if not explain:
         return [Row(name, answer, None, None) for name, answer in named]
-    return [Row(name, answer, *_explanation(plan, answer)) for name, answer in named]
+    return [_explained(plan, name, answer) for name, answer in named]
 
 
 def _converse(client: ChatClient) -> list[ChatAnswer]:
@@ -99,41 +97,13 @@ def _warm_up(plan: StackPlan) -> None:
 
 
 def _forget(plan: StackPlan) -> None:
-    """Empties the pods' caches; a request that just ended may hold its blocks for a moment."""
-    deadline_s = time.monotonic() + 10.0
-    for url in plan.pod_urls.values():
-        while not _post(f"{url}/reset_prefix_cache").get("success"):
-            if time.monotonic() > deadline_s:
-                raise DemoError(f"{url} does not empty its cache: requests are still running there")
-            time.sleep(0.05)
+    stack_api.empty_caches(plan)
     time.sleep(_THINK_S)
 
 
-def _explanation(plan: StackPlan, answer: ChatAnswer) -> tuple[int, str]:
-    url = f"{plan.router_debug_url}/debug/decisions?request_id={answer.request_id}"
-    decisions = _get(url)["decisions"]
-    if not decisions:
-        raise DemoError(f"the router has no record of request {answer.request_id}")
-    return decisions[0]["predicted_cached_tokens"], decisions[0]["reason"]
-
-
-def _get(url: str) -> dict:  # type: ignore[type-arg]
-    return _json("GET", url)
-
-
-def _post(url: str) -> dict:  # type: ignore[type-arg]
-    return _json("POST", url)
-
-
-def _json(method: str, url: str) -> dict:  # type: ignore[type-arg]
-    try:
-        response = urllib3.request(method, url, timeout=10.0, retries=False)
-        value = response.json()
-    except (urllib3.exceptions.HTTPError, ValueError) as error:
-        raise DemoError(f"{url}: {error}") from error
-    if response.status != 200 or not isinstance(value, dict):
-        raise DemoError(f"{url} answered {response.status}: {response.data[:200]!r}")
-    return value
+def _explained(plan: StackPlan, name: str, answer: ChatAnswer) -> Row:
+    decision = stack_api.decision(plan, answer.request_id)
+    return Row(name, answer, decision["predicted_cached_tokens"], decision["reason"])
 
 
 def _table(rows: Sequence[Row], *, explained: bool) -> str:

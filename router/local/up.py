@@ -18,6 +18,7 @@ from types import FrameType
 from router.local.demo import run_demo
 from router.local.errors import LocalStackError
 from router.local.stack import StackOptions, StackPlan, plan_stack
+from router.local.stack_api import await_pods
 from router.local.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
@@ -94,6 +95,7 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
         supervisor = Supervisor(directory, _progress())
         try:
             supervisor.start(plan.children)
+            await_pods(plan, supervisor.check)
             if demo:
                 run_demo(plan, supervisor.check)
             if stay:

@@ -13,6 +13,7 @@ from typing import Any
 import urllib3
 from openai import OpenAI
 
+from router.local import stack_api
 from router.local.errors import PortInUseError
 from router.local.stack import StackOptions, StackPlan, plan_stack
 from router.local.supervisor import Child, Supervisor, check_ports
@@ -36,12 +37,7 @@ class RunningStack:
 
     def decision(self, request_id: str) -> dict[str, Any]:
         """The router's own explanation of one pick."""
-        decisions = get_json(f"{self.plan.router_debug_url}/debug/decisions?request_id={request_id}")[
-            "decisions"
-        ]
-        assert len(decisions) == 1, f"no single decision for {request_id}: {decisions}"
-        found: dict[str, Any] = decisions[0]
-        return found
+        return stack_api.decision(self.plan, request_id)
 
     def child(self, name: str) -> Child:
         """The running process of that name."""
@@ -82,6 +78,7 @@ def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
     with ExitStack() as closing:
         closing.callback(supervisor.stop)
         supervisor.start(plan.children)
+        stack_api.await_pods(plan, supervisor.check)
         yield RunningStack(plan, supervisor, directory, closing)
 
 
@@ -91,9 +88,3 @@ def wait_until(what: str, condition: Callable[[], bool], deadline_s: float = DEA
     while not condition():
         assert time.monotonic() < end_s, f"not within {deadline_s:.0f} s: {what}"
         time.sleep(0.02)
-
-
-def get_json(url: str) -> dict[str, Any]:
-    """GETs a JSON object."""
-    found: dict[str, Any] = urllib3.request("GET", url, timeout=10.0).json()
-    return found

@@ -17,6 +17,7 @@ class Loop:
 
     Attributes:
         view: Payloads applied since the last clear.
+        current: The machine's number of that view.
         clears: Their reasons.
         wire: Live messages under way.
         answers: Replay answers under way; None is the end.
@@ -29,6 +30,7 @@ class Loop:
         self.published = 0
         self.connected = False
         self.view: list[bytes] = []
+        self.current = 0
         self.clears: list[str] = []
         self.replays: list[int] = []
         self.wire: deque[int] = deque()
@@ -88,8 +90,9 @@ class Loop:
         """Does what the machine says."""
         for action in actions:
             match action:
-                case Apply(applied):
+                case Apply(applied, view):
                     self.view.append(applied)
+                    self.current = view
                 case Clear(reason):
                     self.view.clear()
                     self.clears.append(reason)

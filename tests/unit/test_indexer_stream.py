@@ -262,16 +262,30 @@ def test_a_cleared_cache_makes_any_view_exact() -> None:
     loop.connect()
     loop.publish()
     loop.settle()
-    loop.machine.emptied()
+    loop.machine.emptied(loop.current)
     assert told(loop) == (EXACT, "")
 
 
 def test_what_could_not_be_applied_is_told() -> None:
     """A view with a batch that could not be read is not exact; the first reason stays."""
     loop = followed()
-    loop.machine.damaged("broken_event")
-    loop.machine.damaged("oversize")
+    loop.machine.damaged(loop.current, "broken_event")
+    loop.machine.damaged(loop.current, "oversize")
     assert told(loop) == (STALE, "broken_event")
+
+
+def test_news_of_a_dropped_view_are_not_news_of_the_next() -> None:
+    """A batch may turn out empty or broken only after the machine has moved on to another view."""
+    loop = followed(2, replayable=False)
+    dropped = loop.current
+    loop.publish(lost=True)
+    loop.publish()
+    loop.settle()
+    loop.machine.emptied(dropped)
+    assert told(loop) == (STALE, "gap")
+    loop.machine.emptied(loop.current)
+    loop.machine.damaged(dropped, "broken_event")
+    assert told(loop) == (EXACT, "")
 
 
 def test_what_waits_for_a_replay_is_bounded() -> None:

@@ -35,7 +35,7 @@ def test_the_defaults_are_the_references_where_it_has_them() -> None:
     config, flags = parse_flags(PODS)
     assert config == RouterConfig(pods_file=Path("/pods.yaml"))
     assert (config.grpc_port, config.grpc_health_port, config.metrics_port) == (9002, 9003, 9090)
-    assert (config.drain_timeout_s, flags.v, flags.exit_with_parent) == (30.0, 0, False)
+    assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
 def test_flags_are_read_with_their_units() -> None:

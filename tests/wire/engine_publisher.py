@@ -78,6 +78,8 @@ class EnginePublisher:
         self._history: list[tuple[int, bytes]] = []
         self._sequence = 0
         self._closing = False
+        # After so many answers the next replay falls silent, once.
+        self.silent_after: int | None = None
         # Sent in front of each replay's answers.
         self.garbage_answers: list[list[bytes]] = []
         events_port, replay_port = ports or (0, 0)
@@ -192,9 +194,12 @@ class EnginePublisher:
             topic, no_topic = ([b"kv@pod@model"], [b""]) if self._topic_frame else ([], [])
             for frames in self.garbage_answers:
                 self._router.send_multipart([client, *frames])
-            for sequence, payload in history:
-                if sequence >= int.from_bytes(start, "big"):
-                    self._router.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), payload])
+            asked = [batch for batch in history if batch[0] >= int.from_bytes(start, "big")]
+            for sequence, payload in asked[: self.silent_after]:
+                self._router.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), payload])
+            if self.silent_after is not None:
+                self.silent_after = None
+                continue
             self._router.send_multipart([client, b"", *no_topic, END, b""])
 
 

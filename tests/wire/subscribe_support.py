@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -10,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from indexer import IndexerConfig, KvIndexer, PodMatch, PodStream, StreamState
 from tests.wire.engine_publisher import EnginePublisher, stored, wait_until
 
+ROOT = Path(__file__).parents[2]
 MODEL = "m"
 POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"
 # Six blocks of 4 tokens.
@@ -25,6 +29,16 @@ def block(number: int, **fields: Any) -> dict[str, object]:
 def stream(engine: EnginePublisher, pod: str = POD, model: str = MODEL) -> PodStream:
     """The engine's stream under a pod's name."""
     return PodStream(pod, model, engine.events_endpoint, engine.replay_endpoint)
+
+
+@contextmanager
+def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs at the repository's root and does not outlive its test."""
+    with subprocess.Popen(command, cwd=ROOT, text=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class Watched:

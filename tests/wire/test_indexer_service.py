@@ -20,10 +20,9 @@ from indexer import ListenError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.service import IndexerDoor, IndexerServer
-from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher
-from tests.wire.subscribe_support import MODEL, OTHER, POD, TOKENS, Watched, block, stream
+from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, wait_until
+from tests.wire.subscribe_support import MODEL, OTHER, POD, ROOT, TOKENS, Watched, block, started, stream
 
-ROOT = Path(__file__).parents[2]
 SERVICE = "kvroute.v1.IndexerService"
 
 
@@ -205,17 +204,16 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
         )
         flags = ["--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--block-tokens", "4"]
         command = [sys.executable, "-m", "indexer", "--pods-file", str(pods), *flags]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        with started(command, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             lines = iter(process.stderr.readline, "")
             ports = next(found for line in lines if (found := re.search(r"grpc (\d+), metrics (\d+)", line)))
-            exact = next(line for line in lines if "is EXACT" in line)
             with grpc.insecure_channel(f"127.0.0.1:{ports[1]}") as channel:
-                assert [pod.cached_blocks for pod in score(channel).pods] == [2], exact
+                wait_until("it is scored", lambda: [pod.cached_blocks for pod in score(channel).pods] == [2])
             with urllib.request.urlopen(f"http://127.0.0.1:{ports[2]}/metrics", timeout=DEADLINE_S) as page:
                 text = page.read().decode()
             assert "\nkvroute_indexer_blocks 2.0\n" in text
-            assert 'kvroute_indexer_stream_state{pod="127.0.0.1:8000",state="EXACT"} 1.0' in text
+            assert 'kvroute_indexer_stream_state{pod="127.0.0.1:8000",state="STALE"} 0.0' in text
             process.send_signal(signal.SIGTERM)
-            process.stderr.read()
+            process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0

@@ -95,6 +95,17 @@ def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -
         assert watched.metric("kvroute_indexer_replays_total", outcome="failed") == 1
 
 
+def test_a_replay_that_falls_silent_is_resumed(watched: Watched, engine: EnginePublisher) -> None:
+    """What was answered before the silence is kept, and the rest is asked for again."""
+    for number in (1, 2, 3):
+        engine.publish(block(number))
+    engine.silent_after = 2
+    watched.follow(stream(engine))
+    watched.settled(3)
+    assert sum(keys for _, keys in watched.stored) == 3
+    assert watched.metric("kvroute_indexer_replays_total", outcome="failed") == 0
+
+
 def test_the_same_process_keeps_its_blocks_when_the_link_was_lost(
     watched: Watched, engine: EnginePublisher
 ) -> None:
@@ -170,6 +181,41 @@ def test_an_engine_that_comes_later_is_waited_for(watched: Watched, engine: Engi
     with EnginePublisher(engine.ports) as late:
         late.publish(block(1))
         watched.settled(1)
+
+
+def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -> None:
+    """Stores, copies, removals, lookups, their hits and the lag are counted under the documented names."""
+    watched.follow(stream(engine))
+    watched.settled(0)
+    engine.publish(block(1), block(1), block(2), removed([1]), removed([2]), removed([9]))
+    watched.settled(1)
+    engine.publish(["AllBlocksCleared"], block(1))
+    wait_until(
+        "both batches were applied", lambda: watched.metric("kvroute_indexer_event_lag_seconds_count") == 2
+    )
+    lookups = watched.metric("llm_d_epp_kv_cache_index_lookup_requests_total")
+    hits = watched.metric("llm_d_epp_kv_cache_index_lookup_hits_total")
+    watched.match()
+    expected = {
+        "llm_d_epp_kv_cache_index_admissions_total": 4,
+        "llm_d_epp_kv_cache_index_evictions_total": 2,
+        "llm_d_epp_kv_cache_index_lookup_requests_total": lookups + 1,
+        "llm_d_epp_kv_cache_index_lookup_latency_seconds_count": lookups + 1,
+        "llm_d_epp_kv_cache_index_lookup_hits_total": hits + 1,
+        "llm_d_epp_kv_cache_index_max_pod_hit_count_total": hits + 1,
+        "llm_d_epp_kv_cache_events_dedup_removed_hashes_suppressed_total": 1,
+        "llm_d_epp_kv_cache_events_dedup_removed_hashes_forwarded_total": 1,
+        "llm_d_epp_kv_cache_events_active_subscribers": 1,
+        "kvroute_indexer_blocks": 1,
+        "kvroute_indexer_capacity_blocks": 1_000_000,
+        "kvroute_indexer_evicted_blocks_total": 0,
+    }
+    assert {name: watched.metric(name) for name in expected} == expected
+    assert watched.metric("llm_d_epp_kv_cache_events_messages_received_total", pod_identifier=POD) == 2
+    assert watched.metric("llm_d_epp_kv_cache_events_removals_skipped_total", reason="unknown_hash") == 1
+    assert watched.metric("kvroute_indexer_events_total", type="BlockStored") == 4
+    assert watched.metric("kvroute_indexer_stream_state", pod=POD, state="EXACT") == 1
+    assert watched.metric("kvroute_indexer_orphans", pod=POD) == 0
 
 
 def test_speculative_blocks_count_until_events_confirm_them(

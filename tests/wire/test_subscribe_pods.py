@@ -7,14 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from indexer import ConfigError, PodStream, StreamState
 from tests.wire.engine_publisher import EnginePublisher, wait_until
-from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
+from tests.wire.subscribe_support import OTHER, POD, Watched, block, started, stream
 
 CHILD = """
 import threading
@@ -53,6 +53,26 @@ def test_pods_are_told_apart_by_their_subscription(
     watched.settled(1)
     watched.settled(2, pod=OTHER)
     assert (watched.indexer.stats().blocks, watched.indexer.stats().holdings) == (2, 3)
+
+
+def test_replays_wait_for_their_turn(engines: tuple[EnginePublisher, EnginePublisher]) -> None:
+    """With one replay at a time, all pods get their history one after the other."""
+    watched = Watched(concurrent_replays=1)
+    with closing(watched.indexer):
+        for engine in engines:
+            engine.publish(block(1), block(2))
+        watched.follow(stream(engines[0]), stream(engines[1], OTHER))
+        watched.settled(2)
+        watched.settled(2, pod=OTHER)
+
+
+def test_a_newly_followed_pod_is_on_its_way_at_once(
+    watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
+) -> None:
+    """Whoever waits for all pods to be in sync never sees a moment without them."""
+    watched.follow(stream(engines[0]))
+    assert watched.indexer.states().keys() == {POD}
+    assert watched.match().state is not StreamState.STALE
 
 
 def test_models_never_meet(watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]) -> None:
@@ -106,11 +126,10 @@ def test_a_pod_with_another_address_or_model_begins_anew(
 
 def test_a_dead_pod_does_not_disturb_a_living_one(watched: Watched) -> None:
     """A killed process is noticed by its link, and the other pod is followed as before."""
-    root = Path(__file__).parents[2]
-    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=root, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    events_port, replay_port = map(int, child.stdout.readline().split())
-    with child, EnginePublisher() as living:
+    command = [sys.executable, "-c", CHILD]
+    with started(command, stdout=subprocess.PIPE) as child, EnginePublisher() as living:
+        assert child.stdout is not None
+        events_port, replay_port = map(int, child.stdout.readline().split())
         dying = PodStream(OTHER, "m", f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
         watched.follow(stream(living), dying)
         living.publish(block(1))

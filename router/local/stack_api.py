@@ -1,0 +1,83 @@
+"""What the local stack asks its own processes over HTTP: a plan in, states and explanations out.
+
+Knows the router's debug pages and the model servers' cache reset; knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import urllib3
+
+from router.local.errors import LocalStackError
+from router.local.stack import StackPlan
+
+_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+
+
+def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 30.0) -> None:
+    """Waits until the router takes every pod for ready and follows its events without doubt.
+
+    Args:
+        plan: The stack, whose processes are up.
+        check: Raises when a process of the stack has died.
+        deadline_s: How long to wait.
+
+    Raises:
+        LocalStackError: A pod is not ready in time; the message holds the router's reason.
+    """
+    end_s = time.monotonic() + deadline_s
+    while waiting := [pod for pod in _pods(plan) if not (pod["ready"] and pod["view"] == "EXACT")]:
+        check()
+        if time.monotonic() > end_s:
+            pod = waiting[0]
+            raise LocalStackError(
+                f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
+            )
+        time.sleep(_POLL_S)
+
+
+def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
+    """The router's explanation of one pick.
+
+    Raises:
+        LocalStackError: The router knows no such request.
+    """
+    answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
+    if not answer["decisions"]:
+        raise LocalStackError(f"the router has no record of request {request_id}")
+    found: dict[str, Any] = answer["decisions"][0]
+    return found
+
+
+def empty_caches(plan: StackPlan) -> None:
+    """Makes every pod forget its cached blocks; one whose last request has just ended may need a moment.
+
+    Raises:
+        LocalStackError: A pod still runs requests after some seconds.
+    """
+    end_s = time.monotonic() + _TIMEOUT_S
+    for url in plan.pod_urls.values():
+        while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
+            if time.monotonic() > end_s:
+                raise LocalStackError(f"{url} does not empty its cache: requests are still running there")
+            time.sleep(_POLL_S)
+
+
+def _pods(plan: StackPlan) -> list[dict[str, Any]]:
+    pods: list[dict[str, Any]] = _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
+    return pods
+
+
+def _json(method: str, url: str) -> dict[str, Any]:
+    try:
+        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
+        value = response.json()
+    except (urllib3.exceptions.HTTPError, ValueError) as error:
+        raise LocalStackError(f"{url}: {error}") from error
+    if response.status != 200 or not isinstance(value, dict):
+        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
+    return value
