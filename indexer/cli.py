@@ -52,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvroute indexer",
         description="Follows the KV cache events of model servers and tells, over gRPC "
         "(kvroute.v1.IndexerService), how much of a prompt each of them holds.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--pods-file",
@@ -62,21 +61,34 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
         "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing)",
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    parser.add_argument("--grpc-port", type=_port, default=9010, metavar="PORT", help="0: any free port")
+    shown = "default: %(default)s"
+    parser.add_argument("--host", default="0.0.0.0", help=f"address to listen on ({shown})")
     parser.add_argument(
-        "--metrics-port", type=_port, default=9091, metavar="PORT", help="of /metrics; 0: any free port"
+        "--grpc-port", type=_port, default=9010, metavar="PORT", help=f"0: any free port ({shown})"
     )
     parser.add_argument(
-        "--block-tokens", type=int, default=16, metavar="N", help="tokens of a block of the index"
+        "--metrics-port",
+        type=_port,
+        default=9091,
+        metavar="PORT",
+        help=f"of the Prometheus page /metrics; 0: any free port ({shown})",
     )
     parser.add_argument(
-        "--capacity-blocks", type=int, default=1_000_000, metavar="N", help="most blocks in the index"
+        "--block-tokens", type=int, default=16, metavar="N", help=f"tokens of a block of the index ({shown})"
     )
     parser.add_argument(
-        "--hash-seed", type=int, metavar="N", help="seed of the block keys; random if not given"
+        "--capacity-blocks",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help=f"most unique blocks in the index ({shown})",
     )
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--hash-seed", type=int, metavar="N", help="seed of the block keys (default: random at each start)"
+    )
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=shown
+    )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
     return parser
 
