@@ -14,10 +14,12 @@ from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+from tokenization.segments import SegmentEncoder, segmentable
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
+_SEGMENTS_BYTES = 64 << 20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -40,6 +42,7 @@ class PromptTokenizer:
         self.chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES) if segmentable(tokenizer) else None
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> PromptTokenizer:
@@ -66,6 +69,8 @@ class PromptTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text; `add_special_tokens` adds what the model expects around it (a BOS token, say)."""
+        if self._segments is not None and not add_special_tokens:
+            return self._segments.encode(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
