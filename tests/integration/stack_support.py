@@ -49,11 +49,14 @@ class RunningStack:
             child for child in self.supervisor.children if f"{child.plan.ports[0]}" == pod.rsplit(":")[-1]
         )
 
+    def metrics_page(self, url: str | None = None) -> str:
+        """The Prometheus page of the router, or of the server at `url`."""
+        page = urllib3.request("GET", f"{url or self.plan.router_debug_url}/metrics", timeout=10.0)
+        return page.data.decode()
+
     def metric(self, name: str, url: str | None = None) -> float:
         """Sum of a metric's samples, on the router's page or another's."""
-        page = urllib3.request(
-            "GET", f"{url or self.plan.router_debug_url}/metrics", timeout=10.0
-        ).data.decode()
+        page = self.metrics_page(url)
         lines = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == name]
         assert lines, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+import zmq
 
 from router.local import demo_texts
 from router.local.envoy_config import POD_HEADER
@@ -113,3 +115,45 @@ def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> No
     assert caught.value.status_code == 503
     assert caught.value.response.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
     assert caught.value.body is not None
+
+
+def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> None:
+    """Its frames are counted and dropped, and the other pods' predictions stay exact."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as rogue:
+        rogue.linger = 0
+        port = rogue.bind_to_random_port("tcp://127.0.0.1")
+        path = stack.directory / "pods.yaml"
+        declared = json.loads(path.read_text())
+        labels = {"kvroute.io/model": MODEL, "kvroute.io/kv-events-port": str(port)}
+        declared["endpoints"].append(
+            {"name": "rogue", "namespace": "local", "address": "127.0.0.1", "port": "9", "labels": labels}
+        )
+        path.write_text(json.dumps(declared))
+        subscribers = "llm_d_epp_kv_cache_events_active_subscribers"
+        wait_until("the rogue is followed", lambda: stack.metric(subscribers) == 3)
+        garbage = [
+            [b"only one frame"],
+            [b"topic", b"short", b"\xc1"],
+            [b"kv@x@y", (0).to_bytes(8, "big"), os.urandom(5000)],
+            [b"", (2**64 - 1).to_bytes(8, "big"), b"\x93\xcb"],
+        ]
+
+        def is_counted() -> bool:
+            for frames in garbage:
+                rogue.send_multipart(frames)
+            page = stack.metrics_page()
+            return "kvroute_indexer_rejected_total{" in page
+
+        wait_until("garbage is counted", is_counted)
+        messages = [*demo_texts.first_messages(), {"role": "user", "content": "Hello"}]
+        for turn in range(3):
+            raw = stack.openai().chat.completions.with_raw_response.create(
+                model=MODEL, messages=messages, max_tokens=20, extra_body={"ignore_eos": True}
+            )
+            completion = raw.parse()
+            delivered = completion.usage.prompt_tokens_details.cached_tokens
+            assert stack.decision(raw.headers["x-request-id"])["predicted_cached_tokens"] == delivered
+            assert (delivered > 0) == (turn > 0)
+            messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+            messages.append({"role": "user", "content": f"And then, the {turn}th time?"})
+            wait_until("the pods are idle", lambda: stack.metric("llm_d_epp_request_running") == 0)
