@@ -31,7 +31,7 @@ $(READY): requirements.lock pyproject.toml
 	  { echo "kvroute needs Python >= 3.11, $(PYTHON) is older; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "setting up $(VENV) from requirements.lock (the first time: about half a minute, most of it torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-	  { echo "python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	  { rm -rf $(VENV); echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
