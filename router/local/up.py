@@ -22,13 +22,12 @@ from router.local.stack_api import await_pods
 from router.local.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
-# Module -> what provides it; the router alone needs none of them.
+# What model servers need and the router does not.
 _NEEDED = {
     "torch": "model-server",
     "starlette": "model-server",
     "uvicorn": "model-server",
     "safetensors": "model-server",
-    "envoy._bin": "local",
 }
 
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
     except _InterruptedError:
         return 0
-    except (LocalStackError, ValueError) as error:
+    except (LocalStackError, ValueError, OSError) as error:
         print(f"kvroute up: {error}", file=sys.stderr)
         return 1
 
@@ -106,6 +105,10 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             supervisor.stop()
+    if supervisor.died:
+        print(
+            "kvroute up: exit status 1 because a model server had died and was started anew", file=sys.stderr
+        )
     return 1 if supervisor.died else 0
 
 
@@ -142,10 +145,17 @@ def _progress() -> Callable[[str], None]:
 
 def _check_libraries() -> None:
     for module, extra in _NEEDED.items():
-        if importlib.util.find_spec(module) is None:
+        if not _is_installed(module):
             raise LocalStackError(
                 f"the library {module} is missing; install it with: pip install 'kvroute[{extra}]'"
             )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package around it is missing
+        return False
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

