@@ -10,6 +10,8 @@ import msgspec
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from tokenization import PromptError
 
+_MESSAGE_CHARS_MAX = 1000
+
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -26,14 +28,14 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status code.
-        message: What was wrong and what to do.
+        message: What was wrong and what to do; cut where it quotes too much of the request.
         param: The request's field at fault, if one is.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _MESSAGE_CHARS_MAX else f"{message[:_MESSAGE_CHARS_MAX]}..."
         self.param = param
 
     def body(self) -> bytes:

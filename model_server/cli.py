@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Its warnings are about clients that do not speak HTTP: any stranger could fill the log with them.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, _exit_at_once)
     try:

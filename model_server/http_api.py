@@ -143,13 +143,13 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the ids that a prompt or messages would become."""
-        raw = await self._bodies.read(request)
-        return _json(await self._in_thread(tokenize, self._model, raw))
+        async with self._bodies.read(request) as raw:
+            return _json(await self._in_thread(tokenize, self._model, raw))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of ids, special tokens included."""
-        raw = await self._bodies.read(request)
-        return _json(await self._in_thread(detokenize, self._model, raw))
+        async with self._bodies.read(request) as raw:
+            return _json(await self._in_thread(detokenize, self._model, raw))
 
     async def kv_event_sources(self, _: Request) -> Response:
         """GET /kv_event_sources: where this server publishes its KV events."""
@@ -164,8 +164,8 @@ class HttpApi:
         header_id = _header_id(request)
         with ExitStack() as cleanup:
             cleanup.enter_context(self._admitted())
-            raw = await self._bodies.read(request)
-            job = await self._in_thread(prepare, self._model, api, raw, header_id)
+            async with self._bodies.read(request) as raw:
+                job = await self._in_thread(prepare, self._model, api, raw, header_id)
             texts = tuple(self._text(job.fields) for _ in job.requests)
             generation = self._async_engine.generate(job.requests, texts, arrived_s)
             cleanup.callback(generation.close)

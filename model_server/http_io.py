@@ -6,7 +6,7 @@ does. Knows nothing of the OpenAI API.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,7 +28,7 @@ class BodyReader:
 
     Args:
         max_bytes: Cap of one body.
-        total_max_bytes: Cap of all bodies being read at one time.
+        total_max_bytes: Cap of all bodies held at one time.
     """
 
     def __init__(self, max_bytes: int, total_max_bytes: int) -> None:
@@ -36,14 +36,22 @@ class BodyReader:
         self._total_max_bytes = total_max_bytes
         self._total_bytes = 0
 
-    async def read(self, request: Request) -> bytes:
-        """Read one body.
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Read one body; it counts against the total until the caller is done with it.
 
         Raises:
-            ApiError: 413 too large, 408 too slow, 503 too much is being read at once.
+            ApiError: 413 too large, 408 too slow, 503 too much is held at once.
             ClientDisconnect: The client went away.
         """
         body = bytearray()
+        try:
+            await self._fill(body, request)
+            yield bytes(body)
+        finally:
+            self._total_bytes -= len(body)
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
         chunks = request.stream()
         try:
             if int(request.headers.get("content-length", "0")) > self._max_bytes:
@@ -56,9 +64,6 @@ class BodyReader:
         except ApiError:
             await _discard(chunks)
             raise
-        finally:
-            self._total_bytes -= len(body)
-        return bytes(body)
 
     def _take(self, body: bytearray, chunk: bytes) -> None:
         if len(body) + len(chunk) > self._max_bytes:

@@ -4,7 +4,6 @@ Runs on a worker thread, because encoding a long prompt takes long. Knows nothin
 """
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +18,7 @@ from model_server.openai_types import (
     generation_body,
 )
 from model_server.requests import GenerationRequest, SamplingParams
-from tokenization import PromptError, PromptTokenizer
+from tokenization import PromptError, PromptTokenizer, PromptTooLongError
 from tokenization.openai_prompts import chat_prompt, completion_prompts
 
 Api = Literal["completion", "chat"]
@@ -38,22 +37,12 @@ class ServedModel:
         root: Where it came from: a path, or the name of a built-in model.
         tokenizer: Its tokenizer.
         max_model_len: Most tokens of prompt and answer together.
-        token_chars_max: Length of its longest token's text.
     """
 
     names: tuple[str, ...]
     root: str
     tokenizer: PromptTokenizer
     max_model_len: int
-    token_chars_max: int
-
-    @classmethod
-    def of(
-        cls, names: tuple[str, ...], root: str, tokenizer: PromptTokenizer, max_model_len: int
-    ) -> "ServedModel":
-        """Describe a model, measuring its vocabulary."""
-        longest = max(len(tokenizer.token_text(token_id)) for token_id in range(tokenizer.vocab_size))
-        return cls(names, root, tokenizer, max_model_len, longest)
 
     def served_name(self, name: str | None) -> str:
         """The name to answer under.
@@ -133,21 +122,14 @@ def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
     """Answer a /tokenize request (`prompt`, or `messages` and the template's options).
 
     Raises:
-        ApiError: The request is malformed or for another model.
+        ApiError: The request is malformed, for another model, or far too long for the context.
     """
     body = decode_body(raw)
     fields = convert(body, TokenizeBody)
     model.served_name(fields.model)
     if "messages" not in body and not isinstance(body.get("prompt"), str):
         raise ApiError(400, "prompt must be a string (or give messages)", "prompt")
-    try:
-        ids = (
-            chat_prompt(body, model.tokenizer)
-            if "messages" in body
-            else completion_prompts(body, model.tokenizer)[0]
-        )
-    except PromptError as error:
-        raise from_exception(error) from error
+    ids = _encoded(model, "chat" if "messages" in body else "completion", body)[0]
     texts = [model.tokenizer.token_text(token_id) for token_id in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
 
@@ -174,31 +156,23 @@ def _prompt_count(api: Api, body: Body) -> int:
 
 
 def _prompts(model: ServedModel, api: Api, body: Body) -> tuple[tuple[int, ...], ...]:
-    # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
-    chars = _chars(body.get("messages" if api == "chat" else "prompt"), total=api == "chat")
-    if (tokens_min := chars // model.token_chars_max) >= model.max_model_len:
-        raise _too_long(model, f"at least {tokens_min}")
-    try:
-        prompts = (
-            [chat_prompt(body, model.tokenizer)]
-            if api == "chat"
-            else completion_prompts(body, model.tokenizer)
-        )
-    except PromptError as error:
-        raise from_exception(error) from error
+    prompts = _encoded(model, api, body)
     if not all(prompts):
         raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
     return tuple(map(tuple, prompts))
 
 
-def _chars(value: object, *, total: bool) -> int:
-    """Characters of the longest text in a prompt, or of all texts in messages (`total`)."""
-    fold: Callable[[list[int]], int] = sum if total else max
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return _chars(value.get("content", value.get("text")), total=total)
-    return fold([0, *(_chars(item, total=total) for item in value)]) if isinstance(value, list) else 0
+def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
+    # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
+    chars_max = model.max_model_len * model.tokenizer.token_chars_max - 1
+    try:
+        if api == "chat":
+            return [chat_prompt(body, model.tokenizer, chars_max=chars_max)]
+        return completion_prompts(body, model.tokenizer, chars_max=chars_max)
+    except PromptTooLongError as error:
+        raise _too_long(model, f"at least {error.chars // model.tokenizer.token_chars_max}") from error
+    except PromptError as error:
+        raise from_exception(error) from error
 
 
 def _answer_tokens(model: ServedModel, api: Api, fields: GenerationBody, prompt_tokens: int) -> int:

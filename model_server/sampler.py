@@ -96,6 +96,7 @@ def _kept(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     left = ordered * keep
     before = left.cumsum(dim=-1, dtype=torch.float64) - left
     keep &= before < column(lambda params: params.top_p) * left.sum(dim=-1, keepdim=True)
+    keep[:, 0] = True  # a top_p that float32 rounds to 0 still means the most probable token
     return torch.empty_like(keep).scatter_(1, token_ids, keep)
 
 

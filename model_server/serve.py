@@ -123,7 +123,7 @@ class Server:
         registry.register(
             EngineCollector(self.name, self._engine.stats, publisher_stats, self._cache_config())
         )
-        model = ServedModel.of(
+        model = ServedModel(
             self._options.served_names,
             self._options.engine.model,
             self._tokenizer,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from router.errors import NoEndpointError, RequestError
 from router.pods import Pod, PodSnapshot
@@ -32,11 +31,10 @@ class Candidates:
     excluded: dict[str, str]
 
     @property
-    def context_tokens(self) -> float:
-        """The longest context that any of the pods has; infinite while one has not told."""
-        return max(
-            pod.models.max_model_len if pod.models and pod.models.max_model_len else inf for pod in self.pods
-        )
+    def context_tokens(self) -> int | None:
+        """The longest context that any of the pods has; None while one has not told."""
+        told = [pod.models.max_model_len for pod in self.pods if pod.models and pod.models.max_model_len]
+        return max(told) if len(told) == len(self.pods) else None
 
 
 def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Protocol
 
 from indexer import PodMatch, StreamState, TokenError
+from indexer.tiers import GPU_TIER
 from router.candidates import Candidates, candidates_for
 from router.cost import CostParameters, PodFacts, price
 from router.decision import Decision
@@ -22,10 +23,9 @@ from router.pick import least_cost_first, reason_for
 from router.pods import Pod, PodSet
 from router.rates import PrefillRates
 from router.request import RouteRequest
-from router.tokens import PromptTokens, TokenizerRegistry
+from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
 
 _LOAD_AGE_MAX_S = 5.0
-_HOST_TIER = "cpu"
 # Each prompt of a request is matched on its own, while other picks wait.
 _PROMPTS_MAX = 64
 
@@ -93,7 +93,7 @@ class Router:
         started_s = time.perf_counter()
         try:
             candidates = candidates_for(request, self._pods.snapshot())
-            tokens = self._tokenizers.prompt_tokens(request, candidates.base_model)
+            tokens = self._tokenizers.prompt_tokens(request, candidates.base_model, candidates.context_tokens)
             keys, degraded = self._keys(request, tokens, candidates)
         except RequestError as error:
             self._sink.refused(error, time.perf_counter() - started_s)
@@ -116,9 +116,10 @@ class Router:
             return [], tokens.degraded or "no_model"
         if len(tokens.prompts) > _PROMPTS_MAX:
             return [], "too_many_prompts"
-        if candidates.context_tokens < max(map(len, tokens.prompts), default=0):
+        context_tokens = candidates.context_tokens
+        if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # The engine will refuse it: no pod's cache will ever hold it.
-            return [], "longer_than_context"
+            return [], LONGER_THAN_CONTEXT
         base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
         try:
             return [
@@ -148,7 +149,8 @@ class Router:
             # An engine computes at least the last token, and serves only whole blocks.
             servable = min(match.cached_blocks * block, max(0, len(prompt) - 1) // block * block)
             cached += servable
-            host += min(match.blocks_by_tier.get(_HOST_TIER, 0) * block, servable)
+            # Whatever is not on the device has to be brought there first.
+            host += max(0, servable - match.blocks_by_tier.get(GPU_TIER, 0) * block)
         used, capacity = _kv_use(pod, work.held_tokens, now_s)
         return PodFacts(
             pod=pod.address,

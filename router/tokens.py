@@ -14,10 +14,19 @@ from typing import cast
 
 from router.errors import ConfigError, RequestError
 from router.request import RequestKind, RouteRequest
-from tokenization import PromptError, PromptTokenizer, TokenizerLoadError, UnsupportedPromptError
+from tokenization import (
+    PromptError,
+    PromptTokenizer,
+    PromptTooLongError,
+    TokenizerLoadError,
+    UnsupportedPromptError,
+)
 from tokenization.openai_prompts import chat_prompt, completion_prompts
 
 _log = logging.getLogger(__name__)
+
+LONGER_THAN_CONTEXT = "longer_than_context"
+"""Why a prompt that every engine will refuse is routed by load alone."""
 
 _BYTES_PER_TOKEN = 4
 _TOKEN_ID_MAX = 2**32 - 1
@@ -59,11 +68,14 @@ class TokenizerRegistry:
                 raise ConfigError(f"--tokenizer {model}={directory}: {error}") from error
         return cls(tokenizers)
 
-    def prompt_tokens(self, request: RouteRequest, base_model: str | None) -> PromptTokens:
+    def prompt_tokens(
+        self, request: RouteRequest, base_model: str | None, context_tokens: int | None = None
+    ) -> PromptTokens:
         """Tokenizes a request.
 
         Args:
             base_model: The base of the request's model, whose tokenizer its adapters share.
+            context_tokens: Longest prompt that any pod takes; longer text is not encoded. None: unknown.
 
         Raises:
             RequestError: 400, when the prompt is not what the API allows.
@@ -75,10 +87,13 @@ class TokenizerRegistry:
         tokenizer = self._tokenizers.get(base_model or "")
         if tokenizer is None:
             return _unknown(request, "no_tokenizer")
+        chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
         try:
             if request.kind is RequestKind.CHAT:
-                return _known((chat_prompt(request.body, tokenizer),))
-            return _known(tuple(completion_prompts(request.body, tokenizer)))
+                return _known((chat_prompt(request.body, tokenizer, chars_max=chars_max),))
+            return _known(tuple(completion_prompts(request.body, tokenizer, chars_max=chars_max)))
+        except PromptTooLongError:
+            return _unknown(request, LONGER_THAN_CONTEXT)
         except UnsupportedPromptError:
             return _unknown(request, "unsupported_prompt")
         except PromptError as error:

@@ -1,6 +1,12 @@
 """Text to token ids exactly as engines do it, and back; shared by router, indexer and model server."""
 
-from tokenization.errors import PromptError, TokenizationError, TokenizerLoadError, UnsupportedPromptError
+from tokenization.errors import (
+    PromptError,
+    PromptTooLongError,
+    TokenizationError,
+    TokenizerLoadError,
+    UnsupportedPromptError,
+)
 from tokenization.incremental import IncrementalDecoder
 from tokenization.tokenizer import TINY_DIRECTORY, PromptTokenizer
 
@@ -9,6 +15,7 @@ __all__ = [
     "IncrementalDecoder",
     "PromptError",
     "PromptTokenizer",
+    "PromptTooLongError",
     "TokenizationError",
     "TokenizerLoadError",
     "UnsupportedPromptError",

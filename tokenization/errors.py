@@ -3,6 +3,7 @@
 TokenizationError
 ├── TokenizerLoadError       a tokenizer directory cannot be used
 └── PromptError              the request's prompt is not what the API allows; names the field
+    ├── PromptTooLongError       refused before it is encoded
     └── UnsupportedPromptError   allowed by the API, but not something this tokenizer can turn into ids
 """
 
@@ -27,6 +28,18 @@ class PromptError(TokenizationError):
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class PromptTooLongError(PromptError):
+    """The prompt's text is longer than the caller allows.
+
+    Attributes:
+        chars: Its length.
+    """
+
+    def __init__(self, chars: int, chars_max: int, param: str) -> None:
+        super().__init__(f"the prompt has {chars} characters, more than {chars_max}; shorten it", param)
+        self.chars = chars
 
 
 class UnsupportedPromptError(PromptError):

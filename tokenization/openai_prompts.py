@@ -10,38 +10,49 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from tokenization.errors import PromptError, UnsupportedPromptError
+from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.tokenizer import PromptTokenizer
 
 Body = Mapping[str, Any]
 
+_SHOWN_CHARS = 64
 
-def completion_prompts(body: Body, tokenizer: PromptTokenizer) -> list[list[int]]:
+
+def completion_prompts(
+    body: Body, tokenizer: PromptTokenizer, *, chars_max: int | None = None
+) -> list[list[int]]:
     """Token ids of every prompt of a /v1/completions body (`prompt`: text, ids, or a list of either).
+
+    Args:
+        body: The decoded JSON.
+        tokenizer: The model's.
+        chars_max: Longer text is refused without the work of encoding it; None takes any.
 
     Raises:
         PromptError: A field has the wrong type, or an id is outside the vocabulary.
+        PromptTooLongError: A text is longer than `chars_max`.
     """
     prompt = body.get("prompt")
     special = _flag(body, "add_special_tokens", True)
     if isinstance(prompt, str):
-        return [tokenizer.encode(prompt, add_special_tokens=special)]
+        return [_encode(prompt, tokenizer, "prompt", special, chars_max)]
     if not isinstance(prompt, list) or not prompt:
         raise PromptError(
             "prompt must be a string, a list of token ids, or a non-empty list of these", "prompt"
         )
     if all(isinstance(item, str) for item in prompt):
-        return [tokenizer.encode(text, add_special_tokens=special) for text in prompt]
+        return [_encode(text, tokenizer, "prompt", special, chars_max) for text in prompt]
     if all(isinstance(item, list) for item in prompt):
         return [_checked_ids(ids, tokenizer) for ids in prompt]
     return [_checked_ids(prompt, tokenizer)]
 
 
-def chat_prompt(body: Body, tokenizer: PromptTokenizer) -> list[int]:
-    """Token ids of a /v1/chat/completions body.
+def chat_prompt(body: Body, tokenizer: PromptTokenizer, *, chars_max: int | None = None) -> list[int]:
+    """Token ids of a /v1/chat/completions body; arguments as for `completion_prompts`.
 
     Raises:
         PromptError: `messages` or a template option has the wrong type, or the template refuses the messages.
+        PromptTooLongError: The rendered text, tools included, is longer than `chars_max`.
         UnsupportedPromptError: A message holds a part other than text, or the model has no chat template.
     """
     if body.get("chat_template") is not None:
@@ -57,7 +68,12 @@ def chat_prompt(body: Body, tokenizer: PromptTokenizer) -> list[int]:
         continue_final_message=_flag(body, "continue_final_message", False),
         template_kwargs=kwargs,
     )
-    return tokenizer.encode(text, add_special_tokens=_flag(body, "add_special_tokens", False))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # The body is UTF-8, but a tool call's arguments are JSON of their own, which may escape one.
+        raise PromptError("messages hold half of a surrogate pair", "messages") from error
+    return _encode(text, tokenizer, "messages", _flag(body, "add_special_tokens", False), chars_max)
 
 
 def chat_messages(messages: object, *, wants_parts: bool) -> list[dict[str, Any]]:
@@ -72,6 +88,14 @@ def chat_messages(messages: object, *, wants_parts: bool) -> list[dict[str, Any]
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a non-empty list", "messages")
     return [_message(message, f"messages[{at}]", wants_parts) for at, message in enumerate(messages)]
+
+
+def _encode(
+    text: str, tokenizer: PromptTokenizer, param: str, special: bool, chars_max: int | None
+) -> list[int]:
+    if chars_max is not None and len(text) > chars_max:
+        raise PromptTooLongError(len(text), chars_max, param)
+    return tokenizer.encode(text, add_special_tokens=special)
 
 
 def _message(message: object, where: str, wants_parts: bool) -> dict[str, Any]:
@@ -101,7 +125,9 @@ def _part_text(part: object, where: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise PromptError(f"{where} must be an object with a type", where)
     if part["type"] not in ("text", "input_text", "output_text", "refusal"):
-        raise UnsupportedPromptError(f"{where}: parts of type {part['type']!r} are not supported", where)
+        raise UnsupportedPromptError(
+            f"{where}: parts of type {part['type'][:_SHOWN_CHARS]!r} are not supported", where
+        )
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     if not isinstance(text, str):
         raise PromptError(f"{where}.text must be a string", where)
@@ -149,7 +175,6 @@ def _flag(body: Body, name: str, default: bool) -> bool:
 def _checked_ids(ids: list[object], tokenizer: PromptTokenizer) -> list[int]:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
-            raise PromptError(
-                f"token ids must be integers from 0 to {tokenizer.vocab_size - 1}, not {token_id!r}", "prompt"
-            )
+            # Not shown: it may be anything, and nested too deeply to be shown.
+            raise PromptError(f"token ids must be integers from 0 to {tokenizer.vocab_size - 1}", "prompt")
     return cast("list[int]", ids)

@@ -28,6 +28,7 @@ class PromptTokenizer:
 
     Attributes:
         vocab_size: Number of ids, added tokens included.
+        token_chars_max: Length of the longest token's text: no text has fewer tokens than its length by this.
         eos_token_ids: Ids that end a generation.
         chat_template: None for a model that has no chat template.
     """
@@ -42,6 +43,7 @@ class PromptTokenizer:
         self.chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES) if segmentable(tokenizer) else None
 
     @classmethod

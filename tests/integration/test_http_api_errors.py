@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, InternalServerError
 
+from model_server import serve
 from tests.integration.model_server_support import (
     MAX_BODY_BYTES,
     MODEL,
@@ -159,6 +160,31 @@ def test_headers_that_never_end_are_cut_off(server: RunningServer) -> None:
                     connection.sendall(piece)
                 pytest.fail("64 MB of headers were taken")
     assert server.get("/health").status == 200
+
+
+def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops in the middle of its first or a later head is hung up on."""
+    monkeypatch.setattr(serve, "_KEEP_ALIVE_S", 1)
+    with running_server() as impatient:
+        host, port = impatient.url.removeprefix("http://").split(":")
+        for whole in (b"", b"GET /health HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(whole)
+                if whole:
+                    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                connection.sendall(b"GET /health HT")
+                assert connection.recv(1 << 16) == b""
+
+
+def test_what_is_not_http_gets_an_openai_shaped_error(server: RunningServer) -> None:
+    """Bytes that are no HTTP request are answered with a 400 in the shape of all other errors."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 400
+        assert msgspec.json.decode(answer.read())["error"]["type"] == "BadRequestError"
 
 
 def test_a_full_queue_is_worth_a_retry() -> None:

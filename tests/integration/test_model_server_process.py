@@ -71,6 +71,19 @@ def test_a_signal_while_loading(number: signal.Signals, tmp_path: Path) -> None:
     assert log.read_text() == ""
 
 
+def test_a_stranger_cannot_fill_the_log(tmp_path: Path) -> None:
+    """Requests that are no HTTP, or ask for a web socket, are answered without a line each."""
+    upgrade = b"GET /health HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with started(tmp_path) as (_, url):
+        lines = (tmp_path / "log").read_text()
+        host, port = url.removeprefix("http://").split(":")
+        for hello in (b"hello\r\n\r\n", upgrade):
+            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+                connection.sendall(hello)
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1")
+        assert (tmp_path / "log").read_text() == lines
+
+
 def test_it_says_what_pool_it_got(tmp_path: Path) -> None:
     """The log has the pool's size, the concurrency it allows, and the URL, in one line each."""
     with started(tmp_path, "--num-gpu-blocks", "128", "--max-model-len", "512") as (process, url):

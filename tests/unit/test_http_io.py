@@ -35,6 +35,12 @@ def request(receive: Receive, length: int | None = None) -> Request:
     return Request({"type": "http", "method": "POST", "headers": headers}, receive)
 
 
+async def read(reader: BodyReader, asked: Request) -> bytes:
+    """Read a body and be done with it."""
+    async with reader.read(asked) as body:
+        return body
+
+
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     """Run to the end."""
     return asyncio.run(scenario)
@@ -43,13 +49,13 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 def status_of(reader: BodyReader, asked: Request) -> int:
     """The status that reading this body ends with."""
     with pytest.raises(ApiError) as caught:
-        run(reader.read(asked))
+        run(read(reader, asked))
     return caught.value.status
 
 
 def test_a_body_up_to_the_cap_is_read() -> None:
     """Exactly the cap is still accepted, in however many parts."""
-    assert run(BodyReader(10, 100).read(request(chunks(b"12345", b"67890")))) == b"1234567890"
+    assert run(read(BodyReader(10, 100), request(chunks(b"12345", b"67890")))) == b"1234567890"
 
 
 def test_a_body_over_the_cap_is_refused_by_its_length_or_by_its_bytes() -> None:
@@ -63,16 +69,30 @@ def test_all_bodies_together_have_a_cap() -> None:
     reader = BodyReader(10, 12)
 
     async def scenario() -> bytes:
-        slow = asyncio.create_task(reader.read(request(chunks(b"x" * 9, more=True))))
+        slow = asyncio.create_task(read(reader, request(chunks(b"x" * 9, more=True))))
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:
-            await reader.read(request(chunks(b"x" * 9)))
+            await read(reader, request(chunks(b"x" * 9)))
         assert caught.value.status == 503
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
-        return await reader.read(request(chunks(b"x" * 9)))
+        return await read(reader, request(chunks(b"x" * 9)))
 
     assert run(scenario()) == b"x" * 9
+
+
+def test_a_body_counts_until_it_has_been_used() -> None:
+    """A body that was read, but is still being worked on, leaves no room for another."""
+    reader = BodyReader(10, 12)
+
+    async def scenario() -> None:
+        async with reader.read(request(chunks(b"x" * 9))):
+            with pytest.raises(ApiError) as caught:
+                await read(reader, request(chunks(b"x" * 9)))
+            assert caught.value.status == 503
+        await read(reader, request(chunks(b"x" * 9)))
+
+    run(scenario())
 
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,12 @@ def test_restrictions_keep_the_right_tokens(params: dict[str, float], allowed: s
     assert set(draw(3000, **params)) == allowed
 
 
+def test_the_smallest_top_p_keeps_the_most_probable_token() -> None:
+    """A top_p so small that float32 takes it for 0 is greedy, wherever the best token stands."""
+    row = SamplingRow(SamplingParams(max_tokens=1, top_p=1e-300), 7, 0)
+    assert sample(LOGITS.flip(0).unsqueeze(0), [row]) == [0]
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """The same request draws the same token alone and in any batch."""
     generator = torch.Generator().manual_seed(1)

@@ -9,17 +9,18 @@ import msgspec
 import pytest
 
 from model_server.api_errors import ApiError
-from model_server.prepare import Api, Job, ServedModel, prepare
+from model_server.prepare import Api, Job, ServedModel, prepare, tokenize
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @cache
 def model() -> ServedModel:
     """The tiny model with a short context."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
-    return ServedModel.of(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS)
+    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS)
 
 
 def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> Job:
@@ -46,7 +47,7 @@ def test_how_long_an_answer_may_be(api: Api, body: dict[str, Any], expected: int
 
 def test_a_chat_may_fill_the_context() -> None:
     """Without a limit of its own a chat's answer ends with the context."""
-    prepared = job("chat", messages=[{"role": "user", "content": "x"}])
+    prepared = job("chat", messages=MESSAGES)
     assert prepared.requests[0].sampling.max_tokens == CONTEXT_TOKENS - prepared.prompt_tokens
 
 
@@ -57,12 +58,29 @@ def test_a_chat_may_fill_the_context() -> None:
         ({"prompt": [1] * 60, "max_tokens": 41}, "60 input tokens and 41 tokens of output"),
         ({"prompt": "x" * 1_000_000}, r"at least \d+ input tokens"),
         ({"prompt": ["fine", "x" * 1_000_000]}, r"at least \d+ input tokens"),
+        ({"api": "chat", "messages": MESSAGES, "tools": [{"x": "x" * 1_000_000}]}, r"at least \d+ input"),
     ],
 )
 def test_too_long_for_the_context(body: dict[str, Any], numbers: str) -> None:
     """Prompt and answer must fit into the context; the message has the numbers."""
     with pytest.raises(ApiError, match=f"maximum context length is 100 tokens.* {numbers}") as caught:
         job(**body)
+    assert caught.value.status == 400
+
+
+def test_tokenize_does_no_work_on_what_is_far_too_long() -> None:
+    """A text that cannot fit into the context is refused by its length, not encoded."""
+    with pytest.raises(ApiError, match="maximum context length is 100 tokens"):
+        tokenize(model(), msgspec.json.encode({"prompt": "x" * 1_000_000}))
+
+
+@pytest.mark.parametrize("depth", [600, 900])
+@pytest.mark.parametrize(("api", "field"), [("completion", "prompt"), ("chat", "messages")])
+def test_a_deeply_nested_prompt_is_a_wrong_prompt(api: Api, field: str, depth: int) -> None:
+    """Nesting that the JSON decoder still takes is a 400 like any other wrong type."""
+    raw = b'{"%b": [1, %b]}' % (field.encode(), b"[" * depth + b"]" * depth)
+    with pytest.raises(ApiError) as caught:
+        prepare(model(), api, raw, None)
     assert caught.value.status == 400
 
 
@@ -106,6 +124,13 @@ def test_one_client_id_twice_gives_two_engine_ids() -> None:
     assert first.request_id == second.request_id == "cmpl-header"
     assert first.requests[0].request_id != second.requests[0].request_id
     assert job(prompt="x", request_id="body").request_id == "cmpl-body"
+
+
+def test_an_error_quotes_little_of_a_large_request() -> None:
+    """However long the wrong value is, the message that quotes it is short."""
+    with pytest.raises(ApiError) as caught:
+        job(model="\0" * 100_000)
+    assert len(caught.value.body()) < 10_000
 
 
 def test_models_are_known_by_all_their_names() -> None:

@@ -12,9 +12,19 @@ from router.errors import ConfigError, RequestError
 from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizerRegistry
 from tests.unit.router_support import TINY, TOKENIZER, completion
+from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.openai_prompts import chat_prompt
 
-REGISTRY = TokenizerRegistry({TINY: TOKENIZER})
+
+class BrokenTokenizer(PromptTokenizer):
+    """Trips over everything."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Fails."""
+        raise RuntimeError("broken")
+
+
+REGISTRY = TokenizerRegistry({TINY: TOKENIZER, "broken": BrokenTokenizer.from_directory(TINY_DIRECTORY)})
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
@@ -54,6 +64,7 @@ def test_a_prompt_of_token_ids_needs_no_tokenizer() -> None:
             TINY,
             "unsupported_prompt",
         ),
+        (chat(MESSAGES), "broken", "tokenize_error"),
         (completion("id", "\ud800"), TINY, "tokenize_error"),
         (RouteRequest("id", RequestKind.PASSTHROUGH, body_bytes=400), TINY, "passthrough"),
     ],
@@ -69,7 +80,13 @@ def test_what_cannot_be_tokenized_is_routed_by_load_with_a_reason(
 
 @pytest.mark.parametrize(
     "request_",
-    [chat("Hello"), chat([]), completion("id", 7), completion("id", [1, "two"]), completion("id", None)],
+    [
+        chat("Hello"),
+        chat([]),
+        completion("id", 7),
+        completion("id", [1, "two"]),
+        completion("id", None),
+    ],
 )
 def test_a_prompt_of_the_wrong_type_is_a_400(request_: RouteRequest) -> None:
     """What the API does not allow is the client's error, not a reason to degrade."""
@@ -77,6 +94,14 @@ def test_a_prompt_of_the_wrong_type_is_a_400(request_: RouteRequest) -> None:
         REGISTRY.prompt_tokens(request_, TINY)
     assert caught.value.status == 400
     assert caught.value.param
+
+
+def test_text_that_no_context_holds_is_not_encoded() -> None:
+    """A prompt that every engine refuses costs the router no tokenizing."""
+    longest = REGISTRY.prompt_tokens(completion("id", "a" * 8 * TOKENIZER.token_chars_max), TINY, 8)
+    assert longest.degraded is None
+    longer = REGISTRY.prompt_tokens(completion("id", "a" * (8 * TOKENIZER.token_chars_max + 1)), TINY, 8)
+    assert (longer.prompts, longer.degraded) == ((), "longer_than_context")
 
 
 @given(

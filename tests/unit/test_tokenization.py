@@ -15,6 +15,7 @@ from tokenization import (
     IncrementalDecoder,
     PromptError,
     PromptTokenizer,
+    PromptTooLongError,
     TokenizerLoadError,
     UnsupportedPromptError,
 )
@@ -142,6 +143,22 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, 2]}'}}
     body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
     assert '{"name": "look", "arguments": {"at": [1, 2]}}' in TINY.decode(chat_prompt(body, TINY))
+
+
+@pytest.mark.parametrize("arguments", [r'"\ud800"', r'{"at": "\udfff"}'])
+def test_half_a_surrogate_pair_in_arguments_is_refused(arguments: str) -> None:
+    """The arguments' own JSON may name a code point that has no UTF-8 form: that is the request's fault."""
+    call = {"function": {"name": "look", "arguments": arguments}}
+    with pytest.raises(PromptError, match="surrogate"):
+        chat_prompt({"messages": [{"role": "assistant", "tool_calls": [call]}]}, TINY)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 11}, {"prompt": ["x", "x" * 11]}])
+def test_text_over_the_callers_cap_is_refused(body: dict[str, object]) -> None:
+    """Each text is measured before it is encoded, and the error tells its length."""
+    with pytest.raises(PromptTooLongError) as caught:
+        completion_prompts(body, TINY, chars_max=10)
+    assert caught.value.chars == 11
 
 
 @pytest.mark.parametrize(
