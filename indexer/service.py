@@ -20,6 +20,7 @@ from indexer.errors import ListenError
 from indexer.kv_indexer import KvIndexer, PodMatch
 from indexer.stream import StreamState
 
+_STOP_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
 _THREADS = 8
 _CALLS_AT_ONCE = 64
@@ -137,7 +138,8 @@ class IndexerServer:
     def close(self, grace_s: float) -> None:
         """Tells that it does not serve any more, and ends after at most `grace_s`."""
         self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait()
+        # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+        self._server.stop(grace_s).wait(grace_s + _STOP_S)
 
 
 def _state(state: StreamState) -> pb.StreamState:

@@ -5,10 +5,11 @@ Serves few at a time and closes on whoever comes beyond that; knows nothing of w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from socket import socket
+from socket import AF_INET, AF_INET6, socket
 from threading import BoundedSemaphore, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +19,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from router.errors import ListenError
+
+_log = logging.getLogger(__name__)
 
 _SERVED_AT_ONCE = 8
 _IDLE_S = 5.0
@@ -65,6 +68,7 @@ class _PooledServer(HTTPServer):
     request_queue_size = 16
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
         super().__init__(address, handler)
         self._pool = ThreadPoolExecutor(_SERVED_AT_ONCE, thread_name_prefix="debug-http")
         self._slots = BoundedSemaphore(_SERVED_AT_ONCE)
@@ -84,6 +88,8 @@ class _PooledServer(HTTPServer):
             self.finish_request(request, client_address)
         except OSError:
             pass  # the client went away
+        except Exception:
+            _log.exception("a debug page failed")
         finally:
             self.shutdown_request(request)
             self._slots.release()

@@ -66,9 +66,12 @@ class Explain:
                     record.delivered_cached_tokens = cached_tokens
 
     def predicted(self, request_id: str) -> int | None:
-        """Cached tokens predicted for a request; None if not known any more, or picked by load alone."""
+        """Cached tokens predicted for a request, to be compared with the delivered ones.
+
+        None if not known any more, if picked by load alone, or if what was delivered has been told already.
+        """
         record = self._records.get(request_id)
-        if record is None or record.decision.degraded is not None:
+        if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
             return None
         return record.decision.primary.cached_tokens
 

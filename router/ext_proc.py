@@ -207,7 +207,11 @@ class _Exchange:
         """Picks for a request whose body is empty or comes too late."""
         headers = self._headers or {}
         request_id, set_headers = _request_id(headers)
-        request = RouteRequest(request_id, RequestKind.PASSTHROUGH, candidates=self._candidates)
+        length = headers.get("content-length", "")
+        body_bytes = int(length) if length.isdecimal() else 0
+        request = RouteRequest(
+            request_id, RequestKind.PASSTHROUGH, body_bytes=body_bytes, candidates=self._candidates
+        )
         yield request_headers_answer(self._pick(request), set_headers, headers)
 
     def _pick(self, request: RouteRequest) -> str:
@@ -219,7 +223,9 @@ class _Exchange:
             raise
         except Exception as error:
             _log.exception("request %s could not be routed", request.request_id)
-            raise RequestError(500, "the router failed to route this request") from error
+            failure = RequestError(500, "the router failed to route this request")
+            self._metrics.refused(failure)
+            raise failure from error
         self._response.request_id = decision.request_id
         return ",".join(pod.pod for pod in decision.ranked[: 1 + self._options.fallback_endpoints])
 
@@ -234,7 +240,8 @@ class _Exchange:
 def _request_id(headers: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The request's id, and the header to set where the client gave none that can be kept."""
     given = headers.get(REQUEST_ID_HEADER, "")
-    if 0 < len(given) <= _REQUEST_ID_MAX:
+    # Envoy's access log would spell any other id differently, and never end its request.
+    if 0 < len(given) <= _REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given, {}
     made = str(uuid.uuid4())
     return made, {REQUEST_ID_HEADER: made}

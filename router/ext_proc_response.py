@@ -72,13 +72,13 @@ class ResponsePhase:
         self._ended(failed=self._failed)
 
     def _ended(self, *, failed: bool) -> None:
-        if self.request_id is None:
+        request_id, self.request_id = self.request_id, None
+        if request_id is None:
             return
         self._outcomes.ended(
-            self.request_id,
+            request_id,
             RESPONSE,
             time.monotonic(),
             failed=failed,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
         )
-        self.request_id = None

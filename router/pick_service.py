@@ -17,6 +17,7 @@ from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.decision import Decision
 from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.ext_proc_messages import REQUEST_ID_HEADER
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pods import PodSet
@@ -111,9 +112,9 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
     Raises:
         RequestError: 400, naming the field.
     """
-    if len(request.request_id) > _REQUEST_ID_MAX:
+    request_id = request.request_id or request.headers.get(REQUEST_ID_HEADER) or str(uuid.uuid4())
+    if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
-    request_id = request.request_id or str(uuid.uuid4())
     candidates = frozenset(request.candidates) or None
     body: dict[str, Any] = {"model": request.model, "cache_salt": request.cache_salt or None}
     match request.WhichOneof("input"):
@@ -128,7 +129,8 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
             body["tools"] = _json(chat.tools_json, "chat.tools_json") if chat.tools_json else None
         case _:
             model = request.model or None
-            return RouteRequest(request_id, RequestKind.PASSTHROUGH, model, candidates=candidates)
+            kind, size_bytes = RequestKind.PASSTHROUGH, request.ByteSize()
+            return RouteRequest(request_id, kind, model, body_bytes=size_bytes, candidates=candidates)
     kind = RequestKind.CHAT if "messages" in body else RequestKind.COMPLETIONS
     return api_request(request_id, kind, body, request.ByteSize(), candidates)
 

@@ -5,9 +5,12 @@ Keeps at most what one JSON answer or one event line may be; what is larger goes
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 _KEPT_BYTES_MAX = 1 << 20
+_TOKENS_MAX = 2**31 - 1
 
 
 class UsageReader:
@@ -56,7 +59,7 @@ class UsageReader:
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)] | None = None
 
 
 class _Usage(msgspec.Struct):

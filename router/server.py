@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from envoy.service.accesslog.v3 import als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -47,6 +46,7 @@ _PROBE_TIMEOUT_S = 1.0
 _PODS_MAX = 1024
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
+_STOP_S = 2.0
 _HEALTH_THREADS = 8
 
 
@@ -136,7 +136,8 @@ class RouterServer:
         """Ends everything; idempotent."""
         self._stop_housekeeping()
         for server in (self._grpc, self._grpc_health):
-            server.stop(grace=None).wait()
+            # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+            server.stop(grace=0).wait(_STOP_S)
         self._debug.close()
         self.watch.close()
         self.index.close()
@@ -173,7 +174,7 @@ class RouterServer:
                     ext_proc, server
                 ),
                 lambda server: add_picker(picks, server),
-                lambda server: als_pb2_grpc.add_AccessLogServiceServicer_to_server(access_log, server),
+                access_log.add_to,
                 self.health.add_to,
             ),
             service_names=(EXT_PROC_SERVICE, PICK_SERVICE, ACCESS_LOG_SERVICE, "grpc.health.v1.Health"),

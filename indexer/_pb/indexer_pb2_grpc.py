@@ -51,7 +51,7 @@ class IndexerServiceServicer:
 
     def Score(self, request, context):
         """Tells for each pod how much of the prompt it holds.
-        INVALID_ARGUMENT: a token id is out of range. NOT_FOUND: no pods are named and none serves the model.
+        INVALID_ARGUMENT: no model is named. NOT_FOUND: no pods are named and none serves the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

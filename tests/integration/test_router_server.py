@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from pathlib import Path
 
 import grpc
@@ -183,3 +185,26 @@ def test_a_missing_or_wrong_pods_file_stops_the_start(tmp_path: Path) -> None:
     broken.write_text("endpoints:\n  - name: a\n    adress: 127.0.0.1\n")
     with pytest.raises(ConfigError, match=r"pods\.yaml:3: .*adress"), running_router(broken):
         pass
+
+
+def test_an_unreadable_message_does_not_keep_the_router_from_ending(tmp_path: Path) -> None:
+    """A peer that sent bytes that are no message and stays is refused, and close() ends all the same."""
+    # Not every such call hangs in gRPC: several make it sure.
+    streams = [queue.Queue[bytes | None]() for _ in range(8)]
+    with (
+        fake_pods(1) as (pod,),
+        running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router,
+        grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,
+    ):
+        call = channel.stream_unary("/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs")
+        refused = [call.future(iter(stream.get, None)) for stream in streams]
+        for stream in streams:
+            stream.put(b"\xff\xff\xff")
+        codes = {future.exception(timeout=10).code() for future in refused}
+        assert codes == {grpc.StatusCode.INTERNAL}
+        closing = threading.Thread(target=router.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        for stream in streams:
+            stream.put(None)
+        assert not closing.is_alive()

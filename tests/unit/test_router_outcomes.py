@@ -94,6 +94,8 @@ def test_predictions_are_compared_with_what_was_delivered() -> None:
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == predicted
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == predicted - 16
     assert bench.sample("kvroute_router_predicted_cached_tokens_total") > predicted
+    bench.outcomes.ended("r", REPORT, 2.0, cached_tokens=predicted)
+    assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == predicted
 
 
 def test_only_the_last_decisions_are_kept() -> None:

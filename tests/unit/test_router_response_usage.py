@@ -34,7 +34,12 @@ def test_cached_tokens_are_found_however_the_body_is_cut(cuts: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"no healthy upstream", b'{"usage":null}', b'{"usage":{"prompt_tokens":1}}', b"[]"]
+    "body",
+    [b"", b"no healthy upstream", b'{"usage":null}', b'{"usage":{"prompt_tokens":1}}', b"[]"]
+    + [
+        b'{"usage":{"prompt_tokens_details":{"cached_tokens":%s}}}' % number
+        for number in (b"-5", b"1e99", b"99999999999", b'"7"', b"null")
+    ],
 )
 def test_a_response_without_usage_tells_nothing(body: bytes) -> None:
     """Errors, broken JSON and missing fields are no news, in either form."""

@@ -10,7 +10,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
-from envoy.service.accesslog.v3 import als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
@@ -64,7 +63,7 @@ def doors(bench: Bench, options: ExtProcOptions | None = None, *, threads: int =
         services=(
             lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(ext_proc, server),
             lambda server: add_picks(picks, server),
-            lambda server: als_pb2_grpc.add_AccessLogServiceServicer_to_server(logs, server),
+            logs.add_to,
         ),
     )
     server.start()

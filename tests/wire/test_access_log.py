@@ -65,6 +65,22 @@ def test_an_entry_ends_its_request(logged: accesslog_pb2.HTTPAccessLogEntry, out
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome=outcome) == 1
 
 
+def test_an_id_that_is_not_utf8_ends_its_request_and_harms_no_other() -> None:
+    """A client's request id of any bytes joins its own request, and the entries beside it are not lost."""
+    bench = Bench().with_pods(A)
+    for request_id in ("other", b"caf\xe9".decode("utf-8", "replace")):
+        bench.router.route(completion(request_id, "hello"), 0.0)
+    # Envoy writes the id into both fields.
+    strange = entry("caf?", stream_id="caf?")
+    with doors(bench) as served:
+        logs = als_pb2.StreamAccessLogsMessage.HTTPAccessLogEntries(log_entry=[strange, entry("other")])
+        batch = als_pb2.StreamAccessLogsMessage(http_logs=logs).SerializeToString()
+        call = served.channel.stream_unary("/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs")
+        call(iter([batch.replace(b"caf?", b"caf\xe9")]), timeout=TIMEOUT_S)
+    assert len(bench.ledger) == 0
+    assert bench.sample("kvroute_router_access_log_entries_total", join="joined") == 2
+
+
 def test_entries_that_join_nothing_are_counted() -> None:
     """Unknown ids, missing ids and entries of unfinished requests end nothing."""
     bench = in_flight()

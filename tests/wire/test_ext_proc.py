@@ -71,7 +71,7 @@ def test_a_request_without_a_body_is_answered_at_once() -> None:
 def test_a_missing_or_endless_request_id_is_made() -> None:
     """A request without a usable id gets a UUID, as a header and in explain; a usable one is left alone."""
     with doors(both()) as served:
-        for given in ({}, {"x_request_id": "x" * 1000}):
+        for given in ({}, {"x_request_id": "x" * 1000}, {"x_request_id": "caf\u00e9"}):
             got = served.exchange(headers(path=COMPLETIONS, **given), body(BODY))
             made = set_headers(got[0])["x-request-id"]
             assert str(uuid.UUID(made)) == made
