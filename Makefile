@@ -21,6 +21,7 @@ help:
 	@echo "make test       all tests that need no cluster"
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
+	@echo "make bench      what a pick costs at the gateway"
 	@echo "make setup      .venv with the kvroute command, from requirements.lock"
 	@echo "make lock       resolve requirements.lock anew; make proto: generate the gRPC stubs anew"
 

@@ -148,11 +148,16 @@ class _Client(threading.Thread):
         connection = http.client.HTTPConnection(self._address, timeout=30)
         while not self.stop.is_set():
             started_s = time.monotonic()
-            connection.request(
-                "POST", "/v1/chat/completions", self._body, {"content-type": "application/json"}
-            )
-            response = connection.getresponse()
-            response.read()
+            try:
+                connection.request(
+                    "POST", "/v1/chat/completions", self._body, {"content-type": "application/json"}
+                )
+                response = connection.getresponse()
+                response.read()
+            except (OSError, http.client.HTTPException):
+                self.errors += 1
+                connection.close()
+                continue
             self.errors += response.status != 200
             self.times_s.append(time.monotonic() - started_s)
         connection.close()

@@ -180,7 +180,13 @@ class PodView:
             applied.skipped["BlockStored", "hash_reused"] += 1
             self._give_up(self._blocks.discard(engine_hash))
             block = None
-        self._give_up(self._blocks.add_copy(engine_hash, block or EngineBlock(keys), tier))
+        self._add_copy(engine_hash, block or EngineBlock(keys), tier, applied)
+
+    def _add_copy(self, engine_hash: int | bytes, block: EngineBlock, tier: str, applied: Applied) -> None:
+        given_up = self._blocks.add_copy(engine_hash, block, tier)
+        if given_up is not None:
+            applied.skipped["BlockStored", "too_many_hashes"] += 1
+            self._give_up(given_up)
 
     def _give_up(self, block: EngineBlock | None) -> None:
         """Takes a block out of the index whose removal we could not follow any more."""
@@ -203,7 +209,7 @@ class PodView:
             block = self._blocks.get(change.engine_hash)
             if block is not None:
                 self._index.add(self._pod, change.tier, block.keys)
-                self._give_up(self._blocks.add_copy(change.engine_hash, block, change.tier))
+                self._add_copy(change.engine_hash, block, change.tier, applied)
                 return
         else:
             block = self._blocks.drop_copy(change.engine_hash, change.tier)
@@ -211,5 +217,8 @@ class PodView:
                 self._index.remove(self._pod, change.tier, block.keys)
                 applied.removals["last" if change.tier not in block.copies else "copy"] += 1
                 return
-        if not self._orphans.follow_up(change):
+        dropped = self._orphans.follow_up(change)
+        if dropped is None:
             applied.skipped["BlockStored" if change.stored else "BlockRemoved", "unknown_hash"] += 1
+        elif dropped:
+            applied.skipped["BlockStored", "orphan_dropped"] += dropped

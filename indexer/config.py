@@ -15,6 +15,8 @@ DEFAULT_EVENTS_PORT = 5557
 
 _MIB = 1 << 20
 
+PODS_MAX = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class PodStream:

@@ -26,8 +26,8 @@ class PodMatch:
     """How much of a prompt one pod holds, and how far that can be trusted.
 
     Attributes:
-        pod: "ip:port". cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks
-        included. An engine
+        pod: "ip:port".
+        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included. An engine
             computes at least a prompt's last token, so it may serve one block less than a whole prompt's.
         blocks_by_tier: How many of these are best held in which tier; speculative ones count as "gpu".
         weighted_blocks: Sum of the best tiers' weights over these blocks.
@@ -77,7 +77,7 @@ class KvIndexer:
             max_entries=config.speculative_entries,
         )
         self._metrics = IndexerMetrics(
-            registry, stats=self._index.stats, speculative=self._speculation.__len__
+            registry, stats=self._index.stats, speculative=self._speculative_entries
         )
         self._ingest = Ingest(
             config,
@@ -179,6 +179,10 @@ class KvIndexer:
     def states(self) -> dict[str, StreamState]:
         """State of every followed pod's stream."""
         return {pod: self._state(pod) for pod in self._followed}
+
+    def _speculative_entries(self) -> int:
+        self._speculation.expire(self._clock())
+        return len(self._speculation)
 
     def _state(self, pod: str) -> StreamState:
         # Before the subscriber has come to a new pod, it is on its way to a view.

@@ -74,7 +74,7 @@ class IndexerMetrics:
         self.gaps = counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
         self.replays = counter(_OURS + "replays", "Replays, by how they went.", "outcome")
         self.clears = counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
-        self.events = counter(_OURS + "events", "Events applied, by type.", "type")
+        self.events = counter(_OURS + "events", "Events read, by type, usable or not.", "type")
         self.rejected = counter(
             _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
         )

@@ -63,15 +63,18 @@ class Orphans:
         self._by_hash.update(dict.fromkeys(event.block_hashes, orphan))
         return self._make_room()
 
-    def follow_up(self, change: CopyChange) -> bool:
-        """Keeps what is said of a waiting block until its store is applied; False if no such block waits."""
+    def follow_up(self, change: CopyChange) -> int | None:
+        """Keeps what is said of a waiting block until its store is applied.
+
+        Returns:
+            How many waiting stores were dropped to make room; None if no such block waits.
+        """
         orphan = self._by_hash.get(change.engine_hash)
         if orphan is None:
-            return False
+            return None
         orphan.later.append(change)
         self._tokens += _CHANGE_TOKENS
-        self._make_room()
-        return True
+        return self._make_room()
 
     def take(self, parent_hash: int | bytes) -> tuple[Orphan, ...]:
         """Lets go those that waited for this block, in the order of their arrival."""

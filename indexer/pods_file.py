@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import yaml
 
-from indexer.config import DEFAULT_EVENTS_PORT, PodStream
+from indexer.config import DEFAULT_EVENTS_PORT, PODS_MAX, PodStream
 from indexer.errors import ConfigError
 
 MODEL_LABEL = "kvroute.io/model"
@@ -99,6 +99,10 @@ def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
         reader.fail(root, "endpoints", "must be a list")
     entries: dict[str, PodEntry] = {}
     for position, node in enumerate(top["endpoints"].value):
+        if position == PODS_MAX:
+            reader.fail(
+                node, f"endpoints[{position}]", f"is one more than the {PODS_MAX} that can be followed"
+            )
         entry = reader.endpoint(node, f"endpoints[{position}]")
         if entry.pod in entries:
             reader.fail(

@@ -116,6 +116,11 @@ class Speculation:
                         found.setdefault(pod, set()).add(position)
         return found
 
+    def expire(self, now_s: float) -> None:
+        """Drops what is over by now, which else waits for the next request."""
+        with self._lock:
+            self._expire(now_s)
+
     def _expire(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:
             _, request_id = heapq.heappop(self._due)

@@ -15,7 +15,8 @@ A life is one process of the engine: its sequence starts at 0 and never goes bac
 - A new life: the view is cleared and replayed from 0. Nothing of the old life is applied after that.
 
 The view is EXACT while it holds all that was published since the cache was empty: from sequence 0 on, or
-from an AllBlocksCleared on. It is STALE when something is known to lack; events are applied all the same.
+from an AllBlocksCleared on, as far as the index has room: what that evicts is counted (evicted_blocks), not
+stale. It is STALE when something is known to lack; events are applied all the same.
 Without a replay socket a view is EXACT only if it saw sequence 0, and is cleared when the link was lost.
 """
 

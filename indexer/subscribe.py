@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 import zmq
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PODS_MAX, IndexerConfig, PodStream
 from indexer.errors import ConfigError
 from indexer.follower import Follower
 from indexer.sink import StreamSink
 
 _log = logging.getLogger(__name__)
 
-_MAX_PODS = 4096
-_MAX_SOCKETS = 4 * _MAX_PODS
+_MAX_SOCKETS = 4 * PODS_MAX
 _LONGEST_WAIT_S = 60.0
 
 
@@ -81,8 +80,8 @@ class Subscriber:
             ConfigError: There are too many.
         """
         wanted = {stream.pod: stream for stream in streams}
-        if len(wanted) > _MAX_PODS:
-            raise ConfigError(f"cannot follow {len(wanted)} pods, at most {_MAX_PODS}")
+        if len(wanted) > PODS_MAX:
+            raise ConfigError(f"cannot follow {len(wanted)} pods, at most {PODS_MAX}")
         with self._lock:
             self._wanted = wanted
         self._wake()

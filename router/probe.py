@@ -1,6 +1,6 @@
 """One pod asked over HTTP how it is: an address in, health, served models and load out.
 
-Blocks for at most the deadline; called from pod_watch's small pool of threads. Decides nothing.
+Every exchange has the deadline; called from pod_watch's small pool of threads. Decides nothing.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
         check: Raises when a process of the stack has died.
 
     Raises:
-        DemoError: A request failed, or the conversation did not go where its cache is.
+        DemoError: A request failed, the conversation did not go where its cache is, or the burst herded.
     """
     _warm_up(plan)
     routed = _scenario(plan, plan.gateway_url, explain=True)
@@ -55,7 +55,7 @@ def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
     print("\nround-robin: the same requests, the same pods, caches emptied before\n")
     print(_table(blind, explained=False))
     print(f"\n{_summary(routed, blind)}", flush=True)
-    _judge(routed)
+    _judge(routed, len(plan.pod_urls))
 
 
 def _scenario(plan: StackPlan, url: str, *, explain: bool) -> list[Row]:
@@ -151,8 +151,10 @@ def _summary(routed: Sequence[Row], blind: Sequence[Row]) -> str:
     )
 
 
-def _judge(rows: Sequence[Row]) -> None:
-    """Fails the demonstration when the conversation did not find its cache: then something is broken."""
+def _judge(rows: Sequence[Row], pods: int) -> None:
+    """Fails the demonstration when a conversation lost its cache or a burst herded: something is broken."""
+    if pods > 1 and len({row.answer.pod for row in rows if row.name.startswith("burst")}) == 1:
+        raise DemoError("all requests of the burst went to one pod")
     turns = [row for row in rows if row.name.startswith("turn")]
     for row in turns[1:]:
         if row.answer.pod != turns[0].answer.pod:

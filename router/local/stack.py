@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.errors import LocalStackError
 
 HOST = "127.0.0.1"
+TINY_MODEL = "kvroute-tiny"
 REPLICAS_MAX = 64
 # Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay.
 _POD_HTTP, _POD_EVENTS, _POD_REPLAY = 100, 200, 300
@@ -30,16 +32,13 @@ class StackOptions:
     Attributes:
         port: Of the gateway; the round-robin listener and the inner ports follow from `base_port`.
         model: "kvroute-tiny" or a Hugging Face checkpoint directory.
-        model_args: Further arguments of every model server, as given.
     """
 
     replicas: int = 2
     port: int = 8080
     base_port: int = 18000
-    model: str = "kvroute-tiny"
+    model: str = TINY_MODEL
     responses: Literal["skip", "full"] = "skip"
-    model_args: Sequence[str] = ()
-    router_args: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +79,14 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     """Plans a stack whose files lie in `directory`.
 
     Raises:
-        ValueError: An option is out of range.
-        LocalStackError: There is no Envoy.
+        LocalStackError: An option is out of range, or there is no Envoy.
     """
     if not 1 <= options.replicas <= REPLICAS_MAX:
-        raise ValueError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
+        raise LocalStackError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_REPLAY - REPLICAS_MAX):
-        raise ValueError(f"port {options.port} or base port {base} is out of range")
-    model_name = options.model if options.model == "kvroute-tiny" else Path(options.model).resolve().name
+        raise LocalStackError(f"port {options.port} or base port {base} is out of range")
+    model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin = base, base + 1, base + 2, base + 3
     numbers = range(1, options.replicas + 1)
     pods = [(HOST, base + _POD_HTTP + number) for number in numbers]
@@ -140,7 +138,7 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
     argv += ["--kv-events-endpoint", f"tcp://{HOST}:{events}", "--kv-events-bind"]
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
-    argv += ["--torch-threads", "1", *options.model_args]
+    argv += ["--torch-threads", "1"]
     return ChildPlan(
         f"model-server-{number}", argv, (http, events, replay), f"http://{HOST}:{http}/health", restarts=True
     )
@@ -153,9 +151,9 @@ def _router(
     argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
     argv += ["--responses", options.responses]
-    if options.model != model_name:
+    if options.model != TINY_MODEL:
         argv += ["--tokenizer", f"{model_name}={options.model}"]
-    return ChildPlan("router", [*argv, *options.router_args], ports, f"http://{HOST}:{metrics}/ready")
+    return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")
 
 
 def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
@@ -171,9 +169,9 @@ def _pods_file(options: StackOptions, model_name: str) -> str:
             "address": HOST,
             "port": str(options.base_port + _POD_HTTP + number),
             "labels": {
-                "kvroute.io/model": model_name,
-                "kvroute.io/kv-events-port": str(options.base_port + _POD_EVENTS + number),
-                "kvroute.io/kv-replay-port": str(options.base_port + _POD_REPLAY + number),
+                MODEL_LABEL: model_name,
+                EVENTS_PORT_LABEL: str(options.base_port + _POD_EVENTS + number),
+                REPLAY_PORT_LABEL: str(options.base_port + _POD_REPLAY + number),
             },
         }
         for number in range(1, options.replicas + 1)

@@ -51,7 +51,7 @@ def check_ports(ports: Iterable[int]) -> None:
             except OSError as error:
                 raise PortInUseError(
                     f"port {port} is in use ({error.strerror}); stop what holds it, or choose others with "
-                    "PORT=n (gateway) and BASE_PORT=n (the rest)"
+                    "--port n or make's PORT=n (gateway), --base-port n or BASE_PORT=n (the rest)"
                 ) from error
 
 
@@ -83,7 +83,7 @@ class Supervisor:
             self.children.append(self._spawn(plan))
         for child in self.children:
             self._wait_ready(child)
-            self._is_ready(child)
+            self._mark_ready(child)
 
     def check(self) -> None:
         """Looks after the children once; a restartable one that died is started anew.
@@ -94,7 +94,7 @@ class Supervisor:
         for at, child in enumerate(self.children):
             if child.process.poll() is None:
                 if not child.ready and _is_ready(child.plan):
-                    self._is_ready(child)
+                    self._mark_ready(child)
                 continue
             self.died = True
             # One that dies before it is ready again will not get better by a third try.
@@ -119,7 +119,7 @@ class Supervisor:
                 child.process.wait()
         self.children.clear()
 
-    def _is_ready(self, child: Child) -> None:
+    def _mark_ready(self, child: Child) -> None:
         child.ready = True
         self._say(f"{child.plan.name} is ready (pid {child.process.pid})")
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 
 import openai
@@ -67,7 +66,7 @@ class Load:
 
 
 def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: RunningStack) -> None:
-    """Under load: no request hangs, the others serve on, and the restarted pod starts with an empty view."""
+    """Under load: no request hangs, the others serve on, and the restarted pod is given requests again."""
     victim = next(iter(stack.plan.pod_urls))
     dead = stack.child_of(victim).process
     with Load(stack, clients=4) as load:
@@ -83,7 +82,6 @@ def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: Runn
         wait_until("the restarted pod serves again", lambda: victim in load.served[at_death + 8 :])
     assert not load.hung
     assert set(load.refused) <= {0, 500, 502, 503}
-    assert Counter(load.served)[victim] > 0
 
 
 def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> None:

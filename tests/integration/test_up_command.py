@@ -38,6 +38,15 @@ def command(*arguments: str, ports: tuple[int, int]) -> list[str]:
             "--port", str(ports[0]), "--base-port", str(ports[1]), *arguments]  # fmt: skip
 
 
+def all_free(ports: list[int]) -> bool:
+    """Whether every port can be bound."""
+    try:
+        check_ports(ports)
+    except PortInUseError:
+        return False
+    return True
+
+
 def processes_of(group_marker: str) -> list[str]:
     """Command lines of all running processes that hold the marker."""
     found = []
@@ -120,6 +129,9 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_until("the children are gone", lambda: processes_of(str(tmp_path)) == [])
+    # The model servers' command lines do not hold the folder, but their ports must be free again.
+    plan = plan_stack(StackOptions(port=ports[0], base_port=ports[1]), tmp_path)
+    wait_until("the ports are free", lambda: all_free(plan.ports))
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,12 +56,14 @@ def test_orphans_are_bounded() -> None:
 
 
 def test_removals_of_orphans_are_bounded_too() -> None:
-    """Endless talk about one waiting block does not grow memory: the block is dropped."""
+    """Endless talk about one waiting block does not grow memory: the block is dropped, and that is told."""
     pod = OnePod(orphan_tokens_per_pod=64)
     pod.apply(stored([2], block(1), parent=1))
+    skipped: Counter[tuple[str, str]] = Counter()
     for _ in range(10):
-        pod.apply(BlockRemoved([2]))
+        skipped += pod.apply(BlockRemoved([2])).skipped
     assert pod.view.orphans == 0
+    assert skipped["BlockStored", "orphan_dropped"] == 1
 
 
 def test_an_orphan_that_is_too_long_to_wait_is_dropped() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.config import PodStream
+from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError
 from indexer.pods_file import PodEntry, parse_pods
 
@@ -108,3 +108,11 @@ def test_any_text_is_pods_or_a_config_error(text: str) -> None:
     """No text makes the parser fail otherwise."""
     with suppress(ConfigError):
         parse_pods(text, "pods.yaml")
+
+
+def test_more_pods_than_can_be_followed_are_refused() -> None:
+    """The error names the first endpoint too many."""
+    lines = [f"  - {{name: p{n}, address: 10.0.{n >> 8}.{n & 255}, port: 80}}" for n in range(PODS_MAX + 1)]
+    assert len(parse_pods("\n".join(["endpoints:", *lines[:-1]]), "pods.yaml")) == PODS_MAX
+    with pytest.raises(ConfigError, match=rf"pods\.yaml:{PODS_MAX + 2}: endpoints\[{PODS_MAX}\]"):
+        parse_pods("\n".join(["endpoints:", *lines]), "pods.yaml")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from indexer import IndexerConfig, KvIndexer
 from indexer.speculate import Speculation
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -42,6 +44,19 @@ def test_without_a_sign_of_life_the_ttl_ends_it(speculation: Speculation) -> Non
     assert assumed(speculation, 1.99) == [0, 1, 2]
     assert assumed(speculation, 2.0) == []
     assert len(speculation) == 0
+
+
+def test_an_idle_indexer_tells_no_entries_that_are_over() -> None:
+    """The gauge of assumed blocks falls by time alone, also when no further request comes."""
+    now_s, registry = [0.0], CollectorRegistry()
+    indexer = KvIndexer(IndexerConfig(), registry=registry, clock=lambda: now_s[0])
+    indexer.speculate("r", A, KEYS, 0.0)
+    gauge = "kvroute_indexer_speculative_entries"
+    before = registry.get_sample_value(gauge)
+    now_s[0] = 2.0
+    after = registry.get_sample_value(gauge)
+    indexer.close()
+    assert (before, after) == (3, 0)
 
 
 def test_a_pod_that_stores_blocks_keeps_its_queue_assumed(speculation: Speculation) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from indexer.pods_file import parse_pods
+from router.local import up
 from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.errors import ChildDiedError, PortInUseError
-from router.local.stack import ChildPlan, StackOptions, envoy_command, plan_stack
+from router.local.errors import ChildDiedError, LocalStackError, PortInUseError
+from router.local.stack import ChildPlan, StackOptions, StackPlan, envoy_command, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 
@@ -54,8 +55,17 @@ def test_no_two_processes_share_a_port(replicas: int) -> None:
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
     """Bad numbers are named before anything is started."""
-    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+    with pytest.raises(LocalStackError, match=str(next(iter(options.values())))):
         plan_stack(StackOptions(**options), Path())
+
+
+@pytest.mark.parametrize("model", ["my-llama", "/models/my-llama"])
+def test_a_checkpoints_tokenizer_is_the_routers_too(model: str) -> None:
+    """Also for a directory whose path is its bare name."""
+    router = next(
+        child for child in plan_stack(StackOptions(model=model), Path()).children if child.name == "router"
+    )
+    assert f"my-llama={model}" in router.argv
 
 
 def test_the_pods_file_is_what_the_router_reads() -> None:
@@ -151,3 +161,25 @@ def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     assert process.poll() is not None
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_a_library_within_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A needed module whose whole package is missing is one clear line, not an ImportError."""
+    monkeypatch.setattr(up, "_NEEDED", {"no_such_package.module": "local"})
+    with pytest.raises(LocalStackError, match=r"no_such_package.module is missing.*kvroute\[local\]"):
+        up._check_libraries()
+
+
+def test_a_restarted_model_server_explains_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stack that ends well but lost a child meanwhile exits with 1 and says so in one line."""
+    plan = StackPlan([], {}, "", "", "", {}, "")
+    monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
+    monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
+    monkeypatch.setattr(Supervisor, "start", lambda self, _plans: setattr(self, "died", True))
+    monkeypatch.setattr(up.signal, "signal", lambda _number, _handler: None)
+    assert up._run(StackOptions(), demo=False, stay=False) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "kvroute up: exit status 1 because a model server had died and was started anew"
+    ]
