@@ -27,8 +27,8 @@ class PodMatch:
 
     Attributes:
         pod: "ip:port".
-        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included. An engine
-            computes at least a prompt's last token, so it may serve one block less than a whole prompt's.
+        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included. An
+            engine computes at least a prompt's last token, so of a whole prompt it may serve one block less.
         blocks_by_tier: How many of these are best held in which tier; speculative ones count as "gpu".
         weighted_blocks: Sum of the best tiers' weights over these blocks.
         state: State of the pod's event stream; STALE for a pod that is not followed.
