@@ -116,6 +116,24 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) ->
     assert_nothing_left(ports, tmp_path)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_ctrl_c_during_start_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Interrupted while its children load, the command exits with 0, without a traceback."""
+    ports = free_ports()
+    process = subprocess.Popen(
+        command("--no-demo", ports=ports),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    wait_until("the first children load", lambda: len(processes_of(str(tmp_path))) >= 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert_nothing_left(ports, tmp_path)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
 def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """Even SIGKILL of the command takes the whole tree with it."""
