@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
-from tests.integration.model_server_support import MODEL, RunningServer, running_server
+from tests.integration.model_server_support import MODEL, RunningServer, running_server, wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Which pod remembers me?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -222,6 +222,8 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
         "vllm:e2e_request_latency_seconds_count",
         "vllm:inter_token_latency_seconds_count",
     )
+    # A request that a test before this one left may still be in its last step.
+    wait_until(server.idle)
     before = [server.metric(name) for name in names]
     answer = server.openai().completions.create(prompt="count me", max_tokens=6, **GREEDY)
     moved = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
