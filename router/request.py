@@ -41,7 +41,6 @@ class RouteRequest:
     model: str | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     body_bytes: int = 0
-    stream: bool = False
     cache_salt: str | None = None
     candidates: frozenset[str] | None = None
 
@@ -85,7 +84,7 @@ def api_request(
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise RequestError(400, "stream must be true or false", "stream")
-    return RouteRequest(request_id, kind, model, body, body_bytes, bool(stream), cache_salt, candidates)
+    return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates)
 
 
 def request_kind(path: str) -> RequestKind:
