@@ -57,14 +57,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.pick
 
 lock: setup
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
 	  --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
 
 proto: setup
-	for package in router:endpoint_picker indexer:indexer; do \
+	for package in router:endpoint_picker router:tokenizer indexer:indexer; do \
 	  name=$${package#*:}; package=$${package%%:*}; \
 	  $(BIN)/python -m grpc_tools.protoc -I$$package/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
 	    $$package/_pb/$$name.proto; \
