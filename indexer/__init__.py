@@ -3,7 +3,8 @@
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
 from indexer.index import IndexStats
-from indexer.kv_indexer import KvIndexer, PodMatch
+from indexer.kv_indexer import KvIndexer
+from indexer.pod_match import PodMatch, PodMatches
 from indexer.stream import StreamState
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ListenError",
     "PayloadError",
     "PodMatch",
+    "PodMatches",
     "PodStream",
     "StreamState",
     "TokenError",

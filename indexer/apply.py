@@ -7,22 +7,39 @@ Knows neither sockets nor sequences: events must come in order and belong to one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from indexer.config import IndexerConfig
-from indexer.engine_blocks import EngineBlock, EngineBlocks
-from indexer.errors import TokenError
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from indexer.extras import read_extras
-from indexer.index import Index
-from indexer.keys import BlockHasher
-from indexer.orphans import CopyChange, Orphans
-from indexer.tiers import tier_of
+import numpy as np
+from numpy.typing import NDArray
 
-# Kinds of groups whose blocks are all needed, from the first to the last. None: an engine that tells no kind.
-_FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-_MAX_GROUPS = 64
+from indexer.cache_groups import UNUSABLE, CacheGroups
+from indexer.config import IndexerConfig
+from indexer.errors import TokenError
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, EventBatch, KVEvent
+from indexer.hybrid import PodGroups
+from indexer.keys import BlockHasher, Keys
+from indexer.orphans import CopyChange, Orphans
+from indexer.part_runs import PartRuns
+from indexer.pod_cache import Dropped, PodCache
+from indexer.reannounce import Ahead, Reannouncements
+from indexer.runs import BlockRuns, Runs
+from indexer.tiers import Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of new blocks.
+
+    Attributes:
+        parent: Key of the block before it, or the prompt's root.
+        keys: Its blocks.
+        tokens: uint32: the token ids of its first index block, at least.
+    """
+
+    parent: int
+    keys: Keys
+    tokens: NDArray[np.uint32]
 
 
 @dataclass(slots=True)
@@ -30,195 +47,304 @@ class Applied:
     """What applying one batch did.
 
     Attributes:
-        stored: Keys of the blocks that were announced with their tokens, parents first.
+        stored: Keys of the blocks that were announced with their tokens, run by run, parents first.
+        runs: The same, each with its parent and its tokens; kept only if somebody asked for them.
         removals: Hashes removed whose "last" copy of a tier went, and those of which another "copy" stays.
         skipped: Events or hashes that could not be used, by (event type, reason).
         cleared: Whether the engine told that its cache is empty.
     """
 
-    stored: list[int] = field(default_factory=list)
+    stored: list[Keys] = field(default_factory=list)
+    runs: list[StoredRun] | None = None
     removals: Counter[str] = field(default_factory=Counter)
     skipped: Counter[tuple[str, str]] = field(default_factory=Counter)
     cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRuns:
+    """Runs of the lead group that are what they seem, if their parent is known and none of their hashes awaited.
+
+    Attributes:
+        block_tokens: Tokens of an engine block.
+        group: The lead group; None where the engine names none.
+        awaited: Hashes that something waits for.
+    """
+
+    block_tokens: int
+    group: int | None
+    awaited: Collection[EngineHash]
 
 
 class PodView:
     """The index's view of one pod, kept up by its events.
 
     Args:
-        pod: The pod's identity.
         model: The base model's name, root of all keys.
-        index: Where the pod's blocks go.
+        cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
+            are the pod's own. Asked once for each group.
+        tiers: From an event's medium to a tier.
         hasher: Makes their keys.
         config: The bounds of what is remembered.
     """
 
     def __init__(
-        self, pod: str, model: str, *, index: Index, hasher: BlockHasher, config: IndexerConfig
+        self,
+        model: str,
+        *,
+        cache_of: Callable[[int | None], PodCache],
+        tiers: Tiers,
+        hasher: BlockHasher,
+        config: IndexerConfig,
     ) -> None:
-        self._pod = pod
         self._model = model
-        self._index = index
+        self._cache_of = cache_of
+        self._tiers = tiers
         self._hasher = hasher
-        self._blocks = EngineBlocks(config.engine_hashes_per_pod, config.released_hashes_per_pod)
+        self._config = config
+        self._groups = CacheGroups(hasher.block_tokens)
         self._orphans = Orphans(config.orphan_tokens_per_pod)
-        # Of each KV cache group seen: whether it is the one that is indexed.
-        self._groups: dict[int, bool] = {}
+        self._lead_cache = cache_of(None)
+        self._runs: Runs = BlockRuns(model, self._lead_cache, hasher)
+        self._has_run = False
+        # Of the last run stored.
+        self._run_tokens: int | None = None
+        self._caches: dict[int, PodCache] = {}
         self._zero_is_a_hash = False
+        self._reannouncements = Reannouncements()
+        # Copies of this batch in groups whose lead group was not seen.
+        self._leaderless = 0
 
     @property
     def orphans(self) -> int:
-        """Stores that wait for their parent."""
+        """Runs that wait for their parent, and copies that wait for their block."""
         return len(self._orphans)
 
-    def apply(self, batch: EventBatch) -> Applied:
+    @property
+    def groups(self) -> PodGroups | None:
+        """The pod's KV cache groups, a new object whenever something was learnt; None while it uses one."""
+        return self._groups.rules
+
+    def apply(self, batch: EventBatch, *, with_runs: bool = False) -> Applied:
         """Applies a batch's events in order."""
-        applied = Applied()
-        for event in batch.events:
-            match event:
-                case BlockStored():
-                    self._store(event, applied)
-                case BlockRemoved():
-                    self._remove(event, applied)
-                case AllBlocksCleared():
-                    self._empty()
-                    applied.cleared = True
+        applied = Applied(runs=[] if with_runs else None)
+        ahead = Ahead(batch.events)
+        for ahead.position, event in enumerate(batch.events):
+            self.apply_event(event, ahead, applied)
+        self.end_batch(applied)
         return applied
+
+    def apply_event(self, event: KVEvent, ahead: Ahead, applied: Applied) -> None:
+        """Applies one event of a batch, all before it being applied."""
+        match event:
+            case BlockStored():
+                self._store(event, ahead, applied)
+            case BlockRemoved():
+                self._change_all(event, applied)
+            case AllBlocksCleared():
+                self._empty()
+                applied.cleared = True
+
+    def end_batch(self, applied: Applied) -> None:
+        """Takes stock after the last event of a batch."""
+        if self._leaderless and not self._groups.has_lead:
+            applied.skipped["BlockStored", "no_full_attention_group"] += self._leaderless
+        self._leaderless = 0
+
+    @property
+    def plain(self) -> PlainRuns | None:
+        """What a run must be to need nothing of what is known here; None while no run is plain."""
+        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None:
+            return None
+        return PlainRuns(self._run_tokens, self._groups.lead, self._orphans.awaited)
 
     def clear(self) -> None:
         """Begins a new life: forgets the old one, its groups and its blocks in the index."""
         self._empty()
-        self._groups.clear()
+        self._groups.forget()
+        self._caches.clear()
+        self._runs = BlockRuns(self._model, self._lead_cache, self._hasher)
+        self._has_run = False
+        self._run_tokens = None
         self._zero_is_a_hash = False
+        self._reannouncements.forget()
 
     def _empty(self) -> None:
-        self._blocks.clear()
         self._orphans.clear()
-        self._index.clear_pod(self._pod)
+        self._runs.clear()
+        for cache in self._caches.values():
+            cache.clear()
 
-    def _store(self, event: BlockStored, applied: Applied) -> None:
+    def _store(self, event: BlockStored, ahead: Ahead, applied: Applied) -> None:
         if not event.block_hashes:
-            # Sliding-window groups announce runs of which they keep no block.
+            # Groups that keep few blocks announce runs of which they keep none.
             return
-        if not self._is_indexed(event.group_idx, event.kv_cache_spec_kind):
-            applied.skipped["BlockStored", "unsupported_cache_kind"] += 1
-        elif not event.token_ids:
+        if not event.token_ids:
             # Offloading connectors name only the hash; its tokens came with the store in device memory.
-            for engine_hash in event.block_hashes:
-                self._change(CopyChange(engine_hash, tier_of(event.medium), stored=True), applied)
+            self._change_all(event, applied)
+            return
+        rule = self._groups.of_store(event)
+        if rule is UNUSABLE:
+            applied.skipped["BlockStored", "unsupported_cache_kind"] += 1
+        elif event.lora_id and not event.lora_name:
+            applied.skipped["BlockStored", "lora_without_name"] += 1
+        elif rule is not None and event.group_idx is not None:
+            self._store_in_group(event, event.group_idx, ahead, applied)
         elif reason := self._unusable(event):
             applied.skipped["BlockStored", reason] += 1
-        else:
+        elif not self._reannouncements.of_lead(event, ahead, self._lead_holds):
             self._store_run(event, applied)
 
-    def _is_indexed(self, group: int | None, kind: str | None) -> bool:
-        """Whether blocks of this KV cache group count: those of the pod's first full-attention group do."""
-        if group is None:
-            return kind in _FULL_ATTENTION
-        if group not in self._groups and len(self._groups) < _MAX_GROUPS:
-            self._groups[group] = kind in _FULL_ATTENTION and not any(self._groups.values())
-        return self._groups.get(group, False)
-
     def _unusable(self, run: BlockStored) -> str | None:
-        """Why a run cannot be given keys; None if it can."""
-        if run.lora_id and not run.lora_name:
-            return "lora_without_name"
-        if not run.block_size or run.block_size % self._hasher.block_tokens:
-            # Also engine blocks that are smaller than ours: several of them would make one of our blocks.
+        """Why a run of the lead group cannot be given keys; None if it can."""
+        if not run.block_size or not self._fits(run.block_size):
             return "block_size"
         if len(run.token_ids) != len(run.block_hashes) * run.block_size:
             return "token_span"
         return None
 
+    def _fits(self, block_size: int) -> bool:
+        """Whether runs of this block size can be stored; the life's first one tells what they are."""
+        block_tokens = self._hasher.block_tokens
+        if not self._has_run and block_size < block_tokens and block_tokens % block_size == 0:
+            self._runs = PartRuns(
+                self._model,
+                self._lead_cache,
+                self._hasher,
+                self._tiers,
+                part_tokens=block_size,
+                max_held=self._config.engine_hashes_per_pod,
+                max_released=self._config.released_hashes_per_pod,
+            )
+        fits = self._runs.fits(block_size)
+        self._has_run |= fits
+        if fits:
+            self._run_tokens = block_size
+        return fits
+
     def _store_run(self, event: BlockStored, applied: Applied) -> None:
-        """Stores a run whose tokens are told, and all runs that waited for it."""
-        ready: list[tuple[BlockStored, Sequence[CopyChange]]] = [(event, ())]
+        """Stores a run whose tokens are told, and all that waited for it."""
+        ready: list[tuple[BlockStored | None, Sequence[CopyChange]]] = [(event, ())]
         while ready:
             run, later = ready.pop()
-            starts_prompt = self._starts_prompt(run.parent_block_hash)
-            parent = None if run.parent_block_hash is None else self._blocks.get(run.parent_block_hash)
-            if not starts_prompt and parent is None:
-                if dropped := self._orphans.hold(run):
-                    applied.skipped["BlockStored", "orphan_dropped"] += dropped
-                continue
-            try:
-                self._index_run(run, parent, applied)
-            except TokenError:
-                applied.skipped["BlockStored", "extra_keys"] += 1
+            if run is not None and not self._index_run(run, applied):
                 continue
             for change in later:
                 self._change(change, applied)
-            for engine_hash in run.block_hashes:
-                ready.extend((orphan.event, orphan.later) for orphan in self._orphans.take(engine_hash))
+            for engine_hash in run.block_hashes if run is not None else ():
+                ready.extend((orphan.run, orphan.later) for orphan in self._orphans.take(engine_hash))
 
-    def _starts_prompt(self, parent_hash: int | bytes | None) -> bool:
+    def _index_run(self, run: BlockStored, applied: Applied) -> bool:
+        """Stores a run or lets it wait; tells whether it was stored."""
+        parent_hash = run.parent_block_hash
+        starts_prompt = self._starts_prompt(parent_hash)
+        if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
+            self._count_dropped(self._orphans.hold_run(run, parent_hash), applied)
+            return False
+        try:
+            stored = self._runs.store(run, self._tiers.of_medium(run.medium), starts_prompt=starts_prompt)
+        except TokenError:
+            applied.skipped["BlockStored", "extra_keys"] += 1
+            return False
+        self._zero_is_a_hash |= 0 in run.block_hashes
+        applied.stored.append(stored.keys)
+        if applied.runs is not None and stored.parent is not None and len(stored.keys):
+            tokens = np.array(run.token_ids[: self._hasher.block_tokens], np.uint32)
+            applied.runs.append(StoredRun(stored.parent, stored.keys, tokens))
+        self._count_lost(stored.reused, stored.given_up, applied)
+        return True
+
+    def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
         # llm-d's simulator writes 0 for "no parent". A real hash is 0 once in 2**64 blocks; an engine that
         # numbers its blocks from 0 has told of block 0 before it names it as a parent.
         return parent_hash is None or (parent_hash == 0 and not self._zero_is_a_hash)
 
-    def _index_run(self, run: BlockStored, parent: EngineBlock | None, applied: Applied) -> None:
-        extras = read_extras(run, self._hasher.block_tokens, starts_prompt=parent is None)
-        if parent is None:
-            parent_key = self._hasher.root(self._model, run.lora_name or None, extras.cache_salt)
-        else:
-            parent_key = parent.keys[-1]
-        keys = self._hasher.chain(parent_key, run.token_ids, extras.blocks)
-        tier = tier_of(run.medium)
-        # Each announcement is one more physical copy. What vLLM announces again with
-        # kv_cache_report_mode=full is none, but looks the same.
-        self._index.add(self._pod, tier, keys)
-        applied.stored.extend(keys)
-        split = run.block_size // self._hasher.block_tokens
-        for position, engine_hash in enumerate(run.block_hashes):
-            self._register(engine_hash, tuple(keys[position * split : (position + 1) * split]), tier, applied)
-
-    def _register(self, engine_hash: int | bytes, keys: tuple[int, ...], tier: str, applied: Applied) -> None:
-        """Counts a copy that the index holds already."""
-        self._zero_is_a_hash |= engine_hash == 0
-        block = self._blocks.get(engine_hash)
-        if block is not None and block.keys != keys:
-            applied.skipped["BlockStored", "hash_reused"] += 1
-            self._give_up(self._blocks.discard(engine_hash))
-            block = None
-        self._add_copy(engine_hash, block or EngineBlock(keys), tier, applied)
-
-    def _add_copy(self, engine_hash: int | bytes, block: EngineBlock, tier: str, applied: Applied) -> None:
-        given_up = self._blocks.add_copy(engine_hash, block, tier)
-        if given_up is not None:
-            applied.skipped["BlockStored", "too_many_hashes"] += 1
-            self._give_up(given_up)
-
-    def _give_up(self, block: EngineBlock | None) -> None:
-        """Takes a block out of the index whose removal we could not follow any more."""
-        if block is not None:
-            for tier, copies in block.copies.items():
-                self._index.remove(self._pod, tier, block.keys * copies)
-
-    def _remove(self, event: BlockRemoved, applied: Applied) -> None:
-        if event.group_idx is not None and not self._groups.get(event.group_idx, False):
-            known = event.group_idx in self._groups
-            applied.skipped["BlockRemoved", "unsupported_cache_kind" if known else "unknown_group"] += 1
+    def _store_in_group(self, event: BlockStored, group: int, ahead: Ahead, applied: Applied) -> None:
+        """Stores blocks of a group other than the lead: by their hashes, for their positions are not told."""
+        told_again = self._reannouncements.of_group(event, ahead, self._lead_holds)
+        if told_again is None:
+            applied.skipped["BlockStored", "ambiguous_copies"] += 1
+        if told_again is not False:
             return
-        tier = tier_of(event.medium)
+        tier = self._tiers.of_medium(event.medium)
+        keys = {engine_hash: self._runs.tail_key(engine_hash) for engine_hash in event.block_hashes}
+        known = [engine_hash for engine_hash in event.block_hashes if keys[engine_hash] is not None]
+        if known:
+            tail_keys = np.array([keys[engine_hash] for engine_hash in known], np.uint64)
+            self._count_lost(*self._cache(group).store(known, tail_keys, tier), applied)
         for engine_hash in event.block_hashes:
-            self._change(CopyChange(engine_hash, tier, stored=False), applied)
+            if keys[engine_hash] is None:
+                change = CopyChange(group, engine_hash, tier, stored=True)
+                dropped = self._orphans.follow_up(change)
+                self._count_dropped(self._orphans.hold_copy(change) if dropped is None else dropped, applied)
+                self._leaderless += 1
+
+    def _lead_holds(self, run: BlockStored) -> bool:
+        """Whether the lead group holds all that a run from a prompt's start spans."""
+        return (
+            self._starts_prompt(run.parent_block_hash)
+            and self._runs.fits(run.block_size)
+            and len(run.token_ids) == len(run.block_hashes) * run.block_size
+            and self._runs.holds(run, self._tiers.of_medium(run.medium))
+        )
+
+    def _change_all(self, event: BlockStored | BlockRemoved, applied: Applied) -> None:
+        """One copy more, or one less, of blocks that the event names by their hashes only."""
+        stored, tag = isinstance(event, BlockStored), type(event).__name__
+        try:
+            rule = self._groups.of(event.group_idx)
+        except KeyError:
+            applied.skipped[tag, "unknown_hash" if stored else "unknown_group"] += 1
+            return
+        if rule is UNUSABLE:
+            applied.skipped[tag, "unsupported_cache_kind"] += 1
+            return
+        group = None if rule is None else event.group_idx
+        tier = self._tiers.of_medium(event.medium)
+        for engine_hash in event.block_hashes:
+            self._change(CopyChange(group, engine_hash, tier, stored), applied)
 
     def _change(self, change: CopyChange, applied: Applied) -> None:
         """One copy more, or one less, of a block whose tokens were told before."""
         if change.stored:
-            block = self._blocks.get(change.engine_hash)
-            if block is not None:
-                self._index.add(self._pod, change.tier, block.keys)
-                self._add_copy(change.engine_hash, block, change.tier, applied)
+            if self._add_copy(change, applied):
                 return
-        else:
-            block = self._blocks.drop_copy(change.engine_hash, change.tier)
-            if block is not None:
-                self._index.remove(self._pod, change.tier, block.keys)
-                applied.removals["last" if change.tier not in block.copies else "copy"] += 1
-                return
-        dropped = self._orphans.follow_up(change)
-        if dropped is None:
+        elif dropped := self._drop_copy(change):
+            applied.removals[dropped] += 1
+            return
+        lost = self._orphans.follow_up(change)
+        if lost is None:
             applied.skipped["BlockStored" if change.stored else "BlockRemoved", "unknown_hash"] += 1
-        elif dropped:
-            applied.skipped["BlockStored", "orphan_dropped"] += dropped
+        else:
+            self._count_dropped(lost, applied)
+
+    def _add_copy(self, change: CopyChange, applied: Applied) -> bool:
+        if change.group is None:
+            return self._runs.copy(change.engine_hash, change.tier)
+        cache = self._cache(change.group)
+        if cache.copy(change.engine_hash, change.tier):
+            return True
+        key = self._runs.tail_key(change.engine_hash)
+        if key is None:
+            return False
+        self._count_lost(*cache.store([change.engine_hash], np.array([key], np.uint64), change.tier), applied)
+        return True
+
+    def _drop_copy(self, change: CopyChange) -> Dropped | None:
+        if change.group is None:
+            return self._runs.drop(change.engine_hash, change.tier)
+        return self._cache(change.group).drop(change.engine_hash, change.tier)
+
+    def _cache(self, group: int) -> PodCache:
+        if group not in self._caches:
+            self._caches[group] = self._cache_of(group)
+        return self._caches[group]
+
+    def _count_dropped(self, orphans: int, applied: Applied) -> None:
+        if orphans:
+            applied.skipped["BlockStored", "orphan_dropped"] += orphans
+
+    def _count_lost(self, reused: int, given_up: int, applied: Applied) -> None:
+        for reason, blocks in (("hash_reused", reused), ("too_many_hashes", given_up)):
+            if blocks:
+                applied.skipped["BlockStored", reason] += blocks

@@ -1,4 +1,4 @@
-"""`kvroute indexer`: the index on its own, fed by the pods of a static file and asked over gRPC."""
+"""`kvroute indexer`: the index on its own, fed by pods of a file or that connect to it, asked over gRPC."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,14 +14,22 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError
+from indexer.flags import add_index_flags, index_config, pairs
+from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
+from indexer.open_files import raise_open_files
 from indexer.pods_file import parse_pods
-from indexer.service import IndexerDoor, IndexerServer
+from indexer.service import IndexerDoor
+from indexer.tls import server_credentials
+from tokenization import PromptTokenizer, TokenizationError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_S = 5.0
+_READY_POLL_S = 0.1
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
+
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        config = IndexerConfig(
-            block_tokens=args.block_tokens, capacity_blocks=args.capacity_blocks, hash_seed=args.hash_seed
-        )
-        return _serve(args, config, _streams(args.pods_file))
+        if args.pods_file is None and args.events_bind is None:
+            raise ConfigError("--pods-file or --events-bind: one of them must tell where events come from")
+        streams = [] if args.pods_file is None else _streams(args.pods_file)
+        return _serve(args, index_config(args), streams, _tokenizers(args.tokenizer))
     except IndexerError as error:
         print(f"kvroute indexer: {error}", file=sys.stderr)
         return _EXIT_USAGE if isinstance(error, ConfigError) else _EXIT_FAILED
@@ -53,44 +61,57 @@ def _parser() -> argparse.ArgumentParser:
         description="Follows the KV cache events of model servers and tells, over gRPC "
         "(kvroute.v1.IndexerService), how much of a prompt each of them holds.",
     )
+    _add_sources(parser)
+    add_index_flags(parser)
+    _add_listeners(parser)
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=_SHOWN
+    )
+    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    return parser
+
+
+_SHOWN = "default: %(default)s"
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pods-file",
         type=Path,
-        required=True,
         metavar="FILE",
         help="YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
-        "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing)",
+        "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
+        "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
+        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/kv-first-sequence (0)",
     )
-    shown = "default: %(default)s"
-    parser.add_argument("--host", default="0.0.0.0", help=f"address to listen on ({shown})")
     parser.add_argument(
-        "--grpc-port", type=_port, default=9010, metavar="PORT", help=f"0: any free port ({shown})"
+        "--tokenizer",
+        action="append",
+        default=[],
+        metavar="MODEL=DIR",
+        help="directory of a model's tokenizer, for prompts that come as text; may be repeated",
+    )
+
+
+def _add_listeners(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="0.0.0.0", help=f"address to listen on ({_SHOWN})")
+    parser.add_argument(
+        "--grpc-port", type=_port, default=9010, metavar="PORT", help=f"0: any free port ({_SHOWN})"
     )
     parser.add_argument(
         "--metrics-port",
         type=_port,
         default=9091,
         metavar="PORT",
-        help=f"of the Prometheus page /metrics; 0: any free port ({shown})",
+        help=f"of the Prometheus page /metrics; 0: any free port ({_SHOWN})",
     )
     parser.add_argument(
-        "--block-tokens", type=int, default=16, metavar="N", help=f"tokens of a block of the index ({shown})"
+        "--tls-cert", type=Path, metavar="FILE", help="PEM chain; followed when it changes (default: no TLS)"
     )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of --tls-cert")
     parser.add_argument(
-        "--capacity-blocks",
-        type=int,
-        default=1_000_000,
-        metavar="N",
-        help=f"most unique blocks in the index ({shown})",
+        "--tls-client-ca", type=Path, metavar="FILE", help="PEM; clients must show a certificate of it"
     )
-    parser.add_argument(
-        "--hash-seed", type=int, metavar="N", help="seed of the block keys (default: random at each start)"
-    )
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=shown
-    )
-    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
-    return parser
 
 
 def _port(text: str) -> int:
@@ -98,6 +119,16 @@ def _port(text: str) -> int:
     if not 0 <= port < 65_536:
         raise ValueError
     return port
+
+
+def _tokenizers(texts: Sequence[str]) -> Mapping[str, PromptTokenizer]:
+    try:
+        return {
+            model: PromptTokenizer.from_directory(directory)
+            for model, directory in pairs("--tokenizer", texts, str).items()
+        }
+    except TokenizationError as error:
+        raise ConfigError(f"--tokenizer: {error}") from error
 
 
 def _streams(path: Path) -> list[PodStream]:
@@ -109,23 +140,45 @@ def _streams(path: Path) -> list[PodStream]:
     return [stream for entry in entries if (stream := entry.stream()) is not None]
 
 
-def _serve(args: argparse.Namespace, config: IndexerConfig, streams: Sequence[PodStream]) -> int:
+def _serve(
+    args: argparse.Namespace,
+    config: IndexerConfig,
+    streams: Sequence[PodStream],
+    tokenizers: Mapping[str, PromptTokenizer],
+) -> int:
+    if (args.tls_cert is None) != (args.tls_key is None) or (args.tls_client_ca and not args.tls_cert):
+        raise ConfigError("--tls-cert and --tls-key: both are needed for TLS, and for --tls-client-ca")
+    credentials = args.tls_cert and server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
     # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    raise_open_files()
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
-    server = IndexerServer(IndexerDoor(indexer, streams), args.host, args.grpc_port)
+    door = IndexerDoor(indexer, streams, tokenizers)
+    server = IndexerServer(door, args.host, args.grpc_port, credentials)
     try:
         metrics, _ = start_http_server(args.metrics_port, args.host, registry)
     except OSError as error:
         raise ListenError(f"--metrics-port {args.metrics_port}: cannot listen: {error.strerror}") from error
     server.start()
-    logging.getLogger(__name__).info("listening: grpc %d, metrics %d", server.port, metrics.server_port)
+    _log.info("listening: grpc %d, metrics %d", server.port, metrics.server_port)
+    if indexer.bound_endpoint is not None:
+        _log.info("pods may connect to %s", indexer.bound_endpoint)
     indexer.start()
     indexer.follow(streams)
-    signal.sigwait(_STOP_SIGNALS)
+    _wait(indexer, server)
     server.close(_GRACE_S)
     metrics.shutdown()
     metrics.server_close()
     indexer.close()
     return 0
+
+
+def _wait(indexer: KvIndexer, server: IndexerServer) -> None:
+    """Waits for a signal; tells when all views are built."""
+    while not indexer.ready():
+        if signal.sigtimedwait(_STOP_SIGNALS, _READY_POLL_S) is not None:
+            return
+    server.set_ready()
+    _log.info("ready")
+    signal.sigwait(_STOP_SIGNALS)

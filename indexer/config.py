@@ -5,17 +5,25 @@ Values only, checked when made; nothing here opens a socket or reads a clock.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from indexer.errors import ConfigError
+from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
 
 _MIB = 1 << 20
+_NAMESPACE = re.compile(r"[A-Za-z0-9.:_-]{1,64}", re.ASCII)
 
 PODS_MAX = 4096
+RANKS_MAX = 256
+
+_PORT_MAX = 65_535
+_MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence"})
+
+BACKENDS = ("flat", "reference", "cost", "redis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +33,51 @@ class PodStream:
     Attributes:
         pod: The pod's identity, "ip:port" of its serving endpoint.
         model: The base model's name; the root of every block key of this pod.
-        events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port".
+        events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port"; None: the pod connects to ours.
         replay_endpoint: ZMQ address of the pod's ROUTER socket that answers replays; None where it has none.
+        snapshot_url: HTTP address that tells the state of its cache; None where it has none.
+        first_sequence: Number of its first batch: 0, but llm-d's simulator begins with 1.
+        ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
+            + rank. Ranks that serve ports of their own are pods of their own.
+        rank: Which of them this is.
     """
 
     pod: str
     model: str
-    events_endpoint: str
-    replay_endpoint: str | None
+    events_endpoint: str | None
+    replay_endpoint: str | None = None
+    snapshot_url: str | None = None
+    first_sequence: int = 0
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def holder(self) -> str:
+        """The name of this engine's blocks in the index: of rank 0 the pod's own, else "<pod>@dp<rank>"."""
+        return f"{self.pod}@dp{self.rank}" if self.rank else self.pod
+
+    def by_rank(self) -> tuple[PodStream, ...]:
+        """The streams of its engines, one for each rank.
+
+        Raises:
+            ConfigError: There are too many, or a rank's port would not be one.
+        """
+        if not 1 <= self.ranks <= RANKS_MAX:
+            raise ConfigError(f"stream of {self.pod}: ranks must be 1..{RANKS_MAX}, is {self.ranks}")
+        if self.ranks > 1 and self.snapshot_url is not None:
+            raise ConfigError(
+                f"stream of {self.pod}: a snapshot of one engine is none of its {self.ranks} ranks"
+            )
+        return tuple(
+            replace(
+                self,
+                ranks=1,
+                rank=self.rank + rank,
+                events_endpoint=_rank_endpoint(self, self.events_endpoint, rank),
+                replay_endpoint=_rank_endpoint(self, self.replay_endpoint, rank),
+            )
+            for rank in range(self.ranks)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +89,36 @@ class IndexerConfig:
     """
 
     block_tokens: int = 16
-    # Unique blocks in the index; the least recently matched go first.
-    capacity_blocks: int = 1_000_000
+    # "flat" is the fast one; "reference" counts blocks only; "cost" keeps what is used often in few bytes;
+    # "redis" is shared by all routers that have the same namespace and hash seed.
+    backend: str = "flat"
+    # Unique blocks in the index; the least recently used go first. "cost" has no use for it.
+    capacity_blocks: int = 8_000_000
+    # Memory of the "flat" and the "cost" index.
+    capacity_bytes: int = 512 * _MIB
+    # redis://, rediss://, valkey://, valkeys:// or unix://; may hold a password.
+    redis_url: str | None = field(default=None, repr=False)
+    redis_namespace: str = "kvroute"
+    # Longest wait for the server when a request needs it.
+    redis_deadline_s: float = 0.05
+    # So long a pod's view counts without a sign of life of the router that writes it.
+    redis_lease_s: float = 10.0
+    # Life of a block that is neither stored nor matched again.
+    redis_block_ttl_s: float = 86_400.0
     # None: random for each process, so that nobody can prepare colliding prompts.
     hash_seed: int | None = None
     # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
-    tier_weights: Mapping[str, float] = field(
-        default_factory=lambda: MappingProxyType({"gpu": 1.0, "cpu": 0.8})
-    )
+    tier_weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_WEIGHTS)
+    # From the medium that an event names to a tier; any other medium is in the tier "other".
+    tier_by_medium: Mapping[str, str] = field(default_factory=lambda: DEFAULT_TIERS)
+
+    # Where pods connect to that publish to us, "tcp://*:5557"; None: we connect to all.
+    events_bind: str | None = None
+    # Pods that connect there undeclared: how many may, how long after their connection went they are
+    # forgotten, and the number of their first batches.
+    undeclared_pods: int = 1024
+    undeclared_forget_s: float = 600.0
+    first_sequence: int = 0
 
     topic_prefix: str = ""
     max_payload_bytes: int = 16 * _MIB
@@ -71,6 +138,12 @@ class IndexerConfig:
     replay_attempts: int = 4
     concurrent_replays: int = 16
 
+    snapshot_max_bytes: int = 256 * _MIB
+    snapshot_total_s: float = 30.0
+    concurrent_snapshots: int = 4
+    # After this long a pod whose view could not be built is not waited for any more.
+    bootstrap_s: float = 30.0
+
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0
     # Triples of (request, pod, block).
@@ -79,9 +152,20 @@ class IndexerConfig:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, int | float) and name != "hash_seed" and value <= 0:
-                raise ConfigError(f"IndexerConfig.{name}: must be greater than 0, is {value}")
-        if self.hash_seed is not None and not 0 <= self.hash_seed < 1 << 64:
+            least_is_zero = name in _MAY_BE_ZERO
+            if isinstance(value, int | float) and (value < 0 or (value == 0 and not least_is_zero)):
+                bound = "at least 0" if least_is_zero else "greater than 0"
+                raise ConfigError(f"IndexerConfig.{name}: must be {bound}, is {value}")
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"IndexerConfig.backend: must be one of {', '.join(BACKENDS)}, is {self.backend!r}"
+            )
+        if self.backend == "redis":
+            self._check_redis()
+        if self.events_bind is not None and not self.events_bind.startswith("tcp://"):
+            # Only of TCP connections the socket tells which of them was lost.
+            raise ConfigError(f"IndexerConfig.events_bind: must begin with tcp://, is {self.events_bind!r}")
+        if self.hash_seed is not None and self.hash_seed >= 1 << 64:
             raise ConfigError(
                 f"IndexerConfig.hash_seed: must be an unsigned 64-bit number, is {self.hash_seed}"
             )
@@ -90,3 +174,31 @@ class IndexerConfig:
                 raise ConfigError(f"IndexerConfig.tier_weights[{tier!r}]: must be within 0..1, is {weight}")
         if "gpu" not in self.tier_weights:
             raise ConfigError("IndexerConfig.tier_weights: must name the tier 'gpu'")
+
+    def _check_redis(self) -> None:
+        if self.redis_url is None:
+            raise ConfigError("IndexerConfig.redis_url: must be given for the backend 'redis'")
+        if self.hash_seed is None:
+            raise ConfigError(
+                "IndexerConfig.hash_seed: must be given for the backend 'redis', the same for all routers: "
+                "with seeds of their own they would not know each other's keys"
+            )
+        if not _NAMESPACE.fullmatch(self.redis_namespace):
+            raise ConfigError(
+                "IndexerConfig.redis_namespace: must be 1-64 letters, digits and characters of .:_-, "
+                f"is {self.redis_namespace!r}"
+            )
+
+
+def _rank_endpoint(stream: PodStream, endpoint: str | None, rank: int) -> str | None:
+    """The address at port + rank."""
+    if endpoint is None or not rank:
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(
+            f"stream of {stream.pod}: {endpoint!r} has no port that ranks could be counted from"
+        )
+    if int(port) + rank > _PORT_MAX:
+        raise ConfigError(f"stream of {stream.pod}: port {port} + rank {rank} is beyond {_PORT_MAX}")
+    return f"{host}:{int(port) + rank}"

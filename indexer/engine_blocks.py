@@ -1,4 +1,4 @@
-"""The engine's hashes of one pod life: which index blocks each stands for, and how many copies there are.
+"""The engine's hashes of one pod life: which block each stands for, and how many copies there are.
 
 An engine names a block by its hash when it removes it or continues it. Hashes of two pods, models or lives
 never meet: each life has a map of its own.
@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from indexer.events import EngineHash
+from indexer.keys import Keys
 
 
-@dataclass(slots=True)
+class Copied(Protocol):
+    """A block of which copies are counted."""
+
+    copies: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
 class EngineBlock:
     """One engine block.
 
@@ -19,11 +29,14 @@ class EngineBlock:
         copies: Physical copies by tier, none of them 0.
     """
 
-    keys: tuple[int, ...]
+    keys: Keys
     copies: dict[str, int] = field(default_factory=dict)
 
 
-class EngineBlocks:
+_Block = TypeVar("_Block", bound=Copied)
+
+
+class EngineBlocks(Generic[_Block]):
     """Bounded map from engine hash to block.
 
     A block without copies stays known for a while: stores that name no tokens, and children, may refer to it.
@@ -36,17 +49,17 @@ class EngineBlocks:
     def __init__(self, max_held: int, max_released: int) -> None:
         self._max_held = max_held
         self._max_released = max_released
-        self._held: OrderedDict[int | bytes, EngineBlock] = OrderedDict()
-        self._released: OrderedDict[int | bytes, EngineBlock] = OrderedDict()
+        self._held: OrderedDict[EngineHash, _Block] = OrderedDict()
+        self._released: OrderedDict[EngineHash, _Block] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, engine_hash: int | bytes) -> EngineBlock | None:
+    def get(self, engine_hash: EngineHash) -> _Block | None:
         """The block of this hash, with copies or without; None if unknown."""
         return self._held.get(engine_hash) or self._released.get(engine_hash)
 
-    def add_copy(self, engine_hash: int | bytes, block: EngineBlock, tier: str) -> EngineBlock | None:
+    def add_copy(self, engine_hash: EngineHash, block: _Block, tier: str) -> _Block | None:
         """Counts one more copy of `block` under this hash.
 
         Returns:
@@ -57,7 +70,7 @@ class EngineBlocks:
         block.copies[tier] = block.copies.get(tier, 0) + 1
         return self._held.popitem(last=False)[1] if len(self._held) > self._max_held else None
 
-    def drop_copy(self, engine_hash: int | bytes, tier: str) -> EngineBlock | None:
+    def drop_copy(self, engine_hash: EngineHash, tier: str) -> _Block | None:
         """Counts one copy less.
 
         Returns:
@@ -76,7 +89,7 @@ class EngineBlocks:
                 self._released.popitem(last=False)
         return block
 
-    def discard(self, engine_hash: int | bytes) -> EngineBlock | None:
+    def discard(self, engine_hash: EngineHash) -> _Block | None:
         """Forgets a hash; returns its block, whose copies must leave the index too."""
         self._released.pop(engine_hash, None)
         return self._held.pop(engine_hash, None)

@@ -4,7 +4,8 @@ IndexerError
 ├── ConfigError       a setting or the pods file is wrong: message names file, line and field
 ├── ListenError       a port cannot be listened on
 ├── TokenError        token ids that no engine could have produced
-└── PayloadError      a published payload that is no batch of events; carries the reason's label
+├── UnavailableError  the shared index did not answer; carries the reason's label
+└── PayloadError      a published payload, or one event, that cannot be read; carries the reason's label
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TokenError(IndexerError, ValueError):
 
 
 class PayloadError(IndexerError, ValueError):
-    """A payload that cannot be read as a batch of events.
+    """A payload that cannot be read as a batch of events, or an event that cannot be read.
 
     Attributes:
         reason: Short label for metrics, e.g. "oversize".
@@ -35,4 +36,12 @@ class PayloadError(IndexerError, ValueError):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
+        self.reason = reason
+
+
+class UnavailableError(IndexerError):
+    """The shared index did not answer; carries the reason's label, e.g. "timeout"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"redis: {reason}")
         self.reason = reason

@@ -9,13 +9,18 @@ from msgspec import Meta, Struct
 # A one-million-token context twice over; caps what one hostile event can make us allocate.
 MAX_TOKENS = 2_097_152
 MAX_EVENTS = 65_536
+MAX_HASH_BYTES = 64
+MAX_GROUP = 65_535
+MAX_WINDOW_TOKENS = 2**31 - 1
 
 # The engine's own handle of a block: a digest (vLLM: 16 or 32 bytes), uint64 (vLLM) or int64 (SGLang).
-EngineHash = int | Annotated[bytes, Meta(min_length=1, max_length=64)]
+EngineHash = int | Annotated[bytes, Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 EngineHashes = Annotated[list[EngineHash], Meta(max_length=MAX_TOKENS)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]], Meta(max_length=MAX_TOKENS)]
 # Per block: nothing, or a list of LoRA name, [multimodal id, offset], cache salt, prompt-embeddings digest.
 ExtraKeys = Annotated[list[Annotated[list[Any], Meta(max_length=1024)] | None], Meta(max_length=MAX_TOKENS)]
+GroupIdx = Annotated[int, Meta(ge=0, le=MAX_GROUP)]
+WindowTokens = Annotated[int, Meta(ge=0, le=MAX_WINDOW_TOKENS)]
 
 
 class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
@@ -29,9 +34,9 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: ExtraKeys | None = None
-    group_idx: int | None = None
+    group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
+    kv_cache_spec_sliding_window: WindowTokens | None = None
     # SGLang only; vLLM has the salt in the first block's extra keys.
     cache_salt: str | None = None
 
@@ -41,7 +46,7 @@ class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
 
     block_hashes: EngineHashes
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: GroupIdx | None = None
 
 
 class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):

@@ -8,24 +8,29 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from indexer.apply import Applied, PodView
+import numpy as np
+
+from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
-from indexer.decode import BROKEN_EVENT, Decoded, decode_batch
-from indexer.errors import PayloadError
+from indexer.flat_index import FlatIndex
+from indexer.hybrid import HybridMatcher
 from indexer.index import Index
-from indexer.keys import BlockHasher
+from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
+from indexer.parity import ParityWatch
+from indexer.parity_alarm import ParityAlarm
+from indexer.pod_state import PodState, PodStates
+from indexer.roster import Roster
 from indexer.sink import Verdict
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
+from indexer.tiers import GPU_TIER
 
 _log = logging.getLogger(__name__)
 
-# Skipped for these reasons, a store leaves the view as it should be.
-_HARMLESS = frozenset({"unknown_hash"})
+_COUNT_MARGIN = 16
 
 
 class Ingest:
@@ -35,6 +40,9 @@ class Ingest:
         config: Bounds.
         index: Where blocks go.
         hasher: Makes their keys.
+        parity: Is told of new blocks' tokens.
+        alarm: Is told of pods that went away.
+        hybrid: Is told of the pods' KV cache groups.
         speculation: Is told what is confirmed.
         metrics: Where all is counted.
         on_stored: See `KvIndexer`.
@@ -49,9 +57,12 @@ class Ingest:
         *,
         index: Index,
         hasher: BlockHasher,
+        parity: ParityWatch,
+        alarm: ParityAlarm,
+        hybrid: HybridMatcher,
         speculation: Speculation,
         metrics: IndexerMetrics,
-        on_stored: Callable[[str, Sequence[int], float], None],
+        on_stored: Callable[[str, Keys, float], None],
         on_link: Callable[[str, bool], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
@@ -59,83 +70,99 @@ class Ingest:
         self._config = config
         self._index = index
         self._hasher = hasher
+        self._parity = parity
+        self._alarm = alarm
+        self._hybrid = hybrid
         self._speculation = speculation
         self._metrics = metrics
         self._on_stored = on_stored
         self._on_link = on_link
         self._clock = clock
         self._wall_clock = wall_clock
-        self._views: dict[str, PodView] = {}
-        self._linked: set[str] = set()
-        # Read by other threads; replaced as a whole.
-        self._states: Mapping[str, StreamState] = {}
+        self._states = PodStates(config, index, hasher)
+        self._pods: dict[str, PodState] = {}
+        self.roster = Roster()
 
     @property
     def states(self) -> Mapping[str, StreamState]:
         """State of every pod's stream; any thread may read it."""
-        return self._states
+        return self.roster.states
+
+    def held_blocks(self, holder: str, *, on_device: bool) -> int:
+        """Blocks of its engine that a view holds, at least; any thread may ask.
+
+        Args:
+            holder: The engine's name in the index.
+            on_device: Only those in device memory; takes milliseconds for each million blocks of the index.
+        """
+        state = self._pods.get(holder)
+        plain = None if state is None else state.view.plain
+        if plain is None or not isinstance(self._index, FlatIndex):
+            return 0
+        split = max(1, plain.block_tokens // self._hasher.block_tokens)
+        if not on_device:
+            return self._index.pod_blocks(holder) // split
+        held = self._index.tier_blocks(holder, GPU_TIER)
+        # What came and went while they were counted may count twice.
+        return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
         """See `StreamSink.opened`."""
-        self._views[stream.pod] = PodView(
-            stream.pod, stream.model, index=self._index, hasher=self._hasher, config=self._config
-        )
-        _log.info("following %s (%s) at %s", stream.pod, stream.model, stream.events_endpoint)
+        self._pods[stream.holder] = self._states.make(stream)
+        self.roster.opened(stream)
+        at = stream.events_endpoint or "our socket"
+        _log.info("following %s (%s) at %s", stream.holder, stream.model, at)
 
     def closed(self, pod: str) -> None:
         """See `StreamSink.closed`."""
-        self._views.pop(pod).clear()
-        self._speculation.drop_pod(pod)
-        self._states = {other: state for other, state in self._states.items() if other != pod}
-        self._linked.discard(pod)
-        self._metrics.subscribers.set(len(self._linked))
+        self._pods.pop(pod).view.clear()
+        self._hybrid.learn(pod, None)
+        self._speculation.drop_pod(self.roster.pod(pod))
+        self._alarm.forget_pod(self.roster.pod(pod))
+        self.roster.closed(pod)
+        self._metrics.subscribers.set(self.roster.linked_engines())
         self._metrics.forget(pod)
         _log.info("%s is not followed any more", pod)
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Verdict:
         """See `StreamSink.apply`."""
-        emptied = False
-        damage: str | None = None
-        for payload in payloads:
-            try:
-                decoded = decode_batch(payload, self._config.max_payload_bytes)
-            except PayloadError as error:
-                self.rejected(pod, error.reason)
-                damage = damage or error.reason
-                continue
-            applied = self._views[pod].apply(decoded.batch)
-            self._count(pod, decoded, applied)
-            if applied.cleared:
-                emptied, damage = True, None
-            damage = damage or _damage(decoded, applied)
-            if applied.stored:
-                now_s = self._clock()
-                self._speculation.stored(pod, applied.stored, now_s)
-                _call(self._on_stored, pod, applied.stored, now_s)
-        self._metrics.orphans.labels(pod).set(self._views[pod].orphans)
-        return Verdict(emptied, damage)
+        state = self._pods[pod]
+        serving = self.roster.pod(pod)
+        outcome = state.applier.apply(payloads, with_runs=self._parity.waits_for(serving))
+        self._hybrid.learn(pod, state.view.groups)
+        self._count(pod, outcome)
+        for run in outcome.applied.runs or ():
+            self._parity.stored(serving, run.parent, run.keys, run.tokens)
+        if outcome.emptied:
+            self._speculation.drop_pod(serving)
+        if outcome.applied.stored:
+            now_s = self._clock()
+            keys = np.concatenate(outcome.applied.stored)
+            self._speculation.stored(serving, keys, now_s)
+            _call(self._on_stored, serving, keys, now_s)
+        return Verdict(outcome.emptied, outcome.damage)
 
     def clear(self, pod: str, reason: str) -> None:
         """See `StreamSink.clear`."""
-        self._views[pod].clear()
-        self._speculation.drop_pod(pod)
+        self._pods[pod].view.clear()
+        self._hybrid.learn(pod, None)
+        self._speculation.drop_pod(self.roster.pod(pod))
         self._metrics.clears.labels(reason).inc()
         _log.warning("view of %s dropped: %s", pod, reason)
 
     def link(self, pod: str, up: bool) -> None:
         """See `StreamSink.link`."""
-        if up:
-            self._linked.add(pod)
-        else:
-            self._linked.discard(pod)
+        changed = self.roster.link(pod, up)
+        if not up:
             self._metrics.reconnections.labels(pod).inc()
-        self._metrics.subscribers.set(len(self._linked))
+        self._metrics.subscribers.set(self.roster.linked_engines())
         _log.info("publisher of %s is %s", pod, "connected" if up else "gone")
-        _call(self._on_link, pod, up)
+        if changed is not None:
+            _call(self._on_link, self.roster.pod(pod), changed)
 
     def state(self, pod: str, state: StreamState, reason: str) -> None:
         """See `StreamSink.state`."""
-        self._states = {**self._states, pod: state}
+        self.roster.told(pod, state, reason)
         self._metrics.set_state(pod, state)
         _log.info("stream of %s is %s%s", pod, state, f" ({reason})" if reason else "")
 
@@ -150,6 +177,11 @@ class Ingest:
         self._metrics.replays.labels(outcome).inc()
         _log.debug("replay of %s: %s", pod, outcome)
 
+    def snapshot(self, pod: str, outcome: str) -> None:
+        """See `StreamSink.snapshot`."""
+        self._metrics.snapshots.labels(outcome).inc()
+        _log.info("snapshot of %s: %s", pod, outcome)
+
     def rejected(self, pod: str, reason: str) -> None:
         """See `StreamSink.rejected`."""
         self._metrics.rejected.labels(reason).inc()
@@ -160,21 +192,25 @@ class Ingest:
         self._metrics.zmq_errors.labels(pod, operation).inc()
         _log.warning("cannot %s at %s", operation, pod)
 
-    def _count(self, pod: str, decoded: Decoded, applied: Applied) -> None:
-        metrics = self._metrics
-        for event_type, events in Counter(type(event).__name__ for event in decoded.batch.events).items():
+    def _count(self, pod: str, outcome: Outcome) -> None:
+        metrics, applied = self._metrics, outcome.applied
+        for event_type, events in (+outcome.events).items():
             metrics.events.labels(event_type).inc(events)
-        for reason in decoded.rejected:
-            self.rejected(pod, reason)
+        for reason, rejected in outcome.rejected.items():
+            metrics.rejected.labels(reason).inc(rejected)
+            _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
         for (event_type, reason), skipped in applied.skipped.items():
             stored = event_type == "BlockStored"
             (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
-        metrics.admissions.inc(len(applied.stored))
+        metrics.admissions.inc(sum(map(len, applied.stored)))
         metrics.evictions.inc(applied.removals.total())
         metrics.removals_last.inc(applied.removals["last"])
         metrics.removals_copy.inc(applied.removals["copy"])
-        if self._states.get(pod) is not StreamState.RECOVERING and math.isfinite(decoded.batch.ts):
-            metrics.lag_s.observe(max(0.0, self._wall_clock() - decoded.batch.ts))
+        metrics.orphans.labels(pod).set(self._pods[pod].view.orphans)
+        if self.roster.engines[pod].state is not StreamState.RECOVERING:
+            now_s = self._wall_clock()
+            for published_s in filter(math.isfinite, outcome.published_s):
+                metrics.lag_s.observe(max(0.0, now_s - published_s))
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:
@@ -183,13 +219,3 @@ def _call(callback: Callable[..., None], *args: object) -> None:
         callback(*args)
     except Exception:
         _log.exception("callback failed")
-
-
-def _damage(decoded: Decoded, applied: Applied) -> str | None:
-    """Why the view is not what the engine holds; None if it is."""
-    if BROKEN_EVENT in decoded.rejected:
-        return BROKEN_EVENT
-    for event_type, reason in applied.skipped:
-        if event_type == "BlockStored" and reason not in _HARMLESS:
-            return reason
-    return None

@@ -6,23 +6,30 @@ prepare prompts that collide. Engines are not known here: their hashes are forei
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from indexer.errors import TokenError
+from indexer.key_kernels import HEAD_WORDS, chain_keys
 
-_KEY_BYTES = 8
-_TOKEN_BYTES = 4
+# Block keys in the order of the prompt: uint64 [blocks].
+Keys: TypeAlias = NDArray[np.uint64]
+# Token ids as they come: a uint32 array is taken as it is, anything else is checked number by number.
+Tokens: TypeAlias = Sequence[int] | NDArray[np.uint32]
+
+_NO_EXTRAS = np.empty(0, np.uint64)
 
 
 class BlockHasher:
     """Makes block keys.
 
-    A key is XXH3-64 over the parent's key (8 bytes), the block's token ids (4 bytes each) and the block's
-    extras, all little-endian. The first block's parent is a root made of what the whole prompt depends on.
+    A key hashes the parent's key, the block's extras and its token ids, see `key_kernels`. The first block's
+    parent is a root made of what the whole prompt depends on.
 
     Args:
         block_tokens: Tokens of one block.
@@ -32,8 +39,15 @@ class BlockHasher:
     def __init__(self, block_tokens: int, seed: int) -> None:
         self.block_tokens = block_tokens
         self._root_seed = seed
-        # A second seed keeps roots and blocks apart without a tag in every block.
-        self._block_seed = xxh3_64_intdigest(b"block", seed)
+        # Further seeds keep roots, extras and multipliers apart without a tag in each.
+        self._extras_seed = xxh3_64_intdigest(b"extras", seed)
+        words = HEAD_WORDS + block_tokens
+        numbers = [xxh3_64_intdigest(b"multiplier %d" % number, seed) for number in range(2 * words)]
+        self.multipliers = np.array(numbers, np.uint64).reshape(2, words)
+
+    def fingerprint(self) -> int:
+        """Tells hashers of different seeds or block sizes apart, without giving the seed away."""
+        return int(xxh3_64_intdigest(self.multipliers.tobytes(), self._extras_seed))
 
     def root(self, model: str, lora_name: str | None = None, cache_salt: str | None = None) -> int:
         """The key in front of a prompt's first block.
@@ -46,7 +60,7 @@ class BlockHasher:
         packed = b"".join(map(_optional_text, (model, lora_name, cache_salt)))
         return int(xxh3_64_intdigest(packed, self._root_seed))
 
-    def chain(self, parent: int, token_ids: Sequence[int], extras: Sequence[bytes] = ()) -> list[int]:
+    def chain(self, parent: int, token_ids: Tokens, extras: Sequence[bytes] = ()) -> Keys:
         """Keys of the full blocks in `token_ids`; a partial block at the end has none.
 
         Args:
@@ -58,33 +72,29 @@ class BlockHasher:
         Raises:
             TokenError: A token id is out of range or no whole number.
         """
-        buffer = token_buffer(token_ids)
-        size = self.block_tokens * _TOKEN_BYTES
-        seed = self._block_seed
-        keys = []
-        key = parent
-        for number, start in enumerate(range(0, len(buffer) - size + 1, size)):
-            block = key.to_bytes(_KEY_BYTES, "little") + buffer[start : start + size]
-            if extras:
-                block += extras[number]
-            key = int(xxh3_64_intdigest(block, seed))
-            keys.append(key)
+        tokens = token_words(token_ids)
+        keys = np.empty(len(tokens) // self.block_tokens, np.uint64)
+        digests = self._digests(extras[: len(keys)]) if extras else _NO_EXTRAS
+        chain_keys(np.uint64(parent), tokens, digests, self.multipliers, keys)
         return keys
 
+    def _digests(self, extras: Sequence[bytes]) -> NDArray[np.uint64]:
+        seed = self._extras_seed
+        return np.array([xxh3_64_intdigest(extra, seed) if extra else 0 for extra in extras], np.uint64)
 
-def token_buffer(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32, the form in which they are hashed.
+
+def token_words(token_ids: Tokens) -> NDArray[np.uint32]:
+    """Token ids as uint32 words, the form in which they are hashed.
 
     Raises:
         TokenError: A token id is out of range or no whole number.
     """
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.uint32 and token_ids.ndim == 1:
+        return token_ids
     try:
-        tokens = array("I", token_ids)
+        return np.frombuffer(array("I", token_ids), np.uint32)
     except (OverflowError, TypeError, ValueError) as error:
         raise TokenError(f"token ids must be whole numbers of 0..2**32-1: {error}") from None
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tobytes()
 
 
 def length_prefixed(data: bytes) -> bytes:

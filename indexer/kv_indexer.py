@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from indexer.backends import make_index
 from indexer.config import IndexerConfig, PodStream
-from indexer.index import Index, IndexStats
+from indexer.dispatched import DispatchedPrompt
+from indexer.explain import Prefix, explain_prefix
+from indexer.flat_index import FlatIndex
+from indexer.hybrid import HybridMatcher
+from indexer.index import Index, IndexStats, SharedIndex
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher
+from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
-from indexer.reference_index import ReferenceIndex
+from indexer.parity import ParityWatch
+from indexer.parity_alarm import ParityAlarm
+from indexer.pod_match import PodMatches
+from indexer.reconcile import EngineReading, Finding, reconcile
+from indexer.roster import Roster
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
-from indexer.tiers import TierWeights
+from indexer.tiers import Tiers
+from indexer.warm import warm_kernels
 
-
-@dataclass(frozen=True, slots=True)
-class PodMatch:
-    """How much of a prompt one pod holds, and how far that can be trusted.
-
-    Attributes:
-        pod: "ip:port".
-        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included. An
-            engine computes at least a prompt's last token, so of a whole prompt it may serve one block less.
-        blocks_by_tier: How many of these are best held in which tier; speculative ones count as "gpu".
-        weighted_blocks: Sum of the best tiers' weights over these blocks.
-        state: State of the pod's event stream; STALE for a pod that is not followed.
-    """
-
-    pod: str
-    cached_blocks: int
-    blocks_by_tier: Mapping[str, int]
-    weighted_blocks: float
-    state: StreamState
+# Between two counts of a view's blocks, which looks at the whole index.
+_COUNT_EVERY_S = 10.0
 
 
 def _ignore(*_: object) -> None:
@@ -63,39 +56,67 @@ class KvIndexer:
         config: IndexerConfig,
         *,
         registry: CollectorRegistry,
-        on_stored: Callable[[str, Sequence[int], float], None] = _ignore,
+        on_stored: Callable[[str, Keys, float], None] = _ignore,
         on_link: Callable[[str, bool], None] = _ignore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
         self._hasher = BlockHasher(config.block_tokens, seed)
-        self._index: Index = ReferenceIndex(config.capacity_blocks, TierWeights(config.tier_weights))
+        tiers = Tiers(config.tier_weights, config.tier_by_medium)
+        self._index: Index = make_index(
+            config, tiers, fingerprint=self._hasher.fingerprint(), registry=registry
+        )
+        self._shared = self._index if isinstance(self._index, SharedIndex) else None
+        if isinstance(self._index, FlatIndex):
+            warm_kernels()
         self._speculation = Speculation(
+            self._index,
             ttl_s=config.speculative_ttl_s,
             max_s=config.speculative_max_s,
             max_entries=config.speculative_entries,
         )
+        self._hybrid = HybridMatcher(self._index, config.block_tokens)
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
+        self._parity = ParityWatch()
+        self._alarm = ParityAlarm(self._parity, self._metrics)
         self._ingest = Ingest(
             config,
+            parity=self._parity,
+            alarm=self._alarm,
             index=self._index,
             hasher=self._hasher,
+            hybrid=self._hybrid,
             speculation=self._speculation,
             metrics=self._metrics,
             on_stored=on_stored,
             on_link=on_link,
             clock=clock,
         )
-        self._subscriber = Subscriber(config, self._ingest, clock=clock)
+        take_lost = None if self._shared is None else self._shared.take_lost
+        self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, clock=clock)
+        self._bootstrap_s = config.bootstrap_s
         self._followed: frozenset[str] = frozenset()
+        self._followed_since_s: Mapping[str, float] = {}
+        self._readings: Mapping[str, EngineReading] = {}
+        self._counted_s = -math.inf
 
     @property
     def block_tokens(self) -> int:
         """Tokens of one block."""
         return self._hasher.block_tokens
+
+    @property
+    def bound_endpoint(self) -> str | None:
+        """Where pods connect to that publish to us; None if `events_bind` is not set."""
+        return self._subscriber.bound_endpoint
+
+    @property
+    def roster(self) -> Roster:
+        """All engines that are followed, with the state of each stream and its reason."""
+        return self._ingest.roster
 
     def start(self) -> None:
         """Starts the subscriber's thread."""
@@ -104,6 +125,8 @@ class KvIndexer:
     def close(self) -> None:
         """Ends all subscriptions; idempotent. What is indexed can still be matched."""
         self._subscriber.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def follow(self, streams: Iterable[PodStream]) -> None:
         """Declares the full set of streams: new ones are subscribed to, vanished ones' blocks are dropped.
@@ -114,63 +137,174 @@ class KvIndexer:
         wanted = tuple(streams)
         self._subscriber.follow(wanted)
         self._followed = frozenset(stream.pod for stream in wanted)
+        before, now_s = self._followed_since_s, self._clock()
+        self._followed_since_s = {pod: before.get(pod, now_s) for pod in self._followed}
+
+    def pending(self) -> frozenset[str]:
+        """Followed pods that whoever wants to be ready should wait for.
+
+        Their view was never built since they are followed, and they have not been waited for as long as
+        `bootstrap_s`.
+        """
+        since_s, now_s = self._followed_since_s, self._clock()
+        engines = {engine.stream.pod for engine in tuple(self.roster.engines.values())}
+        unsettled = self.roster.unsettled()
+        return frozenset(
+            pod
+            for pod, followed_s in since_s.items()
+            if (pod in unsettled or pod not in engines) and now_s - followed_s < self._bootstrap_s
+        )
+
+    def ready(self) -> bool:
+        """Whether every followed pod's view was built once, or has had its time."""
+        return not self.pending()
+
+    def doubt(self, pod: str, reason: str, *, emptied: bool = False) -> None:
+        """Something else than its events tells that the view of a pod is wrong.
+
+        The view is cleared. It is then built anew from a snapshot or a replay, unless `emptied` says that the
+        engine's cache is known to be empty though it has not said so: then the pod is STALE until it does.
+        """
+        self._subscriber.doubt(pod, reason, emptied=emptied)
 
     def block_keys(
         self,
         model: str,
-        token_ids: Sequence[int],
+        token_ids: Tokens,
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
-    ) -> list[int]:
+        extras: Sequence[bytes] = (),
+    ) -> Keys:
         """Keys of the prompt's full blocks, first block first.
 
         Args:
             model: The base model's name, as in `PodStream.model`.
-            token_ids: The prompt, as the engine tokenizes it.
+            token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
             lora_name: The adapter's name; None for the base model.
             cache_salt: The request's cache salt.
+            extras: What each full block depends on besides, see `extras.extras_of_prompt`; empty for text.
 
         Raises:
             TokenError: A token id is out of range or no whole number.
         """
         # An engine treats an empty name or salt as none.
         root = self._hasher.root(model, lora_name or None, cache_salt or None)
-        return self._hasher.chain(root, token_ids)
+        return self._hasher.chain(root, token_ids, extras)
 
-    def match(self, keys: Sequence[int], pods: Collection[str]) -> dict[str, PodMatch]:
-        """Tells how far each pod holds the prompt `keys`; every asked pod is in the answer."""
+    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
+        """Tells how far each pod holds the prompt `keys`; every asked pod is in the answer.
+
+        Args:
+            keys: The prompt's full blocks.
+            pods: The pods asked for.
+            prompt_tokens: Its length; for pods of hybrid models, see `HybridMatcher.refine`.
+        """
         started_s = time.perf_counter()
-        wanted = frozenset(pods)
-        assumed = self._speculation.assumed(keys, wanted, self._clock())
-        found = self._index.match(keys, wanted, assumed)
-        longest = max((match.blocks for match in found.values()), default=0)
+        self._speculation.expire(self._clock())
+        roster = self._ingest.roster
+        by_rank = self._index.match(keys, roster.holders(pods))
+        found = roster.best_ranks(self._hybrid.refine(keys, by_rank, prompt_tokens), pods)
+        longest = int(found.blocks.max(initial=0))
         self._metrics.lookups.inc()
         self._metrics.lookup_hits.inc(longest)
         self._metrics.max_pod_hits.inc(longest)
         self._metrics.lookup_s.observe(time.perf_counter() - started_s)
-        return {
-            pod: PodMatch(
-                pod,
-                match.blocks,
-                match.blocks_by_tier,
-                match.weighted_blocks,
-                self._state(pod),
-            )
-            for pod, match in found.items()
-        }
+        return PodMatches(found, self._ingest.states, self._followed)
 
-    def speculate(self, request_id: str, pod: str, keys: Sequence[int], now_s: float) -> None:
+    def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
+        """Tells for each engine of these pods where the prefix that it holds ends, and why."""
+        engines = self.roster.engines
+        holders = list(self.roster.holders(pods))
+        table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
+        return [
+            explain_prefix(
+                engines.get(holder) or holder,
+                self._index.held(keys, holder),
+                self._index.tiers,
+                usable_blocks=int(table.blocks[table.rows[holder]]),
+            )
+            for holder in holders
+        ]
+
+    def observe(self, pod: str, reading: EngineReading) -> Finding | None:
+        """Compares a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
+
+        Called by one thread, with readings of pods without further ranks. What the view holds is counted in
+        the flat index only.
+
+        Returns:
+            What was found wrong; None for nothing.
+        """
+        before = self._readings.get(pod)
+        finding = reconcile(before, reading, self._held_blocks(pod, reading))
+        hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
+        if finding is not None or hits_moved:
+            kept = {other: told for other, told in self._readings.items() if other in self._followed}
+            self._readings = {**kept, pod: reading}
+        if finding is not None:
+            if not (before is not None and before.asleep and reading.asleep):
+                self._metrics.findings.labels(finding).inc()
+            self.doubt(pod, finding, emptied=finding.emptied)
+        return finding
+
+    def _held_blocks(self, pod: str, reading: EngineReading) -> int | None:
+        """Blocks that the view holds in device memory, at least; None: not known, or not too many."""
+        now_s = self._clock()
+        if reading.capacity_blocks is None or now_s - self._counted_s < _COUNT_EVERY_S:
+            return None
+        if self._ingest.held_blocks(pod, on_device=False) <= reading.capacity_blocks:
+            return None
+        self._counted_s = now_s
+        return self._ingest.held_blocks(pod, on_device=True)
+
+    def speculate(
+        self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None = None
+    ) -> None:
         """Assumes that the pod will soon hold `keys`, because the request was just sent there.
 
         For prefill and decode on different pods, call it once for each. Called again for the same request and
-        pod it renews the assumption; see `Speculation`.
+        pod it renews the assumption, with these blocks; see `Speculation`.
+
+        Args:
+            request_id: The request.
+            pod: Where it was sent.
+            keys: Its blocks.
+            now_s: The time.
+            prompt: What the pod's events shall be held against, see `parity`; None: nothing.
         """
         self._speculation.assume(request_id, pod, keys, now_s)
+        if prompt is not None and self._state(pod) is StreamState.EXACT:
+            start = prompt.cached_blocks
+            root = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
+            block_tokens = self._hasher.block_tokens
+            self._parity.expect(
+                request_id,
+                pod,
+                prompt.model,
+                int(keys[start - 1]) if start else root,
+                keys[start:],
+                prompt.token_ids[start * block_tokens : (start + 1) * block_tokens],
+            )
 
     def settle(self, request_id: str, now_s: float, *, grace_s: float = 0.05) -> None:
         """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""
         self._speculation.settle(request_id, now_s, grace_s)
+        self._alarm.settled(request_id, now_s)
+
+    def dropped(self, request_id: str) -> None:
+        """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
+        self._parity.dropped(request_id)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the index answers; while a shared one does not, nothing counts as cached."""
+        return self._shared is None or self._shared.up
+
+    def parity_details(self) -> list[str]:
+        """A line for each pod that computes other tokens than we do, or seems to; for /ready."""
+        self._alarm.check(self._clock())
+        return self._alarm.details()
 
     def stats(self) -> IndexStats:
         """Tells the size of the index."""

@@ -51,19 +51,7 @@ class Link:
     ) -> None:
         self.socket = context.socket(zmq.SUB)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        options = {
-            zmq.LINGER: 0,
-            zmq.RCVHWM: _RECEIVE_QUEUE,
-            zmq.MAXMSGSIZE: max_message_bytes,
-            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
-            zmq.RECONNECT_IVL: _RECONNECT_MS,
-            zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
-            zmq.CONNECT_TIMEOUT: _CONNECT_TIMEOUT_MS,
-            zmq.IPV6: "[" in endpoint,
-        }
-        for option, value in options.items():
-            self.socket.setsockopt(option, value)
+        limit(self.socket, endpoint, max_message_bytes)
         self.socket.subscribe(topic_prefix)
         try:
             self.socket.connect(endpoint)
@@ -91,3 +79,20 @@ class Link:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
+
+
+def limit(subscriber: zmq.Socket[bytes], endpoint: str, max_message_bytes: int) -> None:
+    """Bounds what a SUB socket takes, and how long it believes in a silent peer."""
+    options = {
+        zmq.LINGER: 0,
+        zmq.RCVHWM: _RECEIVE_QUEUE,
+        zmq.MAXMSGSIZE: max_message_bytes,
+        zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
+        zmq.RECONNECT_IVL: _RECONNECT_MS,
+        zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
+        zmq.CONNECT_TIMEOUT: _CONNECT_TIMEOUT_MS,
+        zmq.IPV6: "[" in endpoint,
+    }
+    for option, value in options.items():
+        subscriber.setsockopt(option, value)

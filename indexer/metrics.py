@@ -73,6 +73,16 @@ class IndexerMetrics:
         self.stream_state = gauge(_OURS + "stream_state", "1 for the state a stream is in.", "pod", "state")
         self.gaps = counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
         self.replays = counter(_OURS + "replays", "Replays, by how they went.", "outcome")
+        self.snapshots = counter(_OURS + "snapshots", "Snapshots of engines, by how they went.", "outcome")
+        self.parity_mismatches = counter(
+            _OURS + "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
+        )
+        self.parity_never_hit = gauge(
+            _OURS + "parity_never_hit", "1 for a pod that never stores what we compute for it.", "pod"
+        )
+        self.findings = counter(
+            _OURS + "findings", "Views that an engine's metrics showed to be wrong.", "finding"
+        )
         self.clears = counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
         self.events = counter(_OURS + "events", "Events read, by type, usable or not.", "type")
         self.rejected = counter(

@@ -1,84 +1,119 @@
-"""Stores whose parent block is not known yet: they wait here, bounded, and leave when the parent comes."""
+"""What is said of blocks that are not known yet: it waits here, bounded, and leaves when its block comes.
+
+A run waits for its parent; a copy in a KV cache group that tells no positions waits for the block itself.
+Blocks are named by the engine's hashes; nothing here knows keys or the index.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from indexer.events import BlockStored
+from indexer.events import BlockStored, EngineHash
 
-# What one later change counts against the bound, in tokens: about the memory that it takes.
-_CHANGE_TOKENS = 16
+# The least that a hash or a later change counts against the bound, in tokens: about the memory that it takes.
+_HASH_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CopyChange:
-    """One copy more, or one less, of a block in a tier."""
+    """One copy more, or one less, of a block in a tier.
 
-    engine_hash: int | bytes
+    Attributes:
+        group: The KV cache group that holds it; None for the lead group.
+        engine_hash: The block.
+        tier: Where the copy lies.
+        stored: Whether it is one more.
+    """
+
+    group: int | None
+    engine_hash: EngineHash
     tier: str
     stored: bool
 
 
 @dataclass(slots=True, eq=False)
 class Orphan:
-    """A store that waits, and what was said about its blocks since."""
+    """A run that waits, if there is one, and what was said about its blocks since.
 
-    event: BlockStored
+    Attributes:
+        awaited: The lead group's block that must come first.
+        run: The store that waits.
+        later: To be done after it, in this order.
+    """
+
+    awaited: EngineHash
+    run: BlockStored | None
     later: list[CopyChange] = field(default_factory=list)
 
     @property
     def cost_tokens(self) -> int:
         """What it counts against the buffer's bound."""
-        return len(self.event.token_ids) + _CHANGE_TOKENS * len(self.later)
+        hashes = len(self.later)
+        if self.run is None:
+            return _HASH_TOKENS * hashes
+        return max(len(self.run.token_ids), _HASH_TOKENS * len(self.run.block_hashes)) + _HASH_TOKENS * hashes
 
 
 class Orphans:
-    """Waiting stores by the engine hash of their missing parent.
+    """What waits, by the engine hash that it waits for.
 
     Args:
-        max_tokens: Most tokens that wait; beyond it the oldest stores are dropped.
+        max_tokens: Most tokens that wait; beyond it the oldest orphans are dropped.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
         self._waiting: OrderedDict[Orphan, None] = OrderedDict()
-        self._by_parent: dict[int | bytes | None, list[Orphan]] = {}
-        self._by_hash: dict[int | bytes, Orphan] = {}
+        self._by_awaited: dict[EngineHash, dict[Orphan, None]] = {}
+        # The last orphan that stores this block of this group.
+        self._by_block: dict[tuple[int | None, EngineHash], Orphan] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def hold(self, event: BlockStored) -> int:
-        """Lets a store wait for its parent.
+    @property
+    def awaited(self) -> Collection[EngineHash]:
+        """The hashes that something waits for."""
+        return self._by_awaited.keys()
+
+    def hold_run(self, run: BlockStored, parent_hash: EngineHash) -> int:
+        """Lets a run of the lead group wait for its parent.
 
         Returns:
-            How many waiting stores were dropped to make room.
+            How many orphans were dropped to make room.
         """
-        orphan = Orphan(event)
-        self._waiting[orphan] = None
-        self._tokens += orphan.cost_tokens
-        self._by_parent.setdefault(event.parent_block_hash, []).append(orphan)
-        self._by_hash.update(dict.fromkeys(event.block_hashes, orphan))
-        return self._make_room()
+        return self._hold(Orphan(parent_hash, run))
+
+    def hold_copy(self, change: CopyChange) -> int:
+        """Lets a group's copy wait until the lead group tells what the block is.
+
+        Returns:
+            How many orphans were dropped to make room.
+        """
+        return self._hold(Orphan(change.engine_hash, None, [change]))
 
     def follow_up(self, change: CopyChange) -> int | None:
-        """Keeps what is said of a waiting block until its store is applied.
+        """Keeps what is said of a waiting block until it comes.
 
         Returns:
-            How many waiting stores were dropped to make room; None if no such block waits.
+            How many orphans were dropped to make room; None if no such block waits.
         """
-        orphan = self._by_hash.get(change.engine_hash)
+        orphan = self._by_block.get((change.group, change.engine_hash))
+        if orphan is None:
+            orphan = self._by_block.get((None, change.engine_hash))
         if orphan is None:
             return None
+        self._tokens -= orphan.cost_tokens
         orphan.later.append(change)
-        self._tokens += _CHANGE_TOKENS
+        self._tokens += orphan.cost_tokens
         return self._make_room()
 
-    def take(self, parent_hash: int | bytes) -> tuple[Orphan, ...]:
+    def take(self, engine_hash: EngineHash) -> tuple[Orphan, ...]:
         """Lets go those that waited for this block, in the order of their arrival."""
-        orphans = tuple(self._by_parent.get(parent_hash, ()))
+        orphans = tuple(self._by_awaited.get(engine_hash, ()))
         for orphan in orphans:
             self._drop(orphan)
         return orphans
@@ -86,9 +121,16 @@ class Orphans:
     def clear(self) -> None:
         """Drops all."""
         self._waiting.clear()
-        self._by_parent.clear()
-        self._by_hash.clear()
+        self._by_awaited.clear()
+        self._by_block.clear()
         self._tokens = 0
+
+    def _hold(self, orphan: Orphan) -> int:
+        self._waiting[orphan] = None
+        self._tokens += orphan.cost_tokens
+        self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
+        self._by_block.update(dict.fromkeys(_blocks(orphan), orphan))
+        return self._make_room()
 
     def _make_room(self) -> int:
         dropped = 0
@@ -100,10 +142,18 @@ class Orphans:
     def _drop(self, orphan: Orphan) -> None:
         del self._waiting[orphan]
         self._tokens -= orphan.cost_tokens
-        siblings = self._by_parent[orphan.event.parent_block_hash]
-        siblings.remove(orphan)
+        siblings = self._by_awaited[orphan.awaited]
+        del siblings[orphan]
         if not siblings:
-            del self._by_parent[orphan.event.parent_block_hash]
-        for engine_hash in orphan.event.block_hashes:
-            if self._by_hash.get(engine_hash) is orphan:
-                del self._by_hash[engine_hash]
+            del self._by_awaited[orphan.awaited]
+        for block in _blocks(orphan):
+            if self._by_block.get(block) is orphan:
+                del self._by_block[block]
+
+
+def _blocks(orphan: Orphan) -> list[tuple[int | None, EngineHash]]:
+    """The blocks that an orphan stores, by group."""
+    if orphan.run is not None:
+        return [(None, engine_hash) for engine_hash in orphan.run.block_hashes]
+    first = orphan.later[0]
+    return [(first.group, first.engine_hash)]

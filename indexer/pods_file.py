@@ -17,12 +17,26 @@ from typing import NoReturn
 
 import yaml
 
-from indexer.config import DEFAULT_EVENTS_PORT, PODS_MAX, PodStream
+from indexer.config import DEFAULT_EVENTS_PORT, PODS_MAX, RANKS_MAX, PodStream
 from indexer.errors import ConfigError
 
 MODEL_LABEL = "kvroute.io/model"
 EVENTS_PORT_LABEL = "kvroute.io/kv-events-port"
 REPLAY_PORT_LABEL = "kvroute.io/kv-replay-port"
+# "connects": the pod's publisher connects to our socket; else we connect to its port.
+EVENTS_LABEL = "kvroute.io/kv-events"
+# Data-parallel engines behind the pod's one serving port, at the ports above + rank.
+RANKS_LABEL = "kvroute.io/kv-ranks"
+# "true": the pod answers GET /kv_events/snapshot at its serving port.
+SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
+# Number of a stream's first batch; 1 for llm-d's simulator.
+FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
+
+_CHOICES = {
+    EVENTS_LABEL: ("listens", "connects"),
+    SNAPSHOT_LABEL: ("true", "false"),
+    FIRST_SEQUENCE_LABEL: ("0", "1"),
+}
 
 _MAX_BYTES = 1 << 20
 _FIELDS = frozenset({"name", "namespace", "address", "port", "labels"})
@@ -64,14 +78,19 @@ class PodEntry:
         if not model:
             return None
         # The labels were checked when the file was read.
+        connects = self.labels.get(EVENTS_LABEL) == "connects"
         events_port = int(self.labels.get(EVENTS_PORT_LABEL, events_port))
         replay = self.labels.get(REPLAY_PORT_LABEL, replay_port)
+        offers_snapshots = self.labels.get(SNAPSHOT_LABEL) == "true"
         host = _host(self.address)
         return PodStream(
             pod=self.pod,
             model=model,
-            events_endpoint=f"tcp://{host}:{events_port}",
+            events_endpoint=None if connects else f"tcp://{host}:{events_port}",
             replay_endpoint=None if replay is None else f"tcp://{host}:{int(replay)}",
+            snapshot_url=f"http://{self.pod}/kv_events/snapshot" if offers_snapshots else None,
+            first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
+            ranks=int(self.labels.get(RANKS_LABEL, 1)),
         )
 
 
@@ -131,7 +150,7 @@ class _Reader:
             ipaddress.ip_address(address)
         except ValueError:
             self.fail(fields["address"], f"{path}.address", f"must be an IP address, is {address!r}")
-        return PodEntry(
+        entry = PodEntry(
             name=self.text(fields["name"], f"{path}.name"),
             namespace=self.text(fields["namespace"], f"{path}.namespace")
             if "namespace" in fields
@@ -140,6 +159,13 @@ class _Reader:
             port=self.port(fields["port"], f"{path}.port"),
             labels=self.labels(fields["labels"], f"{path}.labels") if "labels" in fields else {},
         )
+        try:
+            stream = entry.stream()
+            if stream is not None:
+                stream.by_rank()
+        except ConfigError as error:
+            self.fail(node, f"{path}.labels", str(error))
+        return entry
 
     def labels(self, node: yaml.Node, path: str) -> dict[str, str]:
         labels = {
@@ -148,6 +174,12 @@ class _Reader:
         for name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL):
             if name in labels:
                 self.port(node, f"{path}[{name}]", labels[name])
+        for name, choices in _CHOICES.items():
+            if name in labels and labels[name] not in choices:
+                self.fail(node, f"{path}[{name}]", f"must be {' or '.join(choices)}, is {labels[name]!r}")
+        ranks = labels.get(RANKS_LABEL, "1")
+        if not (ranks.isascii() and ranks.isdigit() and len(ranks) < 6 and 1 <= int(ranks) <= RANKS_MAX):
+            self.fail(node, f"{path}[{RANKS_LABEL}]", f"must be 1..{RANKS_MAX}, is {ranks!r}")
         return labels
 
     def mapping(

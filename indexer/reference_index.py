@@ -6,16 +6,18 @@ It is the oracle for faster backends; see `index` for what comes in and goes out
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable, Sequence
 
-from cachetools import LRUCache
+import numpy as np
+from cachetools import Cache, LRUCache
+from numpy.typing import NDArray
 
-from indexer.index import NOTHING_ASSUMED, IndexStats, PrefixMatch
-from indexer.tiers import GPU_TIER, TierWeights
+from indexer.index import Holding, IndexStats, MatchTable
+from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER, Tiers
 
-# Of one block: pod -> tier -> references.
-_Holders = dict[str, dict[str, int]]
+# Of one block: pod -> tier's number -> references.
+_Holders = dict[str, dict[int, int]]
 _NO_HOLDERS: _Holders = {}
 
 
@@ -24,41 +26,37 @@ class ReferenceIndex:
 
     Args:
         capacity_blocks: Most unique blocks that it holds.
-        weights: Credit of a block by tier.
+        tiers: The tiers and their weights.
     """
 
-    def __init__(self, capacity_blocks: int, weights: TierWeights) -> None:
-        self._weights = weights
+    def __init__(self, capacity_blocks: int, tiers: Tiers) -> None:
+        self.tiers = tiers
         self._lock = threading.Lock()
         self._blocks: LRUCache[int, _Holders] = LRUCache(capacity_blocks)
         self._keys_by_pod: dict[str, set[int]] = {}
         self._evicted = 0
 
-    def add(self, pod: str, tier: str, keys: Sequence[int]) -> None:
+    def add(self, pod: str, tier: str, keys: Keys) -> None:
         """See `Index.add`."""
+        number = self.tiers.number(tier)
         with self._lock:
-            for key in reversed(keys):
-                holders = self._blocks.get(key)
-                if holders is None:
-                    holders = self._insert(key)
-                references = holders.setdefault(pod, {})
-                references[tier] = references.get(tier, 0) + 1
-                self._keys_by_pod.setdefault(pod, set()).add(key)
+            self._add(pod, number, keys.tolist(), [1] * len(keys))
 
-    def remove(self, pod: str, tier: str, keys: Sequence[int]) -> int:
+    def remove(self, pod: str, tier: str, keys: Keys) -> int:
         """See `Index.remove`."""
+        number = self.tiers.number(tier)
         ended = 0
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
-            for key in keys:
+            for key in keys.tolist():
                 if key not in held:
                     continue
-                references = self._blocks[key][pod]
-                if tier not in references:
+                references = self._peek(key)[pod]
+                if number not in references:
                     continue
-                references[tier] -= 1
-                if not references[tier]:
-                    del references[tier]
+                references[number] -= 1
+                if not references[number]:
+                    del references[number]
                     ended += 1
                 if not references:
                     self._drop_holder(key, pod)
@@ -73,33 +71,59 @@ class ReferenceIndex:
                 self._drop_holder(key, pod)
         return blocks
 
-    def match(
-        self,
-        keys: Sequence[int],
-        pods: Collection[str],
-        assumed: Mapping[str, AbstractSet[int]] = NOTHING_ASSUMED,
-    ) -> dict[str, PrefixMatch]:
+    def match(self, keys: Keys, pods: Collection[str]) -> MatchTable:
         """See `Index.match`."""
-        counts: dict[str, dict[str, int]] = {pod: {} for pod in pods}
+        rows = {pod: row for row, pod in enumerate(dict.fromkeys(pods))}
+        counts = np.zeros((len(rows), len(self.tiers.names)), np.int32)
+        chain = keys.tolist()
         with self._lock:
-            unbroken: Iterable[str] = counts
+            unbroken: Iterable[str] = rows
             longest = 0
-            for position, key in enumerate(keys):
-                holders = self._blocks.get(key, _NO_HOLDERS)
-                unbroken = [
-                    pod
-                    for pod in unbroken
-                    if self._count(counts[pod], holders.get(pod), position, assumed.get(pod))
-                ]
+            for position, key in enumerate(chain):
+                holders = self._peek(key) if key in self._blocks else _NO_HOLDERS
+                unbroken = [pod for pod in unbroken if pod in holders]
                 if not unbroken:
                     break
+                for pod in unbroken:
+                    counts[rows[pod], min(holders[pod])] += 1
                 longest = position + 1
-            for key in reversed(keys[:longest]):
-                self._blocks.get(key)
-        return {
-            pod: PrefixMatch(sum(by_tier.values()), by_tier, self._weights.sum(by_tier))
-            for pod, by_tier in counts.items()
-        }
+            self._use(chain[:longest])
+        return MatchTable(rows, self.tiers, counts.sum(axis=1, dtype=np.int32), counts)
+
+    def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
+        """See `Index.held`."""
+        with self._lock:
+            held = self._keys_by_pod.get(pod, set())
+            bits = [
+                sum(1 << tier for tier in self._peek(key)[pod]) if key in held else 0
+                for key in keys.tolist()
+            ]
+        return np.array(bits, np.uint8)
+
+    def evict(self, blocks: int) -> int:
+        """See `Index.evict`."""
+        with self._lock:
+            dropped = min(blocks, len(self._blocks))
+            for _ in range(dropped):
+                self._evict_one()
+        return dropped
+
+    def snapshot(self, pods: Collection[str]) -> Sequence[Holding]:
+        """See `Index.snapshot`."""
+        with self._lock:
+            return [
+                holding
+                for pod in pods
+                for number, tier in enumerate(self.tiers.names)
+                if tier != SPECULATIVE_TIER and (holding := self._holding(pod, number)) is not None
+            ]
+
+    def restore(self, holdings: Sequence[Holding]) -> None:
+        """See `Index.restore`."""
+        with self._lock:
+            for holding in holdings:
+                number = self.tiers.number(holding.tier)
+                self._add(holding.pod, number, holding.keys.tolist(), holding.references.tolist())
 
     def stats(self) -> IndexStats:
         """See `Index.stats`."""
@@ -107,35 +131,57 @@ class ReferenceIndex:
             holdings = sum(map(len, self._keys_by_pod.values()))
             return IndexStats(len(self._blocks), int(self._blocks.maxsize), holdings, self._evicted)
 
-    def _count(
-        self,
-        by_tier: dict[str, int],
-        references: dict[str, int] | None,
-        position: int,
-        assumed: AbstractSet[int] | None,
-    ) -> bool:
-        """Counts one block of one pod; False where the pod's prefix ends."""
-        if assumed is not None and position in assumed:
-            tier = GPU_TIER
-        elif references:
-            tier = self._weights.best(references)
-        else:
-            return False
-        by_tier[tier] = by_tier.get(tier, 0) + 1
-        return True
+    def _add(self, pod: str, number: int, keys: list[int], references: list[int]) -> None:
+        kept = keys[: int(self._blocks.maxsize)]
+        self._evicted += len(keys) - len(kept)
+        # The known ones first, so that those of one call never evict one another.
+        self._use(kept)
+        for key, copies in zip(kept, references, strict=False):
+            holders = self._blocks.get(key)
+            if holders is None:
+                holders = self._insert(key)
+            by_tier = holders.setdefault(pod, {})
+            by_tier[number] = by_tier.get(number, 0) + copies
+            self._keys_by_pod.setdefault(pod, set()).add(key)
+        self._use(kept)
+
+    def _peek(self, key: int) -> _Holders:
+        """A block's holders, without using it."""
+        holders: _Holders = Cache.__getitem__(self._blocks, key)
+        return holders
+
+    def _use(self, chain: list[int]) -> None:
+        for key in reversed(chain):
+            self._blocks.get(key)
+
+    def _holding(self, pod: str, number: int) -> Holding | None:
+        copies = {
+            key: references
+            for key in self._keys_by_pod.get(pod, ())
+            if (references := self._peek(key)[pod].get(number, 0))
+        }
+        if not copies:
+            return None
+        keys = np.fromiter(copies.keys(), np.uint64, len(copies))
+        return Holding(
+            pod, self.tiers.names[number], keys, np.fromiter(copies.values(), np.int32, len(copies))
+        )
 
     def _insert(self, key: int) -> _Holders:
         if len(self._blocks) >= self._blocks.maxsize:
-            evicted, holders = self._blocks.popitem()
-            self._evicted += 1
-            for pod in holders:
-                self._forget(evicted, pod)
-        holders = {}
+            self._evict_one()
+        holders: _Holders = {}
         self._blocks[key] = holders
         return holders
 
+    def _evict_one(self) -> None:
+        evicted, holders = self._blocks.popitem()
+        self._evicted += 1
+        for pod in holders:
+            self._forget(evicted, pod)
+
     def _drop_holder(self, key: int, pod: str) -> None:
-        holders = self._blocks[key]
+        holders = self._peek(key)
         del holders[pod]
         if not holders:
             del self._blocks[key]

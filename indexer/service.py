@@ -1,35 +1,38 @@
 """The stand-alone indexer's gRPC service: prompts in, how much of them each pod holds out.
 
-Serves proto/kvroute/v1/indexer.proto, health and reflection; everything it tells comes from a `KvIndexer`.
+Answers proto/kvroute/v1/indexer.proto; everything it tells comes from a `KvIndexer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
-from indexer.errors import ListenError
-from indexer.kv_indexer import KvIndexer, PodMatch
+from indexer.errors import TokenError
+from indexer.explain import Prefix, PrefixEnd
+from indexer.keys import Keys
+from indexer.kv_indexer import KvIndexer
+from indexer.pod_match import PodMatch
 from indexer.stream import StreamState
+from tokenization import PromptError, PromptTokenizer
 
-_STOP_S = 2.0
-_SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
-_THREADS = 8
-_CALLS_AT_ONCE = 64
-# Room for a prompt of some million tokens.
-_MAX_MESSAGE_BYTES = 16 << 20
+_PROMPTS_MAX = 1024
 _STATES = {
     StreamState.EXACT: pb.STREAM_STATE_EXACT,
     StreamState.RECOVERING: pb.STREAM_STATE_RECOVERING,
     StreamState.STALE: pb.STREAM_STATE_STALE,
+}
+
+
+_ENDS = {
+    PrefixEnd.PROMPT: pb.PREFIX_END_PROMPT,
+    PrefixEnd.HOLE: pb.PREFIX_END_HOLE,
+    PrefixEnd.OTHER_ATTENTION: pb.PREFIX_END_OTHER_ATTENTION,
 }
 
 
@@ -38,29 +41,53 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
 
     Args:
         indexer: Answers.
-        streams: What it follows.
+        streams: What it was told to follow.
+        tokenizers: By model; for prompts that come as text.
     """
 
-    def __init__(self, indexer: KvIndexer, streams: Sequence[PodStream]) -> None:
+    def __init__(
+        self,
+        indexer: KvIndexer,
+        streams: Sequence[PodStream],
+        tokenizers: Mapping[str, PromptTokenizer] | None = None,
+    ) -> None:
         self._indexer = indexer
         self._streams = streams
+        self._tokenizers = tokenizers or {}
 
     def Score(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ScoreResponse:
         """Tells for each pod how much of the prompt it holds."""
-        if not request.model:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: is missing")
-        pods = list(request.pods) or [stream.pod for stream in self._streams if stream.model == request.model]
-        if not pods:
-            _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
-        keys = self._indexer.block_keys(
-            request.model, request.token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
-        )
-        matches = self._indexer.match(keys, pods).values()
+        keys, pods, prompt_tokens = self._prompt(request, context)
+        matches = self._indexer.match(keys, pods, prompt_tokens=prompt_tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
         return pb.ScoreResponse(
             pods=[self._score(match) for match in ranked],
+            block_tokens=self._indexer.block_tokens,
+            prompt_blocks=len(keys),
+        )
+
+    def ScoreBatch(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
+    ) -> pb.ScoreBatchResponse:
+        """Tells it for several prompts."""
+        if len(request.prompts) > _PROMPTS_MAX:
+            _abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"prompts: are {len(request.prompts)}, at most {_PROMPTS_MAX}",
+            )
+        return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
+
+    def Explain(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ScoreRequest, context: grpc.ServicerContext
+    ) -> pb.ExplainPrefixResponse:
+        """Tells for each engine where the prefix that it holds ends, and why."""
+        keys, pods, prompt_tokens = self._prompt(request, context)
+        prefixes = self._indexer.explain(keys, pods, prompt_tokens=prompt_tokens)
+        return pb.ExplainPrefixResponse(
+            engines=[_explanation(prefix) for prefix in prefixes],
             block_tokens=self._indexer.block_tokens,
             prompt_blocks=len(keys),
         )
@@ -70,21 +97,79 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
     ) -> pb.StatsResponse:
         """Tells the size of the index and the state of every event stream."""
         stats = self._indexer.stats()
-        states = self._indexer.states()
         return pb.StatsResponse(
             blocks=stats.blocks,
             capacity_blocks=stats.capacity_blocks,
             holdings=stats.holdings,
             evicted_blocks=stats.evicted_blocks,
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            block_tokens=self._indexer.block_tokens,
+            pending=sorted(self._indexer.pending()),
             pods=[
                 pb.PodStream(
-                    pod=stream.pod,
-                    model=stream.model,
-                    state=_state(states.get(stream.pod, StreamState.RECOVERING)),
+                    pod=engine.stream.pod,
+                    model=engine.stream.model,
+                    state=_state(engine.state),
+                    reason=engine.reason,
+                    rank=engine.stream.rank,
+                    linked=engine.linked,
                 )
-                for stream in self._streams
+                for engine in self._indexer.roster.engines.values()
             ],
         )
+
+    def Clear(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ClearRequest, context: grpc.ServicerContext
+    ) -> pb.ClearResponse:
+        """Drops the views of pods, to be built anew."""
+        followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
+        pods = list(dict.fromkeys(request.pods)) or sorted(followed)
+        for pod in pods:
+            if pod not in followed:
+                _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
+        for pod in pods:
+            self._indexer.doubt(pod, "cleared_by_hand")
+        return pb.ClearResponse(pods=len(pods))
+
+    def _prompt(
+        self, request: pb.ScoreRequest, context: grpc.ServicerContext
+    ) -> tuple[Keys, Sequence[str], int]:
+        """Keys of the prompt, the pods that are asked for, and the prompt's length in tokens."""
+        if not request.model:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: is missing")
+        if request.text and request.token_ids:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text: is there beside token_ids")
+        pods = list(dict.fromkeys(request.pods)) or self._serving(request.model)
+        if not pods:
+            _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
+        token_ids = self._encoded(request, context) if request.text else request.token_ids
+        try:
+            keys = self._indexer.block_keys(
+                request.model, token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
+            )
+        except TokenError as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {error}")
+        return keys, pods, len(token_ids)
+
+    def _serving(self, model: str) -> list[str]:
+        """Pods of a model: those that were declared, then those that came by themselves."""
+        engines = self._indexer.roster.engines.values()
+        streams = [*self._streams, *(engine.stream for engine in engines)]
+        return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
+
+    def _encoded(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> Sequence[int]:
+        tokenizer = self._tokenizers.get(request.model)
+        if tokenizer is None:
+            _abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"text: there is no tokenizer for {request.model!r}; start with --tokenizer MODEL=DIR",
+            )
+        try:
+            return tokenizer.encode(request.text)
+        except PromptError as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"text: {error}")
 
     def _score(self, match: PodMatch) -> pb.PodScore:
         return pb.PodScore(
@@ -97,49 +182,17 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
         )
 
 
-class IndexerServer:
-    """The gRPC server: bound when made, serving from `start` on.
-
-    Raises:
-        ListenError: The port is in use, or not ours.
-    """
-
-    def __init__(self, door: IndexerDoor, host: str, port: int) -> None:
-        self._server = grpc.server(
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
-            options=[
-                # Two indexers on one port would share its requests without a word.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-            ],
-            maximum_concurrent_rpcs=_CALLS_AT_ONCE,
-        )
-        # The generated function has no types.
-        add_door: Any = pb_grpc.add_IndexerServiceServicer_to_server
-        add_door(door, self._server)
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
-
-    def start(self) -> None:
-        """Begins to serve and tells so."""
-        self._server.start()
-        for service in ("", _SERVICE):
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-
-    def close(self, grace_s: float) -> None:
-        """Tells that it does not serve any more, and ends after at most `grace_s`."""
-        self._health.enter_graceful_shutdown()
-        # gRPC never ends a call whose message it could not read, and would wait for it for ever.
-        self._server.stop(grace_s).wait(grace_s + _STOP_S)
+def _explanation(prefix: Prefix) -> pb.EngineExplanation:
+    return pb.EngineExplanation(
+        engine=prefix.engine,
+        state=_state(prefix.state),
+        reason=prefix.reason,
+        cached_blocks=prefix.cached_blocks,
+        end=_ENDS[prefix.end],
+        held_blocks=prefix.held_blocks,
+        held_beyond=prefix.held_beyond,
+        tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
+    )
 
 
 def _state(state: StreamState) -> pb.StreamState:

@@ -24,7 +24,10 @@ class Verdict:
 
 
 class StreamSink(Protocol):
-    """Where the streams of all pods end; called on the subscriber's thread."""
+    """Where the streams of all pods end; called on the subscriber's thread.
+
+    A `pod` below is one engine, by its name in the index: `PodStream.holder`.
+    """
 
     def opened(self, stream: PodStream) -> None:
         """A pod is followed from now on."""
@@ -56,6 +59,10 @@ class StreamSink(Protocol):
 
     def replay(self, pod: str, outcome: str) -> None:
         """A replay ended."""
+        ...
+
+    def snapshot(self, pod: str, outcome: str) -> None:
+        """A snapshot was applied, or could not be had."""
         ...
 
     def rejected(self, pod: str, reason: str) -> None:

@@ -1,16 +1,20 @@
 """What pods will soon hold: the blocks of requests that were just sent to them.
 
-An overlay that `match` consults beside the index, so that the index stays the confirmed truth. It saves
-bursts of one fresh context, whose requests would else be sent anywhere but to the pod that computes it.
-Time comes in.
+They lie in the index beside the confirmed blocks, in a tier of their own, one reference for each request.
+They save bursts of one fresh context, whose requests would else be sent anywhere but to the pod that
+computes it. Time comes in; this module knows when an assumption begins and ends, the index knows what it
+means.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+from indexer.index import Index
+from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER
 
 
 @dataclass(slots=True)
@@ -19,35 +23,34 @@ class _Request:
     renewed_s: float
     # Its end in any case: the hard cap, or the grace after it was settled.
     ends_s: float
-    # Triples of this request that are still assumed.
-    pending: int = 0
-    keys_by_pod: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    keys_by_pod: dict[str, Keys] = field(default_factory=dict)
 
 
 class Speculation:
     """Blocks that are assumed, by the requests that they are assumed for. Thread-safe.
 
-    An assumption ends when an event confirms it, shortly after its request is settled, or, as a safety net
-    for requests of which nothing is heard any more, when its TTL is over. While a request waits for its
-    first token the TTL starts again whenever its pod stores a block: it works off its queue. The hard cap
-    ends it anyway.
+    An assumption ends when an event confirms its last block (an engine stores a prompt's blocks in order),
+    shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
+    when its TTL is over. While a request waits for its first token the TTL starts again whenever its pod
+    stores a block: it works off its queue. The hard cap ends it anyway.
 
     Args:
+        index: Where the blocks are assumed.
         ttl_s: Life of an assumption without a sign of life.
         max_s: Hard cap of its life.
         max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped.
     """
 
-    def __init__(self, *, ttl_s: float, max_s: float, max_entries: int) -> None:
+    def __init__(self, index: Index, *, ttl_s: float, max_s: float, max_entries: int) -> None:
+        self._index = index
         self._ttl_s = ttl_s
         self._max_s = max_s
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries = 0
         self._requests: dict[str, _Request] = {}
-        # Of each block: pod -> the requests that it is assumed for.
-        self._holders: dict[int, dict[str, set[str]]] = {}
-        self._requests_by_pod: dict[str, set[str]] = {}
+        # Of each pod: the last blocks that are assumed, and the requests that wait for them.
+        self._awaited: dict[str, dict[int, set[str]]] = {}
         self._stored_s: dict[str, float] = {}
         # When to look at which request; a request's real deadline may have moved since.
         self._due: list[tuple[float, str]] = []
@@ -55,9 +58,9 @@ class Speculation:
     def __len__(self) -> int:
         return self._entries
 
-    def assume(self, request_id: str, pod: str, keys: Sequence[int], now_s: float) -> None:
-        """The request was sent to this pod; said again, its TTL starts again."""
-        if not keys:
+    def assume(self, request_id: str, pod: str, keys: Keys, now_s: float) -> None:
+        """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
+        if not len(keys):
             return
         with self._lock:
             self._expire(now_s)
@@ -66,14 +69,12 @@ class Speculation:
                 request = self._requests[request_id] = _Request(now_s, now_s + self._max_s)
                 heapq.heappush(self._due, (now_s + self._ttl_s, request_id))
             request.renewed_s = now_s
-            request.keys_by_pod[pod] = tuple(dict.fromkeys((*request.keys_by_pod.get(pod, ()), *keys)))
-            self._requests_by_pod.setdefault(pod, set()).add(request_id)
-            for key in keys:
-                requests = self._holders.setdefault(key, {}).setdefault(pod, set())
-                if request_id not in requests:
-                    requests.add(request_id)
-                    request.pending += 1
-                    self._entries += 1
+            if pod in request.keys_by_pod:
+                self._release(request_id, request, pod)
+            request.keys_by_pod[pod] = keys
+            self._entries += len(keys)
+            self._awaited.setdefault(pod, {}).setdefault(int(keys[-1]), set()).add(request_id)
+            self._index.add(pod, SPECULATIVE_TIER, keys)
             while self._entries > self._max_entries:
                 self._drop_request(next(iter(self._requests)))
 
@@ -85,41 +86,32 @@ class Speculation:
                 request.ends_s = now_s + grace_s
                 heapq.heappush(self._due, (request.ends_s, request_id))
 
-    def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
-        """The pod told that it holds these blocks: they need not be assumed any more."""
+    def stored(self, pod: str, keys: Keys, now_s: float) -> None:
+        """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
+        if pod not in self._awaited:
+            return
         with self._lock:
-            if pod not in self._requests_by_pod:
+            awaited = self._awaited.get(pod)
+            if awaited is None:
                 return
             self._stored_s[pod] = now_s
-            for key in keys:
-                for request_id in tuple(self._holders.get(key, {}).get(pod, ())):
-                    self._drop_entry(key, pod, request_id)
-                    self._drop_if_done(request_id)
+            for key in awaited.keys() & set(keys.tolist()):
+                for request_id in tuple(awaited[key]):
+                    self._end(request_id, pod)
 
     def drop_pod(self, pod: str) -> None:
         """The pod is not what it was: nothing is assumed of it any more."""
         with self._lock:
-            for request_id in tuple(self._requests_by_pod.get(pod, ())):
-                self._release(request_id, pod)
-                self._drop_if_done(request_id)
-
-    def assumed(self, keys: Sequence[int], pods: Collection[str], now_s: float) -> dict[str, set[int]]:
-        """Which of `keys` are assumed of which of `pods`, as positions in `keys`."""
-        found: dict[str, set[int]] = {}
-        with self._lock:
-            self._expire(now_s)
-            if not self._holders:
-                return found
-            for position, key in enumerate(keys):
-                for pod in self._holders.get(key, ()):
-                    if pod in pods:
-                        found.setdefault(pod, set()).add(position)
-        return found
+            awaited = self._awaited.get(pod, {})
+            for request_id in [request_id for requests in awaited.values() for request_id in requests]:
+                self._end(request_id, pod)
 
     def expire(self, now_s: float) -> None:
-        """Drops what is over by now, which else waits for the next request."""
-        with self._lock:
-            self._expire(now_s)
+        """Drops what is over by now."""
+        # Without the lock: an entry that is added meanwhile is not over yet.
+        if self._due and self._due[0][0] <= now_s:
+            with self._lock:
+                self._expire(now_s)
 
     def _expire(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:
@@ -134,33 +126,26 @@ class Speculation:
             else:
                 heapq.heappush(self._due, (deadline_s, request_id))
 
-    def _drop_if_done(self, request_id: str) -> None:
-        if request_id in self._requests and not self._requests[request_id].pending:
-            self._drop_request(request_id)
-
     def _drop_request(self, request_id: str) -> None:
         for pod in tuple(self._requests[request_id].keys_by_pod):
-            self._release(request_id, pod)
+            self._end(request_id, pod)
 
-    def _release(self, request_id: str, pod: str) -> None:
-        """Drops what is assumed of this pod for this request; with its last pod the request."""
+    def _end(self, request_id: str, pod: str) -> None:
+        """Ends what is assumed of this pod for this request; with its last pod the request."""
         request = self._requests[request_id]
-        for key in request.keys_by_pod.pop(pod):
-            if request_id in self._holders.get(key, {}).get(pod, ()):
-                self._drop_entry(key, pod, request_id)
-        self._requests_by_pod[pod].remove(request_id)
-        if not self._requests_by_pod[pod]:
-            del self._requests_by_pod[pod]
-            self._stored_s.pop(pod, None)
+        self._release(request_id, request, pod)
         if not request.keys_by_pod:
             del self._requests[request_id]
 
-    def _drop_entry(self, key: int, pod: str, request_id: str) -> None:
-        self._entries -= 1
-        self._requests[request_id].pending -= 1
-        requests_by_pod = self._holders[key]
-        requests_by_pod[pod].remove(request_id)
-        if not requests_by_pod[pod]:
-            del requests_by_pod[pod]
-        if not requests_by_pod:
-            del self._holders[key]
+    def _release(self, request_id: str, request: _Request, pod: str) -> None:
+        keys = request.keys_by_pod.pop(pod)
+        self._entries -= len(keys)
+        self._index.remove(pod, SPECULATIVE_TIER, keys)
+        awaited = self._awaited[pod]
+        last = int(keys[-1])
+        awaited[last].remove(request_id)
+        if not awaited[last]:
+            del awaited[last]
+        if not awaited:
+            del self._awaited[pod]
+            self._stored_s.pop(pod, None)

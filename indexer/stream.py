@@ -1,32 +1,35 @@
 """Sequence state machine of one pod's event stream: keeps the view exact, or says that it is not.
 
-Sequence numbers with payloads, link changes and replay answers come in; what to apply, to clear and to
-replay goes out, in the order in which it must be done. Pure: payloads are opaque, sockets and retries are
-the caller's.
+Sequence numbers with payloads, link changes, snapshots and replay answers come in; what to apply, to clear,
+to fetch and to replay goes out, in the order in which it must be done. Pure: payloads are opaque, sockets and
+retries are the caller's.
 
 A life is one process of the engine: its sequence starts at 0 and never goes back.
 
-- The link comes up for the first time: all that the engine still remembers is replayed, from 0.
+- The link comes up for the first time: a snapshot is fetched where one is offered. Without one, all that the
+  engine still remembers is replayed, from 0.
 - It comes up again: the engine is asked for the last batch that was applied. If it returns that very batch
   it is the same process, and what it says after it is applied. If not, this is a new life.
 - A batch is missing: live batches wait while the missing ones are replayed. If the engine has them no more,
-  what the view holds may be wrong anywhere: it is cleared, and goes on from what there is.
+  what the view holds may be wrong anywhere: it is cleared, and goes on from a snapshot or what there is.
 - The live sequence goes back: a new life.
-- A new life: the view is cleared and replayed from 0. Nothing of the old life is applied after that.
+- A new life: the view is cleared and built as after the first connection. Nothing of the old life is applied
+  after that.
 
-The view is EXACT while it holds all that was published since the cache was empty: from sequence 0 on, or
-from an AllBlocksCleared on, as far as the index has room: what that evicts is counted (evicted_blocks), not
-stale. It is STALE when something is known to lack; events are applied all the same.
+The view is EXACT while it holds all that was published since the cache was empty: from sequence 0, from a
+snapshot or from an AllBlocksCleared on, as far as the index has room: what that evicts is counted
+(evicted_blocks), not stale. It is STALE when something is known to lack; events are applied all the same.
 Without a replay socket a view is EXACT only if it saw sequence 0, and is cleared when the link was lost.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 
 from xxhash import xxh3_128_digest
+
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
 
 
 class StreamState(StrEnum):
@@ -37,34 +40,16 @@ class StreamState(StrEnum):
     STALE = "STALE"
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Apply this batch to the view; `view` tells news of this view from news of one that was dropped."""
-
-    payload: bytes
-    view: int
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Drop all that the view holds, because of `reason`."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Ask the replay socket for everything from this sequence number on; a replay before is given up."""
-
-    start: int
-
-
-Action = Apply | Clear | Replay
+# So many snapshots in a row that no live batch could follow: it is tried without.
+_FRUITLESS_MAX = 3
 
 
 class _Purpose(StrEnum):
-    """Why a replay runs."""
+    """Why a replay or a fetch runs."""
 
+    SNAPSHOT = "snapshot"
+    # As SNAPSHOT, for a view that lacks something but is of use until a better one comes.
+    HEALING = "healing"
     HISTORY = "history"
     GAP = "gap"
     IDENTITY = "identity"
@@ -74,6 +59,8 @@ class _Purpose(StrEnum):
 
 
 _CHECKS = (_Purpose.IDENTITY, _Purpose.TAIL)
+_FETCHES = (_Purpose.SNAPSHOT, _Purpose.HEALING)
+_UNSEEN = (None, _Purpose.TAIL, _Purpose.HEALING)
 
 
 class StreamMachine:
@@ -83,28 +70,43 @@ class StreamMachine:
         replayable: Whether the pod has a replay socket.
         max_batches: Most live batches that wait for a replay.
         max_bytes: Most payload bytes that wait. Beyond either, all that wait are dropped, and replayed later.
+        snapshots: Whether the pod, or somebody for it, offers snapshots.
+        first_sequence: Number of a life's first batch: 0, but llm-d's simulator begins with 1.
 
     Attributes:
         gaps: How often batches were found missing.
     """
 
-    def __init__(self, *, replayable: bool, max_batches: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        replayable: bool,
+        max_batches: int,
+        max_bytes: int,
+        snapshots: bool = False,
+        first_sequence: int = 0,
+    ) -> None:
         self.gaps = 0
         self._replayable = replayable
+        self._snapshots = snapshots
+        self._first = first_sequence
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._up = False
         # What the view lacks; None: nothing.
         self._lacking: str | None = "no_history"
-        # The sequence number to apply next; None: any, the view is empty.
+        # The sequence number to apply next; None: any, nothing of the stream is applied.
         self._next: int | None = None
         self._view = 0
+        self._empty = True
+        # Of the last batch applied; empty: none was, or it came in a snapshot.
         self._last_digest = b""
+        self._fruitless = 0
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._dropped_to = -1
-        # The replay that runs: why, from where, whether there was an answer, whether a check was passed.
+        # What runs: why; of a replay from where, whether there was an answer, whether a check was passed.
         self._purpose: _Purpose | None = None
         self._asked_from = 0
         self._answered = False
@@ -113,7 +115,7 @@ class StreamMachine:
     @property
     def state(self) -> StreamState:
         """How far the view can be trusted now."""
-        if not self._up or self._purpose not in (None, _Purpose.TAIL):
+        if not self._up or self._purpose not in _UNSEEN:
             return StreamState.RECOVERING
         return StreamState.STALE if self._lacking else StreamState.EXACT
 
@@ -122,14 +124,14 @@ class StreamMachine:
         """Why the state is what it is; empty for EXACT."""
         if not self._up:
             return "link_down"
-        if self._purpose not in (None, _Purpose.TAIL):
+        if self._purpose not in _UNSEEN:
             return str(self._purpose)
         return self._lacking or ""
 
     @property
     def replay_start(self) -> int | None:
         """From where a replay that broke off must be asked again; None: it is not wanted any more."""
-        if self._purpose is None:
+        if self._purpose is None or self._purpose in _FETCHES:
             return None
         expected = self._next or 0
         return expected - 1 if self._purpose in _CHECKS and not self._confirmed else expected
@@ -137,8 +139,12 @@ class StreamMachine:
     def link_up(self) -> list[Action]:
         """The connection to the publisher was made."""
         self._up = True
+        if self._replayable and self._last_digest:
+            return self._ask(_Purpose.IDENTITY)
+        if self._snapshots:
+            return self._fetch(_Purpose.SNAPSHOT)
         if self._replayable:
-            return self._ask(_Purpose.IDENTITY if self._next else _Purpose.HISTORY)
+            return self._ask(_Purpose.HISTORY)
         # Nothing can tell whether it is still the same process.
         return [] if self._next is None else self._restart("link_lost")
 
@@ -169,9 +175,67 @@ class StreamMachine:
         due = self._up and self._replayable and self._next is not None and self._purpose is None
         return self._ask(_Purpose.TAIL) if due else []
 
+    def heal(self) -> list[Action]:
+        """Tries to get what a STALE view lacks; until it comes the view stays as it is."""
+        due = self._up and self._snapshots and self._lacking is not None and self._purpose is None
+        return self._fetch(_Purpose.HEALING) if due else []
+
+    def snapshot_begun(self) -> list[Action]:
+        """A snapshot is here; its batches follow."""
+        if self._purpose not in _FETCHES:
+            return []
+        self._purpose = _Purpose.SNAPSHOT
+        actions = self._lose("snapshot")
+        # From here on only what cannot be applied lacks.
+        self._lacking = None
+        return actions
+
+    def snapshot_batch(self, payload: bytes) -> list[Action]:
+        """A part of the snapshot, as a batch of events."""
+        if self._purpose is not _Purpose.SNAPSHOT:
+            return []
+        self._empty = False
+        return [Apply(payload, self._view)]
+
+    def snapshot_ended(self, sequence: int) -> list[Action]:
+        """The snapshot is complete; the stream goes on with this number."""
+        if self._purpose is not _Purpose.SNAPSHOT:
+            return []
+        self._purpose, self._next = None, sequence
+        return self._drain(give_up=not self._replayable)
+
+    def snapshot_failed(self) -> list[Action]:
+        """There is no snapshot to be had, for now."""
+        purpose, self._purpose = self._purpose, None
+        if purpose is _Purpose.HEALING:
+            return self._drain(give_up=not self._replayable)
+        if purpose is not _Purpose.SNAPSHOT:
+            self._purpose = purpose
+            return []
+        actions = self._lose("no_history", "snapshot_failed")
+        if self._replayable:
+            return actions + self._ask(_Purpose.HISTORY)
+        return actions + self._drain(give_up=True)
+
+    def doubted(self, reason: str) -> list[Action]:
+        """Something else than the stream tells that the view is wrong: it is built anew."""
+        return self._restart(reason) if self._up and self._purpose in _UNSEEN else []
+
+    def emptied_silently(self, reason: str) -> list[Action]:
+        """Something else than the stream tells that the engine dropped its cache, and has not said so yet.
+
+        The view is cleared and the stream goes on; it is STALE until the engine says so.
+        """
+        if not self._up or self._purpose not in _UNSEEN or self._empty:
+            return []
+        expected, digest = self._next, self._last_digest
+        actions = self._lose(reason)
+        self._next, self._last_digest, self._purpose = expected, digest, None
+        return actions + self._drain(give_up=not self._replayable)
+
     def replayed(self, sequence: int, payload: bytes) -> list[Action]:
         """The replay socket answered with a batch."""
-        if self._purpose is None:
+        if self._purpose is None or self._purpose in _FETCHES:
             return []
         expected = self._next or 0
         first, self._answered = not self._answered, True
@@ -185,27 +249,34 @@ class StreamMachine:
             if not first:
                 # A full queue on the way dropped answers in mid-replay: what is lost can still be asked for.
                 return self._ask(_Purpose.GAP)
-            actions = self._lose("history_truncated")
+            if self._next is not None or sequence > self._first:
+                actions = self._lose("history_truncated")
+                if self._purpose is not _Purpose.HISTORY and (fetch := self._fetch_again()):
+                    return actions + fetch
         return [*actions, self._applied(sequence, payload)]
 
     def replay_ended(self) -> list[Action]:
         """The replay socket has told all that it knows."""
-        purpose, self._purpose = self._purpose, None
-        if purpose is None:
+        if self._purpose is None or self._purpose in _FETCHES:
             return []
+        purpose, self._purpose = self._purpose, None
         if purpose in _CHECKS and not self._confirmed:
             return self._restart("process_changed")
         if self._next is None:
-            self._next, self._lacking = 0, None
+            self._next, self._lacking = self._first, None
         fruitless = self._next == self._asked_from
         return self._drain(give_up=purpose is _Purpose.GAP and fruitless)
 
     def replay_failed(self) -> list[Action]:
         """The replay socket could not be asked, or broke off, as often as the caller was ready to try."""
-        purpose, self._purpose = self._purpose, None
-        if purpose in (None, _Purpose.TAIL):
+        if self._purpose is None or self._purpose in _FETCHES:
             return []
-        return self._lose("replay_failed") + self._drain(give_up=True)
+        purpose, self._purpose = self._purpose, None
+        if purpose is _Purpose.TAIL:
+            return []
+        actions = self._lose("replay_failed")
+        fetch = [] if purpose is _Purpose.HISTORY else self._fetch_again()
+        return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int) -> None:
         """A batch applied to this view told that the engine's cache is empty: the view lacks nothing."""
@@ -220,28 +291,43 @@ class StreamMachine:
     def _restart(self, reason: str) -> list[Action]:
         """Begins a new life."""
         actions = self._lose("no_history", reason)
+        if self._snapshots:
+            return actions + self._fetch(_Purpose.SNAPSHOT)
         return actions + self._ask(_Purpose.HISTORY) if self._replayable else actions
+
+    def _fetch(self, purpose: _Purpose) -> list[Action]:
+        self._purpose = purpose
+        return [Fetch()]
+
+    def _fetch_again(self) -> list[Action]:
+        """Begins anew from a snapshot, if one is offered that live batches can follow."""
+        self._fruitless += 1
+        if not self._snapshots or self._fruitless > _FRUITLESS_MAX:
+            return []
+        return self._fetch(_Purpose.SNAPSHOT)
 
     def _lose(self, lacking: str, reason: str | None = None) -> list[Action]:
         """Clears the view, which from now on lacks something."""
         self._view += 1
-        was_empty = self._next is None
-        self._next, self._lacking = None, lacking
+        was_empty = self._empty
+        self._next, self._lacking, self._last_digest, self._empty = None, lacking, b"", True
         return [] if was_empty else [Clear(reason or lacking)]
 
     def _ask(self, purpose: _Purpose) -> list[Action]:
         self._purpose = purpose
         self._answered = False
         # Before the first batch there is none to check.
-        self._confirmed = not self._next
+        self._confirmed = not self._last_digest
         self._asked_from = self._next or 0
         start = self.replay_start
         assert start is not None
         return [Replay(start)]
 
     def _applied(self, sequence: int, payload: bytes) -> Apply:
-        if sequence == 0:
+        if sequence <= self._first:
             self._lacking = None
+        self._empty = False
+        self._fruitless = 0
         self._next = sequence + 1
         self._last_digest = xxh3_128_digest(payload)
         return Apply(payload, self._view)
@@ -271,10 +357,17 @@ class StreamMachine:
                 if not give_up:
                     return actions + self._ask(_Purpose.GAP)
                 actions += self._lose("gap")
+                if fetch := self._fetch_again():
+                    return actions + fetch
                 give_up = not self._replayable
             if payload is None:
                 return actions
             self._waiting.popleft()
             self._waiting_bytes -= len(payload)
-            if self._next is None or sequence == self._next:
+            if self._fits(sequence):
                 actions.append(self._applied(sequence, payload))
+
+    def _fits(self, sequence: int) -> bool:
+        """Whether a batch is the next one; a life may begin with a lower number than expected."""
+        fresh = self._next == self._first and not self._last_digest
+        return self._next is None or sequence == self._next or (fresh and sequence < self._first)

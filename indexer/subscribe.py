@@ -1,7 +1,8 @@
 """The thread that listens to all pods: one poller over every publisher, monitor and replay socket.
 
-Streams to follow come in, from any thread; what they bring goes to the sink, on this thread. Each ready
-socket has a bounded turn, so that a flood from one pod costs the others no more than that.
+Streams to follow come in, from any thread; what they bring goes to the sink, on this thread. We connect to
+pods, pods connect to us, or both. Each ready socket has a bounded turn, so that a flood from one pod costs
+the others no more than that.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 import zmq
 
 from indexer.config import PODS_MAX, IndexerConfig, PodStream
-from indexer.errors import ConfigError
+from indexer.errors import ConfigError, ListenError
 from indexer.follower import Follower
+from indexer.inbox import Inbox, Publisher
+from indexer.losses import Losses
+from indexer.recovery import Owner
 from indexer.sink import StreamSink
+from indexer.snapshot import Snapshot, SnapshotError
+from indexer.snapshot_fetch import SnapshotFetcher
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +41,21 @@ class Subscriber:
     Args:
         config: Bounds and times.
         sink: Where the streams end.
+        take_lost: Tells the names in the index whose blocks were lost there since it was last asked; None:
+            no index loses them.
         clock: A monotonic clock, in seconds.
+
+    Raises:
+        ListenError: Pods cannot connect where they should.
     """
 
     def __init__(
-        self, config: IndexerConfig, sink: StreamSink, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: IndexerConfig,
+        sink: StreamSink,
+        *,
+        take_lost: Callable[[], Collection[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._sink = sink
@@ -49,13 +67,33 @@ class Subscriber:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
+        self._fetcher = SnapshotFetcher(
+            at_once=config.concurrent_snapshots,
+            max_bytes=config.snapshot_max_bytes,
+            total_s=config.snapshot_total_s,
+        )
+        # What other threads leave for ours.
+        self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.free_replays = config.concurrent_replays
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
-        self._watched: dict[zmq.Socket[bytes], tuple[Follower, Callable[[float], None]]] = {}
+        self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
+        self._losses = None if take_lost is None else Losses(take_lost, self._doubt_lost)
+        self._inbox: Inbox | None = None
+        try:
+            if config.events_bind is not None:
+                self._inbox = Inbox(config, sink, self)
+        except ListenError:
+            self.close()
+            raise
+
+    @property
+    def bound_endpoint(self) -> str | None:
+        """Where pods connect to; None if they do not."""
+        return None if self._inbox is None else self._inbox.endpoint
 
     def start(self) -> None:
         """Starts the thread."""
@@ -69,6 +107,9 @@ class Subscriber:
         if self._thread.ident is not None:
             self._wake()
             self._thread.join()
+        else:
+            self._close_streams()
+        self._fetcher.close()
         self.context.term()
         self._wake_in.close()
         self._wake_out.close()
@@ -79,16 +120,38 @@ class Subscriber:
         Raises:
             ConfigError: There are too many.
         """
-        wanted = {stream.pod: stream for stream in streams}
+        wanted = {stream.holder: stream for declared in streams for stream in declared.by_rank()}
         if len(wanted) > PODS_MAX:
             raise ConfigError(f"cannot follow {len(wanted)} pods, at most {PODS_MAX}")
+        for stream in wanted.values():
+            if stream.events_endpoint is None and self._inbox is None:
+                raise ConfigError(f"stream of {stream.pod}: it connects to us, but events_bind is not set")
         with self._lock:
             self._wanted = wanted
         self._wake()
 
-    def watch(
-        self, owner: Follower, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]
-    ) -> None:
+    def doubt(self, pod: str, reason: str, *, emptied: bool) -> None:
+        """Something else than the stream tells that the view of a pod is wrong.
+
+        Args:
+            pod: The pod; each of its ranks is meant.
+            reason: Why.
+            emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
+            anew.
+        """
+
+        def act() -> None:
+            for owner in tuple(self._streams()):
+                if owner.stream.pod == pod:
+                    recovery = owner.recovery
+                    step: Callable[[str, float], object] = (
+                        recovery.emptied_silently if emptied else recovery.doubted
+                    )
+                    self._guarded(owner, partial(step, reason))
+
+        self._post(act)
+
+    def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
         """See `Sockets.watch`."""
         self._watched[watched] = (owner, on_readable)
         self._poller.register(watched, zmq.POLLIN)
@@ -98,9 +161,28 @@ class Subscriber:
         del self._watched[watched]
         self._poller.unregister(watched)
 
+    def fetch(
+        self,
+        owner: Owner,
+        stream: PodStream,
+        deliver: Callable[[Snapshot | SnapshotError, float], None],
+    ) -> None:
+        """See `Sockets.fetch`."""
+        assert stream.snapshot_url is not None
+
+        def fetched(answer: Snapshot | SnapshotError) -> None:
+            self._post(lambda: self._guarded(owner, lambda now_s: deliver(answer, now_s)))
+
+        self._fetcher.fetch(stream.snapshot_url, fetched)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Has something done on our thread."""
+        self._calls.append(call)
+        self._wake()
+
     def _wake(self) -> None:
-        # A full pipe wakes it just as well.
-        with contextlib.suppress(BlockingIOError):
+        # A full pipe wakes it just as well; a closed one has nobody to wake.
+        with contextlib.suppress(OSError):
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:
@@ -109,43 +191,76 @@ class Subscriber:
             while not self._closing:
                 self._turn()
         finally:
-            for follower in self._followers.values():
-                follower.close()
+            self._close_streams()
+
+    def _close_streams(self) -> None:
+        for follower in self._followers.values():
+            follower.close()
+        if self._inbox is not None:
+            self._inbox.close()
 
     def _turn(self) -> None:
         """Waits until something is ready or due, and lets everything that is have its turn."""
-        due_s = min((follower.due_s for follower in self._followers.values()), default=math.inf)
+        due_s = min((owner.due_s for owner in self._owners()), default=math.inf)
         wait_s = min(_LONGEST_WAIT_S, max(0.0, due_s - self._clock()))
         for ready, _ in self._poller.poll(math.ceil(wait_s * 1000)):
             if isinstance(ready, zmq.Socket):
                 # An earlier turn may have closed it.
                 if ready in self._watched:
-                    follower, on_readable = self._watched[ready]
-                    self._guarded(follower, on_readable)
+                    owner, on_readable = self._watched[ready]
+                    self._guarded(owner, on_readable)
             else:
                 self._wake_out.recv(4096)
                 self._reconcile()
+                while self._calls:
+                    self._calls.popleft()()
         now_s = self._clock()
-        for follower in self._followers.values():
-            if follower.due_s <= now_s:
-                self._guarded(follower, follower.tick)
+        for owner in tuple(self._owners()):
+            if owner.due_s <= now_s:
+                self._guarded(owner, owner.tick)
 
-    def _guarded(self, follower: Follower, step: Callable[[float], None]) -> None:
+    def _streams(self) -> Iterator[Follower | Publisher]:
+        yield from self._followers.values()
+        if self._inbox is not None:
+            yield from self._inbox.publishers.values()
+
+    def _doubt_lost(self, name: str, now_s: float) -> bool:
+        """Whether a view whose blocks the index lost is built anew from now on, or is nobody's any more."""
+        # Another group's name is the engine's with the group behind it.
+        names = (name, name.rpartition("#")[0])
+        for owner in self._streams():
+            if owner.name in names:
+                return owner.recovery.doubted("index_lost_it", now_s)
+        return True
+
+    def _owners(self) -> Iterator[Owner]:
+        yield from self._streams()
+        if self._losses is not None:
+            yield self._losses
+        if self._inbox is not None:
+            yield self._inbox
+
+    def _guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         try:
             step(self._clock())
         except Exception:
-            _log.exception("error while following %s; its view is dropped", follower.stream.pod)
-            follower.reset(self._clock())
+            _log.exception("error while following %s; its view is dropped", owner.name)
+            owner.reset(self._clock())
 
     def _reconcile(self) -> None:
         with self._lock:
             wanted = self._wanted
-        for pod, follower in tuple(self._followers.items()):
-            if wanted.get(pod) != follower.stream:
+        dialled = {holder: stream for holder, stream in wanted.items() if stream.events_endpoint is not None}
+        for holder, follower in tuple(self._followers.items()):
+            if dialled.get(holder) != follower.stream:
                 follower.close()
-                del self._followers[pod]
-                self._sink.closed(pod)
-        for pod, stream in wanted.items():
-            if pod not in self._followers:
+                del self._followers[holder]
+                self._sink.closed(holder)
+        if self._inbox is not None:
+            awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
+            elsewhere = frozenset(stream.pod for stream in dialled.values())
+            self._inbox.declare(awaited, elsewhere, self._clock())
+        for holder, stream in dialled.items():
+            if holder not in self._followers:
                 self._sink.opened(stream)
-                self._followers[pod] = Follower(stream, self._config, self._sink, self)
+                self._followers[holder] = Follower(stream, self._config, self._sink, self)

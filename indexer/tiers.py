@@ -2,36 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from indexer.errors import ConfigError
 
 GPU_TIER = "gpu"
 CPU_TIER = "cpu"
+# Where a request was just sent: blocks that the pod will soon hold in its device memory (see `speculate`).
+SPECULATIVE_TIER = "speculative"
 # One name for all media that we do not know, so that a pod cannot make up any number of tiers.
 OTHER_TIER = "other"
 
+TIERS_MAX = 8
+
 # vLLM names GPU, CPU and STORAGE, SGLang GPU, CPU_PINNED, DISK and EXTERNAL; older releases name none.
-_TIERS = {"": GPU_TIER, "GPU": GPU_TIER, "CPU": CPU_TIER, "CPU_PINNED": CPU_TIER}
+DEFAULT_TIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "GPU": GPU_TIER,
+        "CPU": CPU_TIER,
+        "CPU_PINNED": CPU_TIER,
+        "DISK": "disk",
+        "STORAGE": "disk",
+        "EXTERNAL": "external",
+    }
+)
+DEFAULT_WEIGHTS: Mapping[str, float] = MappingProxyType({GPU_TIER: 1.0, CPU_TIER: 0.8})
 
 
-def tier_of(medium: str | None) -> str:
-    """The tier of an event's `medium`, upper or lower case."""
-    return _TIERS.get((medium or "").upper(), OTHER_TIER)
+class Tiers:
+    """The tiers of one index, best first, and the credit of one cached block in each.
 
+    A tier without a weight, and every unknown medium, is credited as the slowest tier that has one.
 
-class TierWeights:
-    """Credit of one cached block by tier; an unknown tier never gets more than the slowest known one."""
+    Args:
+        weights: Credit by tier, 0..1; names at least "gpu".
+        tier_by_medium: From an event's medium, upper case, to its tier.
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = dict(weights)
-        self._unknown = min(weights.values())
+    Raises:
+        ConfigError: There are more tiers than an index can tell apart.
 
-    def __getitem__(self, tier: str) -> float:
-        return self._weights.get(tier, self._unknown)
+    Attributes:
+        names: All tiers, the highest weight first; among equals those that were given a weight, "gpu" and
+            "speculative" before others. A tier's number is its place here.
+        weights: Credit of one block, for each of `names`.
+    """
 
-    def best(self, tiers: Iterable[str]) -> str:
-        """The tier with the highest weight; among equals a known one, then the first by name."""
-        return min(tiers, key=lambda tier: (-self[tier], tier not in self._weights, tier))
+    def __init__(
+        self,
+        weights: Mapping[str, float] = DEFAULT_WEIGHTS,
+        tier_by_medium: Mapping[str, str] = DEFAULT_TIERS,
+    ) -> None:
+        slowest = min(weights.values())
+        credit = {GPU_TIER: 1.0, SPECULATIVE_TIER: weights[GPU_TIER], **weights}
+        for tier in (*tier_by_medium.values(), OTHER_TIER):
+            credit.setdefault(tier, slowest)
+        if len(credit) > TIERS_MAX:
+            raise ConfigError(f"tiers: {len(credit)} named ({', '.join(credit)}), at most {TIERS_MAX}")
+        order = {tier: place for place, tier in enumerate(credit)}
+        self.names: tuple[str, ...] = tuple(
+            sorted(
+                credit,
+                key=lambda tier: (-credit[tier], tier not in (*weights, SPECULATIVE_TIER), order[tier]),
+            )
+        )
+        self.weights: tuple[float, ...] = tuple(credit[tier] for tier in self.names)
+        self._numbers = {tier: number for number, tier in enumerate(self.names)}
+        self._tier_by_medium = {medium.upper(): tier for medium, tier in tier_by_medium.items()}
+        self._tier_by_medium[""] = GPU_TIER
 
-    def sum(self, blocks_by_tier: Mapping[str, int]) -> float:
-        """Credit of all these blocks."""
-        return sum((self[tier] * blocks for tier, blocks in blocks_by_tier.items()), 0.0)
+    def number(self, tier: str) -> int:
+        """A tier's place in `names`; that of "other" for an unknown one."""
+        return self._numbers.get(tier, self._numbers[OTHER_TIER])
+
+    def of_medium(self, medium: str | None) -> str:
+        """The tier of an event's medium, upper or lower case; engines that name none mean device memory."""
+        return self._tier_by_medium.get((medium or "").upper(), OTHER_TIER)
+
+    def weighted(self, blocks_by_tier: Sequence[int]) -> float:
+        """Credit of so many blocks in each tier of `names`; never rounded."""
+        return sum(blocks * weight for blocks, weight in zip(blocks_by_tier, self.weights, strict=True))

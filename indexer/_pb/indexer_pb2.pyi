@@ -13,24 +13,49 @@ class StreamState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STREAM_STATE_EXACT: _ClassVar[StreamState]
     STREAM_STATE_RECOVERING: _ClassVar[StreamState]
     STREAM_STATE_STALE: _ClassVar[StreamState]
+
+class PrefixEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFIX_END_UNSPECIFIED: _ClassVar[PrefixEnd]
+    PREFIX_END_PROMPT: _ClassVar[PrefixEnd]
+    PREFIX_END_HOLE: _ClassVar[PrefixEnd]
+    PREFIX_END_OTHER_ATTENTION: _ClassVar[PrefixEnd]
 STREAM_STATE_UNSPECIFIED: StreamState
 STREAM_STATE_EXACT: StreamState
 STREAM_STATE_RECOVERING: StreamState
 STREAM_STATE_STALE: StreamState
+PREFIX_END_UNSPECIFIED: PrefixEnd
+PREFIX_END_PROMPT: PrefixEnd
+PREFIX_END_HOLE: PrefixEnd
+PREFIX_END_OTHER_ATTENTION: PrefixEnd
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("model", "token_ids", "pods", "lora_name", "cache_salt")
+    __slots__ = ("model", "token_ids", "pods", "lora_name", "cache_salt", "text")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PODS_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     model: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     pods: _containers.RepeatedScalarFieldContainer[str]
     lora_name: str
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., pods: _Optional[_Iterable[str]] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    text: str
+    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., pods: _Optional[_Iterable[str]] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class ScoreBatchRequest(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[ScoreRequest]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[ScoreRequest, _Mapping]]] = ...) -> None: ...
+
+class ScoreBatchResponse(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[ScoreResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[ScoreResponse, _Mapping]]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("pods", "block_tokens", "prompt_blocks")
@@ -65,30 +90,94 @@ class PodScore(_message.Message):
     state: StreamState
     def __init__(self, pod: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks_by_tier: _Optional[_Mapping[str, int]] = ..., weighted_blocks: _Optional[float] = ..., state: _Optional[_Union[StreamState, str]] = ...) -> None: ...
 
+class ExplainPrefixResponse(_message.Message):
+    __slots__ = ("engines", "block_tokens", "prompt_blocks")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineExplanation]
+    block_tokens: int
+    prompt_blocks: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineExplanation, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ...) -> None: ...
+
+class EngineExplanation(_message.Message):
+    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BEYOND_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    state: StreamState
+    reason: str
+    cached_blocks: int
+    end: PrefixEnd
+    held_blocks: int
+    held_beyond: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierRun]
+    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
+
+class TierRun(_message.Message):
+    __slots__ = ("tier", "blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    blocks: int
+    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("pods",)
+    PODS_FIELD_NUMBER: _ClassVar[int]
+    pods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pods: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ClearResponse(_message.Message):
+    __slots__ = ("pods",)
+    PODS_FIELD_NUMBER: _ClassVar[int]
+    pods: int
+    def __init__(self, pods: _Optional[int] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("blocks", "capacity_blocks", "holdings", "evicted_blocks", "pods")
+    __slots__ = ("blocks", "capacity_blocks", "holdings", "evicted_blocks", "pods", "used_bytes", "capacity_bytes", "block_tokens", "pending")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PODS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     capacity_blocks: int
     holdings: int
     evicted_blocks: int
     pods: _containers.RepeatedCompositeFieldContainer[PodStream]
-    def __init__(self, blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., holdings: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., pods: _Optional[_Iterable[_Union[PodStream, _Mapping]]] = ...) -> None: ...
+    used_bytes: int
+    capacity_bytes: int
+    block_tokens: int
+    pending: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., holdings: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., pods: _Optional[_Iterable[_Union[PodStream, _Mapping]]] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., pending: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PodStream(_message.Message):
-    __slots__ = ("pod", "model", "state")
+    __slots__ = ("pod", "model", "state", "reason", "rank", "linked")
     POD_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LINKED_FIELD_NUMBER: _ClassVar[int]
     pod: str
     model: str
     state: StreamState
-    def __init__(self, pod: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ...) -> None: ...
+    reason: str
+    rank: int
+    linked: bool
+    def __init__(self, pod: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., rank: _Optional[int] = ..., linked: _Optional[bool] = ...) -> None: ...

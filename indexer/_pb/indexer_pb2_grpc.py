@@ -39,10 +39,25 @@ class IndexerServiceStub:
                 request_serializer=indexer_dot___pb_dot_indexer__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=indexer_dot___pb_dot_indexer__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreBatch = channel.unary_unary(
+                '/kvroute.v1.IndexerService/ScoreBatch',
+                request_serializer=indexer_dot___pb_dot_indexer__pb2.ScoreBatchRequest.SerializeToString,
+                response_deserializer=indexer_dot___pb_dot_indexer__pb2.ScoreBatchResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvroute.v1.IndexerService/Explain',
+                request_serializer=indexer_dot___pb_dot_indexer__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=indexer_dot___pb_dot_indexer__pb2.ExplainPrefixResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvroute.v1.IndexerService/Stats',
                 request_serializer=indexer_dot___pb_dot_indexer__pb2.StatsRequest.SerializeToString,
                 response_deserializer=indexer_dot___pb_dot_indexer__pb2.StatsResponse.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvroute.v1.IndexerService/Clear',
+                request_serializer=indexer_dot___pb_dot_indexer__pb2.ClearRequest.SerializeToString,
+                response_deserializer=indexer_dot___pb_dot_indexer__pb2.ClearResponse.FromString,
                 _registered_method=True)
 
 
@@ -51,7 +66,22 @@ class IndexerServiceServicer:
 
     def Score(self, request, context):
         """Tells for each pod how much of the prompt it holds.
-        INVALID_ARGUMENT: no model is named. NOT_FOUND: no pods are named and none serves the model.
+        INVALID_ARGUMENT: no model is named, or both tokens and text. NOT_FOUND: no pods are named and none serves
+        the model. FAILED_PRECONDITION: a text, but no tokenizer for the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreBatch(self, request, context):
+        """The same for several prompts; the answers are in their order. An error of one is an error of all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Tells for each engine where the prefix that it holds ends, and why. Errors as for Score.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -59,6 +89,13 @@ class IndexerServiceServicer:
 
     def Stats(self, request, context):
         """Tells the size of the index and the state of every event stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Drops the views of pods; they are built anew from snapshots or replays. NOT_FOUND: a pod is not followed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,10 +109,25 @@ def add_IndexerServiceServicer_to_server(servicer, server):
                     request_deserializer=indexer_dot___pb_dot_indexer__pb2.ScoreRequest.FromString,
                     response_serializer=indexer_dot___pb_dot_indexer__pb2.ScoreResponse.SerializeToString,
             ),
+            'ScoreBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreBatch,
+                    request_deserializer=indexer_dot___pb_dot_indexer__pb2.ScoreBatchRequest.FromString,
+                    response_serializer=indexer_dot___pb_dot_indexer__pb2.ScoreBatchResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=indexer_dot___pb_dot_indexer__pb2.ScoreRequest.FromString,
+                    response_serializer=indexer_dot___pb_dot_indexer__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
                     request_deserializer=indexer_dot___pb_dot_indexer__pb2.StatsRequest.FromString,
                     response_serializer=indexer_dot___pb_dot_indexer__pb2.StatsResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=indexer_dot___pb_dot_indexer__pb2.ClearRequest.FromString,
+                    response_serializer=indexer_dot___pb_dot_indexer__pb2.ClearResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -116,6 +168,60 @@ class IndexerService:
             _registered_method=True)
 
     @staticmethod
+    def ScoreBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvroute.v1.IndexerService/ScoreBatch',
+            indexer_dot___pb_dot_indexer__pb2.ScoreBatchRequest.SerializeToString,
+            indexer_dot___pb_dot_indexer__pb2.ScoreBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvroute.v1.IndexerService/Explain',
+            indexer_dot___pb_dot_indexer__pb2.ScoreRequest.SerializeToString,
+            indexer_dot___pb_dot_indexer__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Stats(request,
             target,
             options=(),
@@ -132,6 +238,33 @@ class IndexerService:
             '/kvroute.v1.IndexerService/Stats',
             indexer_dot___pb_dot_indexer__pb2.StatsRequest.SerializeToString,
             indexer_dot___pb_dot_indexer__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvroute.v1.IndexerService/Clear',
+            indexer_dot___pb_dot_indexer__pb2.ClearRequest.SerializeToString,
+            indexer_dot___pb_dot_indexer__pb2.ClearResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,105 +1,224 @@
-"""Every index backend against a naive mirror, under random histories."""
+"""Every index backend against the reference, and that against a naive mirror, under random histories."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.contract.test_index_contract import BACKENDS, WEIGHTS
+from indexer.index import Holding, Index
+from indexer.reference_index import ReferenceIndex
+from indexer.tiers import SPECULATIVE_TIER
+from tests.contract.index_backends import TIERS, Backend, close, keys
 
-PODS = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
-TIERS = ("gpu", "cpu", "other")
+# More than a machine word has bits.
+PODS = tuple(f"10.0.0.{number}:8000" for number in range(80))
 # Chains that share heads, as prompts do.
-CHAINS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 14, 15], [21, 22], [1, 32, 33, 34])
+CHAINS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 14, 15], [21, 22], [1, 32, 33, 34], list(range(40, 60)))
+KEYS = sorted({key for chain in CHAINS for key in chain})
+# Nothing is evicted from a roomy index but on demand.
+ROOMY = 10_000
 
-pods = st.sampled_from(PODS)
-tiers = st.sampled_from(TIERS)
+# A few pods have most of the history.
+pods = st.sampled_from(PODS[:3]) | st.sampled_from(PODS)
 chains = st.sampled_from(CHAINS)
+copies = st.sampled_from([1, 1, 1, 2, 25])
+places = st.integers(0, 20)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """An index and a mirror made of one counter."""
+    """An index, the reference with the same history, and a mirror that is one counter and forgets nothing."""
 
-    backend = ""
+    backend: Backend
+    make: Callable[[int], Index]
 
-    @initialize(capacity=st.sampled_from([4, 10_000]))
-    def begin(self, capacity: int) -> None:
-        """Begins empty, roomy or nearly without room."""
+    @initialize(capacity=st.sampled_from([ROOMY, ROOMY, 1, 4, 11]), speculative=st.booleans())
+    def begin(self, capacity: int, speculative: bool) -> None:
+        """Begins empty, with much room or with little, with speculative blocks or without."""
+        if speculative and not self.backend.shares_speculation:
+            capacity = ROOMY
         self.capacity = capacity
-        self.index = BACKENDS[self.backend](capacity)
-        self.copies: Counter[tuple[str, str, int]] = Counter()
+        self.tiers = [tier for tier in TIERS.names if speculative or tier != SPECULATIVE_TIER]
+        # Whether the index must be as the reference, and whether that must be as the mirror.
+        self.is_reference = self.backend.exact_lru or capacity == ROOMY
+        self.is_mirror = capacity == ROOMY
+        self.may_evict = self.backend.shares_speculation or not speculative
+        self.index = type(self).make(capacity)
+        self.reference = ReferenceIndex(capacity, TIERS)
+        self.mirror: Counter[tuple[str, str, int]] = Counter()
 
-    @rule(pod=pods, tier=tiers, chain=chains, start=st.integers(0, 5), stop=st.integers(0, 6))
-    def store(self, pod: str, tier: str, chain: list[int], start: int, stop: int) -> None:
-        """Part of a chain is stored."""
-        self.index.add(pod, tier, chain[start:stop])
-        self.copies.update((pod, tier, key) for key in chain[start:stop])
+    @rule(pod=pods, data=st.data(), chain=chains, start=places, stop=places, repeated=copies)
+    def store(
+        self, pod: str, data: st.DataObject, chain: list[int], start: int, stop: int, repeated: int
+    ) -> None:
+        """Part of a chain is stored, in as many copies."""
+        self.add(pod, data.draw(st.sampled_from(self.tiers)), np.repeat(keys(chain[start:stop]), repeated))
+        self.sizes_agree()
+
+    @rule(first=places, more=st.integers(1, 80), data=st.data(), chain=chains)
+    def store_everywhere(self, first: int, more: int, data: st.DataObject, chain: list[int]) -> None:
+        """Many pods store one chain."""
+        tier = data.draw(st.sampled_from(self.tiers))
+        for pod in PODS[first : first + more]:
+            self.add(pod, tier, keys(chain))
+        self.sizes_agree()
 
     @rule(
-        pod=pods, tier=tiers, chain=chains, order=st.sampled_from(["head", "tail", "random"]), data=st.data()
+        pod=pods,
+        data=st.data(),
+        chain=chains,
+        order=st.sampled_from(["head", "tail", "random"]),
+        repeated=copies,
+        at_once=st.booleans(),
     )
-    def remove(self, pod: str, tier: str, chain: list[int], order: str, data: st.DataObject) -> None:
-        """Part of a chain is removed, from either end or at random."""
-        keys = chain if order == "head" else chain[::-1]
-        if order == "random":
-            keys = data.draw(st.permutations(chain))
-        for key in keys[: data.draw(st.integers(0, len(keys)))]:
-            ended = self.index.remove(pod, tier, [key])
-            held = self.copies[pod, tier, key]
-            self.copies[pod, tier, key] = max(0, held - 1)
-            if self.capacity > len(CHAINS) * 10:
-                assert ended == (held == 1)
+    def remove(
+        self, pod: str, data: st.DataObject, chain: list[int], order: str, repeated: int, at_once: bool
+    ) -> None:
+        """Part of a chain is removed from one tier, from either end or at random."""
+        tier = data.draw(st.sampled_from(self.tiers))
+        gone = {"head": chain, "tail": chain[::-1]}.get(order) or data.draw(st.permutations(chain))
+        gone = np.repeat(keys(gone[: data.draw(st.integers(1, len(chain)))]), repeated).tolist()
+        for part in [gone] if at_once else [[key] for key in gone]:
+            ended = self.index.remove(pod, tier, keys(part))
+            expected = self.reference.remove(pod, tier, keys(part))
+            assert ended == expected or not self.is_reference
+        for key in gone:
+            self.mirror[pod, tier, key] = max(0, self.mirror[pod, tier, key] - 1)
 
     @rule(pod=pods)
     def clear(self, pod: str) -> None:
-        """A pod's cache is emptied."""
-        self.index.clear_pod(pod)
-        for held in tuple(self.copies):
-            if held[0] == pod:
-                del self.copies[held]
+        """A pod's cache is emptied: a new life begins."""
+        cleared = self.index.clear_pod(pod)
+        assert cleared == self.reference.clear_pod(pod) or not self.is_reference
+        assert not self.index.held(keys(KEYS), pod).any()
+        for held in [held for held in self.mirror if held[0] == pod]:
+            del self.mirror[held]
 
-    @rule(chain=chains, assumed=st.dictionaries(pods, st.sets(st.integers(0, 5))))
-    def match(self, chain: list[int], assumed: dict[str, set[int]]) -> None:
-        """All pods are matched."""
-        found = self.index.match(chain, PODS, assumed)
-        assert found.keys() == set(PODS)
+    @precondition(lambda self: self.may_evict)
+    @rule(blocks=st.integers(0, 8))
+    def evict(self, blocks: int) -> None:
+        """The oldest blocks are dropped."""
+        self.is_reference = self.is_reference and self.backend.exact_lru
+        self.is_mirror = False
+        dropped = self.index.evict(blocks)
+        expected = self.reference.evict(blocks)
+        assert dropped == expected or not self.is_reference
+        assert dropped <= blocks
+
+    @rule(chain=chains, asked=st.sets(pods) | st.just(frozenset(PODS)))
+    def match(self, chain: list[int], asked: set[str]) -> None:
+        """Some pods are matched, or all."""
+        found = self.index.match(keys(chain), frozenset(asked))
+        expected = self.reference.match(keys(chain), sorted(asked))
+        assert found.keys() == asked
+        for pod in asked:
+            match = found[pod]
+            mirrored = self.prefix(pod, chain)
+            if self.is_reference:
+                assert match == expected[pod]
+            if self.is_mirror:
+                assert match.blocks_by_tier == Counter(mirrored)
+            assert match.blocks <= len(mirrored), "held less, told more"
+            assert match.blocks == sum(match.blocks_by_tier.values())
+
+    @rule(some=st.sets(pods, min_size=1))
+    def snapshot(self, some: set[str]) -> None:
+        """Another index takes a snapshot, and then holds the same."""
+        holdings = self.index.snapshot(sorted(some))
+        other = ReferenceIndex(ROOMY, TIERS)
+        other.restore(holdings)
+        for pod in some:
+            tiers = self.index.held(keys(KEYS), pod) & ~np.uint8(1 << TIERS.number(SPECULATIVE_TIER))
+            assert other.held(keys(KEYS), pod).tolist() == tiers.tolist()
+        if self.is_reference:
+            assert _references(holdings) == _references(self.reference.snapshot(sorted(some)))
+
+    def teardown(self) -> None:
+        """In the end, what every pod holds is compared, and restored into another index of the same kind."""
+        if not hasattr(self, "index"):
+            return
         for pod in PODS:
-            expected = self.expected(chain, pod, assumed.get(pod, set()))
-            if self.capacity > len(CHAINS) * 10:
-                assert Counter(found[pod].blocks_by_tier) == Counter(expected)
-            assert found[pod].blocks <= len(expected), "held less, told more"
-            assert found[pod].blocks == sum(found[pod].blocks_by_tier.values())
-            assert found[pod].weighted_blocks == pytest.approx(WEIGHTS.sum(found[pod].blocks_by_tier))
+            held = self.index.held(keys(KEYS), pod)
+            if self.is_reference:
+                assert held.tolist() == self.reference.held(keys(KEYS), pod).tolist()
+            mirrored = [self.bits(pod, key) for key in KEYS]
+            assert not any(bits & ~more for bits, more in zip(held.tolist(), mirrored, strict=True))
+            if self.is_mirror:
+                assert held.tolist() == mirrored
+        self.sizes_agree()
+        holdings = self.index.snapshot(PODS)
+        other = type(self).make(ROOMY)
+        other.restore(holdings)
+        assert _references(other.snapshot(PODS)) == _references(holdings)
+        for made in (self.index, other):
+            close(made)
 
-    def expected(self, chain: list[int], pod: str, assumed: set[int]) -> list[str]:
-        """The tier of each block of the unbroken prefix."""
-        prefix = []
-        for position, key in enumerate(chain):
-            held = [tier for tier in TIERS if self.copies[pod, tier, key] > 0]
-            if position not in assumed and not held:
-                break
-            prefix.append("gpu" if position in assumed else held[0])
-        return prefix
+    def add(self, pod: str, tier: str, added: np.ndarray) -> None:
+        """Adds to all three."""
+        self.index.add(pod, tier, added)
+        self.reference.add(pod, tier, added)
+        self.mirror.update((pod, tier, key) for key in added.tolist())
 
-    @invariant()
     def sizes_agree(self) -> None:
         """The index tells its true size."""
-        stats = self.index.stats()
-        assert stats.blocks <= self.capacity
-        if self.capacity > len(CHAINS) * 10:
-            held = [key for key, copies in self.copies.items() if copies > 0]
-            assert stats.blocks == len({key for _, _, key in held})
-            assert stats.holdings == len({(pod, key) for pod, _, key in held})
+        stats, expected = self.index.stats(), self.reference.stats()
+        assert stats.blocks <= stats.capacity_blocks
+        if self.is_mirror:
+            held = {
+                (pod, key)
+                for (pod, tier, key), references in self.mirror.items()
+                if references and (tier != SPECULATIVE_TIER or self.backend.shares_speculation)
+            }
+            assert (stats.blocks, stats.holdings) == (len({key for _, key in held}), len(held))
+        elif self.is_reference:
+            assert (stats.blocks, stats.holdings) == (expected.blocks, expected.holdings)
+            assert stats.evicted_blocks == expected.evicted_blocks
+
+    def bits(self, pod: str, key: int) -> int:
+        """The tiers in which a pod holds a block, by the mirror."""
+        return sum(1 << number for number, tier in enumerate(TIERS.names) if self.mirror[pod, tier, key])
+
+    def prefix(self, pod: str, chain: Sequence[int]) -> list[str]:
+        """The best tier of each block of the unbroken prefix, by the mirror."""
+        tiers = []
+        for key in chain:
+            held = [tier for tier in TIERS.names if self.mirror[pod, tier, key]]
+            if not held:
+                break
+            tiers.append(held[0])
+        return tiers
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_index_equals_its_naive_mirror(backend: str) -> None:
-    """Whatever is stored, removed and cleared, an index tells what the mirror tells, or less when full."""
-    machine = type("Machine", (IndexMachine,), {"backend": backend})
+def _references(holdings: Sequence[Holding]) -> dict[tuple[str, str, int], int]:
+    """References by pod, tier and key."""
+    return {
+        (holding.pod, holding.tier, key): references
+        for holding in holdings
+        for key, references in zip(holding.keys.tolist(), holding.references.tolist(), strict=True)
+    }
+
+
+@pytest.mark.timeout(600)
+def test_an_index_equals_the_reference(backend: Backend, make: Callable[[int], Index]) -> None:
+    """Whatever is stored, removed, cleared and evicted, an index tells what the reference tells."""
+    machine = type("Machine", (IndexMachine,), {"backend": backend, "make": staticmethod(make)})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+        machine,
+        settings=settings(
+            max_examples=12 if backend.needs_server else 50,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
     )

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from indexer.apply import Applied, PodView
 from indexer.config import IndexerConfig
 from indexer.events import BlockStored, EventBatch, KVEvent
-from indexer.keys import BlockHasher
+from indexer.flat_cache import FlatCache
+from indexer.flat_index import FlatIndex
+from indexer.hybrid import HybridMatcher, group_holder
+from indexer.index import Index, PrefixMatch
+from indexer.keys import BlockHasher, Keys
+from indexer.pod_cache import MappedCache, PodCache
 from indexer.reference_index import ReferenceIndex
-from indexer.tiers import TierWeights
+from indexer.tiers import Tiers
 
 DATA = Path(__file__).parents[1] / "data"
 POD = "10.0.0.1:8000"
 MODEL = "m"
+_FLAT_BYTES, _FLAT_BLOCKS = 8 << 20, 20_000
 
 
 def read_json(name: str) -> Any:
@@ -30,22 +37,58 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 class OnePod:
-    """A pod's view, its index, and questions to it."""
+    """A pod's view, its index, and questions to it.
 
-    def __init__(self, block_tokens: int = 4, **settings: Any) -> None:
+    Args:
+        block_tokens: Tokens of an index block.
+        flat: Whether the index is the flat one.
+        settings: Of the indexer.
+    """
+
+    def __init__(self, block_tokens: int = 4, *, flat: bool = False, **settings: Any) -> None:
         config = IndexerConfig(block_tokens=block_tokens, hash_seed=1, **settings)
-        self.index = ReferenceIndex(config.capacity_blocks, TierWeights(config.tier_weights))
+        tiers = Tiers(config.tier_weights)
+        flat_index = FlatIndex(_FLAT_BYTES, tiers, capacity_blocks=_FLAT_BLOCKS) if flat else None
+        self.index: Index = flat_index or ReferenceIndex(config.capacity_blocks, tiers)
         self.hasher = BlockHasher(block_tokens, 1)
-        self.view = PodView(POD, MODEL, index=self.index, hasher=self.hasher, config=config)
+        self.hybrid = HybridMatcher(self.index, block_tokens)
+
+        def cache_of(group: int | None) -> PodCache:
+            holder = POD if group is None else group_holder(POD, group)
+            if flat_index is not None:
+                return FlatCache(flat_index, holder, MODEL)
+            return MappedCache(
+                self.index,
+                holder,
+                max_held=config.engine_hashes_per_pod,
+                max_released=config.released_hashes_per_pod,
+            )
+
+        self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
     def apply(self, *events: KVEvent) -> Applied:
         """Applies events as one batch."""
-        return self.view.apply(EventBatch(0.0, events))
+        applied = self.view.apply(EventBatch(0.0, events))
+        self.hybrid.learn(POD, self.view.groups)
+        return applied
+
+    def keys(
+        self,
+        tokens: list[int],
+        lora: str | None = None,
+        salt: str | None = None,
+        extras: Sequence[bytes] = (),
+    ) -> Keys:
+        """Keys of a prompt."""
+        return self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens, extras)
+
+    def match(self, keys: Keys, prompt_tokens: int | None = None) -> PrefixMatch:
+        """How much of a prompt is cached."""
+        return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens)[POD]
 
     def tiers(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> dict[str, int]:
         """How many blocks of the prompt are cached, by tier."""
-        keys = self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens)
-        return dict(self.index.match(keys, [POD])[POD].blocks_by_tier)
+        return dict(self.match(self.keys(tokens, lora, salt)).blocks_by_tier)
 
     def cached(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> int:
         """How many blocks of the prompt are cached."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from indexer.stream import Action, Apply, Clear, Replay, StreamMachine
+from indexer.stream import StreamMachine
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
 
 
 def payload(life: int, sequence: int) -> bytes:
@@ -21,10 +22,26 @@ class Loop:
         clears: Their reasons.
         wire: Live messages under way.
         answers: Replay answers under way; None is the end.
+        fetching: Whether a snapshot is asked for.
+        fetches: How often one was.
     """
 
-    def __init__(self, *, replayable: bool = True, history: int = 100, max_batches: int = 100) -> None:
-        self.machine = StreamMachine(replayable=replayable, max_batches=max_batches, max_bytes=10_000)
+    def __init__(
+        self,
+        *,
+        replayable: bool = True,
+        snapshots: bool = False,
+        history: int = 100,
+        max_batches: int = 100,
+        first_sequence: int = 0,
+    ) -> None:
+        self.machine = StreamMachine(
+            replayable=replayable,
+            snapshots=snapshots,
+            first_sequence=first_sequence,
+            max_batches=max_batches,
+            max_bytes=10_000,
+        )
         self.history = history
         self.life = 0
         self.published = 0
@@ -35,6 +52,8 @@ class Loop:
         self.replays: list[int] = []
         self.wire: deque[int] = deque()
         self.answers: deque[int | None] = deque()
+        self.fetching = False
+        self.fetches = 0
 
     def publish(self, *, lost: bool = False) -> None:
         """The engine publishes its next batch."""
@@ -52,6 +71,7 @@ class Loop:
         self.connected = False
         self.wire.clear()
         self.answers.clear()
+        self.fetching = False
         self.perform(self.machine.link_down())
 
     def restart(self) -> None:
@@ -78,10 +98,25 @@ class Loop:
         self.answers.clear()
         self.perform(self.machine.replay_failed())
 
+    def answer_fetch(self) -> None:
+        """The snapshot that was asked for arrives: all that was published until now."""
+        self.fetching = False
+        self.perform(self.machine.snapshot_begun())
+        for applied in self.whole_life():
+            self.perform(self.machine.snapshot_batch(applied))
+        self.perform(self.machine.snapshot_ended(self.published))
+
+    def fail_fetch(self) -> None:
+        """There is no snapshot, for now."""
+        self.fetching = False
+        self.perform(self.machine.snapshot_failed())
+
     def settle(self) -> None:
         """All that is under way arrives."""
-        while self.wire or self.answers:
-            if self.answers:
+        while self.wire or self.answers or self.fetching:
+            if self.fetching:
+                self.answer_fetch()
+            elif self.answers:
                 self.answer()
             else:
                 self.deliver()
@@ -96,7 +131,12 @@ class Loop:
                 case Clear(reason):
                     self.view.clear()
                     self.clears.append(reason)
+                case Fetch():
+                    self.answers.clear()
+                    self.fetching = True
+                    self.fetches += 1
                 case Replay(start):
+                    self.fetching = False
                     assert start == self.machine.replay_start or self.machine.replay_start is None
                     self.replays.append(start)
                     first = max(start, self.published - self.history)

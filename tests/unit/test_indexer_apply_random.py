@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, KVEvent
-from tests.unit.indexer_support import OnePod, stored
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+from indexer.hybrid import group_holder
+from tests.unit.indexer_support import POD, OnePod, stored
 
 # Block tokens of three prompts that share heads; an engine hash stands for a whole prefix.
 PROMPTS = ["abcdef", "abxy", "q"]
@@ -80,14 +82,110 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @given(st.lists(steps, max_size=60))
 @settings(deadline=None)
-def test_the_index_equals_the_engine(history: list[tuple[str, ...]]) -> None:
+def test_the_index_equals_the_engine(flat: bool, history: list[tuple[str, ...]]) -> None:
     """Whatever an engine stores, copies, removes and clears, the index tells the engine's own prefixes."""
-    engine, pod = Engine(), OnePod()
+    engine, pod = Engine(), OnePod(flat=flat)
     for name, *arguments in history:
         applied = pod.apply(*getattr(engine, name)(*arguments))
         assert not applied.skipped
         for prompt in PROMPTS:
             assert pod.tiers(tokens(prompt)) == engine.cached(prompt)
     assert pod.index.stats().blocks == len({prefix for (prefix, _), n in engine.copies.items() if n})
+
+
+FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
+
+
+def one_block(prefix: str, **fields: object) -> KVEvent:
+    """The store of a prefix's last block, in an event of its own."""
+    parent = hash(prefix[:-1]) if prefix[:-1] else None
+    return stored([hash(prefix)], tokens(prefix[-1]), parent, **fields)
+
+
+def masked(prompt: str, kept: int) -> KVEvent:
+    """A window group's store of a prompt of which it keeps the last blocks."""
+    prefixes = [prompt[:end] for end in range(1, len(prompt) + 1)]
+    return stored([hash(prefix) for prefix in prefixes[-kept:]], tokens(prompt), **WINDOW)
+
+
+INDEPENDENT = [
+    *(one_block(prefix, **FULL) for prefix in PREFIXES),
+    *(one_block(prefix, medium="CPU", **FULL) for prefix in PREFIXES[:4]),
+    *(masked(prompt, 2) for prompt in PROMPTS[:2]),
+    masked(PROMPTS[2], 1),
+    one_block(PREFIXES[1], **FULL),
+]
+
+
+@given(st.permutations(INDEPENDENT), st.sampled_from([2, 4, 8]), st.booleans())
+@settings(deadline=None)
+def test_the_order_of_independent_stores_does_not_matter(
+    events: list[KVEvent], block_tokens: int, as_one_batch: bool
+) -> None:
+    """Children before parents, windows before full attention: the index is the same in the end."""
+    pod, ordered = OnePod(block_tokens=block_tokens), OnePod(block_tokens=block_tokens)
+    for view, batches in (
+        (pod, [events] if as_one_batch else [[e] for e in events]),
+        (ordered, [INDEPENDENT]),
+    ):
+        for batch in batches:
+            view.apply(*batch)
+    assert pod.view.orphans == ordered.view.orphans == 0
+    holders = [POD, group_holder(POD, 0)]
+    for mine, theirs in zip(pod.index.snapshot(holders), ordered.index.snapshot(holders), strict=True):
+        assert (mine.pod, mine.tier) == (theirs.pod, theirs.tier)
+        assert dict(zip(mine.keys.tolist(), mine.references.tolist(), strict=True)) == dict(
+            zip(theirs.keys.tolist(), theirs.references.tolist(), strict=True)
+        )
+
+
+hashes = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([b"a", b"b"])), max_size=4)
+groups = st.sampled_from([None, 0, 1, 2])
+hostile = st.one_of(
+    st.builds(
+        BlockStored,
+        hashes,
+        st.one_of(st.none(), st.integers(0, 5), st.just(b"a")),
+        st.lists(st.integers(0, 3), max_size=16),
+        st.sampled_from([0, 1, 2, 3, 4, 8]),
+        lora_id=st.sampled_from([None, 0, 1]),
+        lora_name=st.sampled_from([None, "", "x"]),
+        medium=st.sampled_from([None, "GPU", "CPU", "?"]),
+        extra_keys=st.one_of(
+            st.none(),
+            st.lists(
+                st.sampled_from([None, [], ["x"], [b"x"], [["x", 1]], [["x", -3]], [1.5], [["x"]], [None]]),
+                max_size=4,
+            ),
+        ),
+        group_idx=groups,
+        kv_cache_spec_kind=st.sampled_from([None, "full_attention", "sliding_window", "mamba", "?"]),
+        kv_cache_spec_sliding_window=st.sampled_from([None, -1, 0, 1, 9, 2**40]),
+        cache_salt=st.sampled_from([None, "", "x"]),
+    ),
+    st.builds(BlockRemoved, hashes, st.sampled_from([None, "GPU", "CPU"]), groups),
+    st.just(AllBlocksCleared()),
+)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 8])
+@given(st.lists(st.lists(hostile, max_size=8), max_size=8))
+@settings(deadline=None)
+def test_no_event_breaks_a_view(block_tokens: int, batches: list[list[KVEvent]]) -> None:
+    """Whatever events say, nothing is raised, what waits stays bounded and a clear leaves nothing."""
+    pod = OnePod(
+        block_tokens=block_tokens,
+        engine_hashes_per_pod=3,
+        released_hashes_per_pod=2,
+        orphan_tokens_per_pod=64,
+    )
+    for events in batches:
+        pod.apply(*events)
+        pod.match(pod.keys([0, 1, 2, 3] * 4), 16)
+        assert pod.view.orphans <= 4
+    pod.view.apply(EventBatch(0.0, (AllBlocksCleared(),)))
+    assert (pod.index.stats().blocks, pod.view.orphans) == (0, 0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 import indexer
-from indexer import ConfigError, IndexerConfig
-from indexer.tiers import TierWeights
+from indexer import ConfigError, IndexerConfig, PodStream
+from indexer.tiers import Tiers
 
 
 def test_defaults_are_valid() -> None:
@@ -19,11 +19,14 @@ def test_defaults_are_valid() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [f.name for f in fields(IndexerConfig) if f.name not in ("hash_seed", "tier_weights", "topic_prefix")],
+    [f.name for f in fields(IndexerConfig) if str(f.type) in ("int", "float")],
 )
 def test_no_bound_may_be_zero(name: str) -> None:
-    """Each number of the config is a size or a time, and its error names it."""
+    """Each number of the config is a size or a time, but for a few that count from 0; its error names it."""
+    counts = name in ("undeclared_pods", "first_sequence")
     with pytest.raises(ConfigError, match=name):
+        IndexerConfig(**{name: -1 if counts else 0})
+    if counts:
         IndexerConfig(**{name: 0})
 
 
@@ -35,6 +38,8 @@ def test_no_bound_may_be_zero(name: str) -> None:
         {"tier_weights": {"gpu": 1.1}},
         {"tier_weights": {"gpu": 1.0, "cpu": -0.1}},
         {"tier_weights": {"cpu": 0.8}},
+        {"events_bind": "ipc://events"},
+        {"backend": "etcd"},
     ],
 )
 def test_wrong_seeds_and_weights_are_refused(settings: dict[str, Any]) -> None:
@@ -45,10 +50,40 @@ def test_wrong_seeds_and_weights_are_refused(settings: dict[str, Any]) -> None:
 
 def test_unknown_tiers_never_beat_known_ones() -> None:
     """An unknown tier weighs as the slowest known one, and loses a tie against it."""
-    weights = TierWeights({"gpu": 1.0, "cpu": 0.3, "disk": 0.1})
-    assert weights["holographic"] == 0.1
-    assert weights.best(["holographic", "disk"]) == "disk"
-    assert weights.best(["disk", "cpu", "holographic"]) == "cpu"
+    tiers = Tiers({"gpu": 1.0, "cpu": 0.3, "disk": 0.1}, {"GPU": "gpu"})
+    assert tiers.of_medium("HOLOGRAM") == "other"
+    assert tiers.weights[tiers.number("other")] == 0.1
+    assert tiers.number("disk") < tiers.number("other")
+
+
+STREAM = PodStream("10.0.0.1:8000", "m", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5600")
+
+
+def test_each_rank_has_its_ports_and_its_name() -> None:
+    """Rank 0 is the pod itself; the others stand behind it, at port + rank."""
+    ranks = replace(STREAM, ranks=3).by_rank()
+    assert [(each.holder, each.events_endpoint, each.replay_endpoint) for each in ranks] == [
+        ("10.0.0.1:8000", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5600"),
+        ("10.0.0.1:8000@dp1", "tcp://10.0.0.1:5558", "tcp://10.0.0.1:5601"),
+        ("10.0.0.1:8000@dp2", "tcp://10.0.0.1:5559", "tcp://10.0.0.1:5602"),
+    ]
+    assert STREAM.by_rank() == (STREAM,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"ranks": 0}, "ranks must be 1..256"),
+        ({"ranks": 257}, "ranks must be 1..256"),
+        ({"ranks": 2, "snapshot_url": "http://x"}, "snapshot"),
+        ({"ranks": 2, "events_endpoint": "inproc://x"}, "no port"),
+        ({"ranks": 3, "replay_endpoint": "tcp://[fd00::1]:65534"}, "65534 . rank 2 is beyond 65535"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(settings: dict[str, Any], problem: str) -> None:
+    """Too many, without a port to count from, or beyond the last port: said, not wrapped around."""
+    with pytest.raises(ConfigError, match=problem):
+        replace(STREAM, **settings).by_rank()
 
 
 def test_the_public_names_are_these() -> None:
@@ -63,6 +98,7 @@ def test_the_public_names_are_these() -> None:
             "ListenError",
             "PayloadError",
             "PodMatch",
+            "PodMatches",
             "PodStream",
             "StreamState",
             "TokenError",

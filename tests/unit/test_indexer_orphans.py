@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.events import BlockRemoved
@@ -28,6 +28,7 @@ def test_an_orphan_attaches_when_its_parent_comes() -> None:
 
 
 @given(st.permutations(range(6)))
+@settings(deadline=None)
 def test_a_chain_comes_together_in_any_order(order: list[int]) -> None:
     """Whatever the order in which a chain's blocks are told, all are found in the end."""
     pod = OnePod()
@@ -48,7 +49,7 @@ def test_what_is_said_about_an_orphan_is_not_lost() -> None:
 
 def test_orphans_are_bounded() -> None:
     """When too many tokens wait the oldest store is dropped, and told; the youngest still attach."""
-    pod = OnePod(orphan_tokens_per_pod=8)
+    pod = OnePod(orphan_tokens_per_pod=32)
     pod.apply(stored([11], block(1), parent=1), stored([12], block(2), parent=1))
     assert pod.apply(stored([13], block(3), parent=1)).skipped == {("BlockStored", "orphan_dropped"): 1}
     assert pod.view.orphans == 2

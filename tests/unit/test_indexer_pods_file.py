@@ -52,6 +52,32 @@ def test_labels_tell_the_event_streams() -> None:
     assert c.stream() is None
 
 
+def test_labels_tell_how_a_pod_publishes() -> None:
+    """Whether it connects to us, how many ranks it has, where it tells its state and how it counts."""
+    labels = {
+        "kvroute.io/model": "tiny",
+        "kvroute.io/kv-events": "connects",
+        "kvroute.io/kv-snapshot": "true",
+        "kvroute.io/kv-first-sequence": "1",
+    }
+    stream = PodEntry("a", "default", "fd00::1", 8000, labels).stream()
+    assert stream == PodStream(
+        "[fd00::1]:8000",
+        "tiny",
+        None,
+        snapshot_url="http://[fd00::1]:8000/kv_events/snapshot",
+        first_sequence=1,
+    )
+    ranked = PodEntry("a", "default", "10.0.0.1", 8000, {"kvroute.io/model": "m", "kvroute.io/kv-ranks": "3"})
+    stream = ranked.stream(replay_port=6000)
+    assert stream is not None
+    assert [(each.holder, each.events_endpoint, each.replay_endpoint) for each in stream.by_rank()] == [
+        ("10.0.0.1:8000", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6000"),
+        ("10.0.0.1:8000@dp1", "tcp://10.0.0.1:5558", "tcp://10.0.0.1:6001"),
+        ("10.0.0.1:8000@dp2", "tcp://10.0.0.1:5559", "tcp://10.0.0.1:6002"),
+    ]
+
+
 def test_a_file_may_name_no_pod() -> None:
     """An empty list is a valid one: pods may come later."""
     assert parse_pods("endpoints: []", "pods.yaml") == ()
@@ -82,6 +108,14 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
         (ONE + ONE.split("\n", 1)[1], "pods.yaml:5: endpoints[1]", "10.0.0.1:8000"),
         (ONE + "    labels: [a]\n", "pods.yaml:5: endpoints[0].labels", "must be a mapping"),
         (ONE + "    labels: {a: }\n", "pods.yaml:5: endpoints[0].labels[a]", "must be a text"),
+        (ONE + "    labels: {kvroute.io/kv-events: maybe}\n", "pods.yaml:5", "listens or connects"),
+        (ONE + "    labels: {kvroute.io/kv-ranks: 0}\n", "pods.yaml:5", "1..256"),
+        (
+            ONE
+            + "    labels: {kvroute.io/model: m, kvroute.io/kv-ranks: 3, kvroute.io/kv-events-port: 65534}\n",
+            "pods.yaml:2: endpoints[0].labels",
+            "65534 + rank 2 is beyond 65535",
+        ),
         (
             ONE + "    labels:\n      kvroute.io/kv-events-port: x\n",
             "pods.yaml:6: endpoints[0].labels[kvroute.io/kv-events-port]",

@@ -15,15 +15,17 @@ class StreamRules(RuleBasedStateMachine):
 
     @initialize(
         replayable=st.sampled_from([True, True, True, False]),
+        snapshots=st.booleans(),
         history=st.sampled_from([1000, 1000, 3, 1, 0]),
         max_batches=st.sampled_from([1000, 3, 1]),
     )
-    def begin(self, replayable: bool, history: int, max_batches: int) -> None:
+    def begin(self, replayable: bool, snapshots: bool, history: int, max_batches: int) -> None:
         """A pod that was not reached yet."""
         self.replayable = replayable
+        self.snapshots = snapshots
         self.roomy = history == 1000
         self.failed = False
-        self.loop = Loop(replayable=replayable, history=history, max_batches=max_batches)
+        self.loop = Loop(replayable=replayable, snapshots=snapshots, history=history, max_batches=max_batches)
 
     @rule(lost=st.booleans(), count=st.integers(1, 6))
     def publish(self, lost: bool, count: int) -> None:
@@ -79,6 +81,22 @@ class StreamRules(RuleBasedStateMachine):
         self.failed = True
         self.loop.fail_replay()
 
+    @precondition(lambda self: self.loop.fetching)
+    @rule(fails=st.booleans())
+    def answer_fetch(self, fails: bool) -> None:
+        """A snapshot arrives, or cannot be had."""
+        if fails:
+            self.failed = True
+            self.loop.fail_fetch()
+        else:
+            self.loop.answer_fetch()
+
+    @rule(doubted=st.booleans())
+    def heal(self, doubted: bool) -> None:
+        """Time for a better view, or news that this one is wrong."""
+        machine = self.loop.machine
+        self.loop.perform(machine.doubted("doubt") if doubted else machine.heal())
+
     @rule()
     def check_tail(self) -> None:
         """The stream is quiet for a while."""
@@ -109,6 +127,11 @@ class StreamRules(RuleBasedStateMachine):
         assert loop.machine.state is not StreamState.RECOVERING
         assert all(applied in loop.whole_life() for applied in loop.view)
         if loop.machine.state is StreamState.EXACT and self.replayable and loop.history:
+            assert loop.view == loop.whole_life()
+        if self.snapshots and loop.machine.state is StreamState.STALE:
+            loop.perform(loop.machine.heal())
+            loop.settle()
+            assert loop.machine.state is StreamState.EXACT
             assert loop.view == loop.whole_life()
         if self.replayable and self.roomy and not self.failed:
             assert loop.machine.state is StreamState.EXACT

@@ -19,9 +19,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from indexer import ListenError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.service import IndexerDoor, IndexerServer
-from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, wait_until
+from indexer.grpc_server import IndexerServer
+from indexer.service import IndexerDoor
+from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
+from tests.wire.inbox_support import ConnectedEngine
 from tests.wire.subscribe_support import MODEL, OTHER, POD, ROOT, TOKENS, Watched, block, started, stream
+from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 SERVICE = "kvroute.v1.IndexerService"
 
@@ -46,6 +49,7 @@ def channel(watched: Watched) -> Iterator[grpc.Channel]:
         watched.settled(5, pod=OTHER)
         server = IndexerServer(IndexerDoor(watched.indexer, streams), "127.0.0.1", 0)
         server.start()
+        server.set_ready()
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as opened:
             yield opened
         server.close(0)
@@ -112,6 +116,87 @@ def test_sizes_and_states_are_told(channel: grpc.Channel) -> None:
     ]
 
 
+def test_batches_are_scored_in_their_order(channel: grpc.Channel) -> None:
+    """Several prompts in one call are what they are alone; one that is wrong is named for all."""
+    stub = pb_grpc.IndexerServiceStub(channel)
+    prompts = [pb.ScoreRequest(model=MODEL, token_ids=TOKENS[:length]) for length in (8, 24, 3)]
+    batch = stub.ScoreBatch(pb.ScoreBatchRequest(prompts=prompts), timeout=DEADLINE_S)
+    assert [response.pods[0].cached_blocks for response in batch.responses] == [2, 5, 0]
+    assert list(batch.responses) == [stub.Score(prompt, timeout=DEADLINE_S) for prompt in prompts]
+    with pytest.raises(grpc.RpcError, match="model"):
+        stub.ScoreBatch(pb.ScoreBatchRequest(prompts=[*prompts, pb.ScoreRequest()]), timeout=DEADLINE_S)
+
+
+def test_text_needs_a_tokenizer_and_is_what_its_tokens_are(watched: Watched) -> None:
+    """A prompt as text is encoded as the engine does it; without a tokenizer that is an error."""
+    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
+    text = "what caches hold"
+    ids = tokenizer.encode(text)
+    with EnginePublisher() as engine:
+        engine.publish(stored([1], ids[:4]))
+        watched.follow(stream(engine))
+        server = IndexerServer(
+            IndexerDoor(watched.indexer, [stream(engine)], {MODEL: tokenizer}), "127.0.0.1", 0
+        )
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = pb_grpc.IndexerServiceStub(channel)
+
+            def blocks() -> int:
+                asked = pb.ScoreRequest(model=MODEL, text=text)
+                return int(stub.Score(asked, timeout=DEADLINE_S).pods[0].cached_blocks)
+
+            wait_until("it is found", lambda: blocks() == 1)
+            for wrong, code in (
+                (pb.ScoreRequest(model=MODEL, text=text, token_ids=ids), grpc.StatusCode.INVALID_ARGUMENT),
+                (pb.ScoreRequest(model="x", text=text, pods=[POD]), grpc.StatusCode.FAILED_PRECONDITION),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.Score(wrong, timeout=DEADLINE_S)
+                assert caught.value.code() is code
+        server.close(0)
+
+
+def test_where_a_prefix_ends_is_explained(channel: grpc.Channel, watched: Watched) -> None:
+    """The hole, what lies behind it, the tiers in front of it, and why a view cannot be trusted."""
+    asked = pb.ScoreRequest(model=MODEL, token_ids=TOKENS, pods=[POD, OTHER, "nobody"])
+    explained = pb_grpc.IndexerServiceStub(channel).Explain(asked, timeout=DEADLINE_S)
+    first, second, unknown = explained.engines
+    assert (first.engine, first.cached_blocks, first.end) == (POD, 2, pb.PREFIX_END_HOLE)
+    assert (second.held_blocks, second.held_beyond) == (5, 0)
+    assert [(run.tier, run.blocks) for run in second.tiers] == [("gpu", 4), ("cpu", 1)]
+    assert (unknown.state, unknown.reason) == (pb.STREAM_STATE_STALE, "not_followed")
+
+
+def test_views_are_cleared_and_built_anew(channel: grpc.Channel, watched: Watched) -> None:
+    """What the engine still remembers comes back by its replay; unknown pods are refused."""
+    stub = pb_grpc.IndexerServiceStub(channel)
+    assert stub.Clear(pb.ClearRequest(pods=[POD]), timeout=DEADLINE_S).pods == 1
+    reason = {"reason": "cleared_by_hand"}
+    wait_until("it is cleared", lambda: watched.metric("kvroute_indexer_pod_clears_total", **reason) == 1)
+    watched.settled(2)
+    assert stub.Clear(pb.ClearRequest(), timeout=DEADLINE_S).pods == 2
+    with pytest.raises(grpc.RpcError, match="nobody"):
+        stub.Clear(pb.ClearRequest(pods=["nobody"]), timeout=DEADLINE_S)
+
+
+def test_an_indexer_is_not_ready_before_it_says_so(watched: Watched) -> None:
+    """It is alive at once; its service is healthy once its views are built."""
+    server = IndexerServer(IndexerDoor(watched.indexer, []), "127.0.0.1", 0)
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def status(service: str) -> int:
+            return health.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S).status
+
+        assert status("") == health_pb2.HealthCheckResponse.SERVING
+        assert status(SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
+        server.set_ready()
+        assert status(SERVICE) == health_pb2.HealthCheckResponse.SERVING
+    server.close(0)
+
+
 def test_health_and_reflection_are_served(channel: grpc.Channel) -> None:
     """The server answers health checks by both names, and shows its services."""
     health = health_pb2_grpc.HealthStub(channel)
@@ -149,6 +234,10 @@ def test_help_and_version_are_told() -> None:
         "--metrics-port",
         "--block-tokens",
         "--hash-seed",
+        "--events-bind",
+        "--backend",
+        "--tokenizer",
+        "--tls-client-ca",
         "--log-level",
     ):
         assert flag in shown.stdout
@@ -158,6 +247,18 @@ def test_help_and_version_are_told() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        ([], 2, "--pods-file or --events-bind"),
+        (["--events-bind", "ipc://x"], 2, "must begin with tcp://"),
+        (["--events-bind", "tcp://127.0.0.1:{taken}"], 1, "cannot listen"),
+        (["--pods-file", "{good}", "--tier-weight", "cpu=much"], 2, "--tier-weight cpu=much"),
+        (["--pods-file", "{good}", "--tier-weight", "cpu"], 2, "NAME=VALUE"),
+        (["--pods-file", "{good}", "--tokenizer", "m=missing"], 2, "--tokenizer"),
+        (["--pods-file", "{good}", "--tls-cert", "missing.pem"], 2, "--tls-key"),
+        (
+            ["--pods-file", "{good}", "--tls-cert", "no.pem", "--tls-key", "no.pem"],
+            2,
+            "no.pem: cannot be read",
+        ),
         (["--pods-file", "missing.yaml"], 2, "missing.yaml: cannot be read"),
         (["--pods-file", "{wrong}"], 2, "wrong.yaml:1: .pods: is unknown"),
         (["--pods-file", "{good}", "--block-tokens", "0"], 2, "block_tokens"),
@@ -217,3 +318,28 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0
+
+
+def test_the_command_takes_pods_that_connect_to_it() -> None:
+    """Without a pods file: who connects is known by its topic, and is scored for its model."""
+    flags = ["--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--block-tokens", "4"]
+    command = [sys.executable, "-m", "indexer", "--events-bind", "tcp://127.0.0.1:*", *flags]
+    with started(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        grpc_port = next(found[1] for line in lines if (found := re.search(r"grpc (\d+), metrics", line)))
+        endpoint = next(found[1] for line in lines if (found := re.search(r"connect to (\S+)", line)))
+        with (
+            ConnectedEngine(endpoint, POD) as engine,
+            grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+        ):
+            engine.publish(block(1), block(2))
+
+            def cached() -> list[int]:
+                return [pod.cached_blocks for pod in score(channel, pods=[POD]).pods]
+
+            wait_until("it is scored", lambda: cached() == [2])
+            assert [pod.pod for pod in score(channel).pods] == [POD]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0

@@ -187,11 +187,13 @@ def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -
     """Stores, copies, removals, lookups, their hits and the lag are counted under the documented names."""
     watched.follow(stream(engine))
     watched.settled(0)
-    engine.publish(block(1), block(1), block(2), removed([1]), removed([2]), removed([9]))
+    engine.publish(block(1))
+    engine.publish(block(1))
+    engine.publish(block(2), removed([1]), removed([2]), removed([9]))
     watched.settled(1)
     engine.publish(["AllBlocksCleared"], block(1))
     wait_until(
-        "both batches were applied", lambda: watched.metric("kvroute_indexer_event_lag_seconds_count") == 2
+        "all batches were applied", lambda: watched.metric("kvroute_indexer_event_lag_seconds_count") == 4
     )
     lookups = watched.metric("llm_d_epp_kv_cache_index_lookup_requests_total")
     hits = watched.metric("llm_d_epp_kv_cache_index_lookup_hits_total")
@@ -207,11 +209,11 @@ def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -
         "llm_d_epp_kv_cache_events_dedup_removed_hashes_forwarded_total": 1,
         "llm_d_epp_kv_cache_events_active_subscribers": 1,
         "kvroute_indexer_blocks": 1,
-        "kvroute_indexer_capacity_blocks": 1_000_000,
         "kvroute_indexer_evicted_blocks_total": 0,
     }
     assert {name: watched.metric(name) for name in expected} == expected
-    assert watched.metric("llm_d_epp_kv_cache_events_messages_received_total", pod_identifier=POD) == 2
+    assert watched.metric("kvroute_indexer_capacity_blocks") > 0
+    assert watched.metric("llm_d_epp_kv_cache_events_messages_received_total", pod_identifier=POD) == 4
     assert watched.metric("llm_d_epp_kv_cache_events_removals_skipped_total", reason="unknown_hash") == 1
     assert watched.metric("kvroute_indexer_events_total", type="BlockStored") == 4
     assert watched.metric("kvroute_indexer_stream_state", pod=POD, state="EXACT") == 1
@@ -226,7 +228,7 @@ def test_speculative_blocks_count_until_events_confirm_them(
     watched.settled(0)
     watched.indexer.speculate("r", POD, watched.keys[:3], time.monotonic())
     assert watched.match().cached_blocks == 3
-    assert dict(watched.match().blocks_by_tier) == {"gpu": 3}
+    assert dict(watched.match().blocks_by_tier) == {"speculative": 3}
     assert watched.metric("kvroute_indexer_speculative_entries") == 3
     engine.publish(block(1), block(2), block(3))
     wait_until("they are confirmed", lambda: watched.metric("kvroute_indexer_speculative_entries") == 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 
-from indexer import PodStream, StreamState, follower, ingest
-from indexer.decode import Decoded
+from indexer import PodStream, StreamState, follower
+from indexer.ingest import Ingest
+from indexer.sink import Verdict
 from tests.wire.engine_publisher import END, EnginePublisher, batch, wait_until
 from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
 
@@ -163,16 +164,16 @@ def test_an_error_of_our_own_costs_one_view(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If applying fails unexpectedly the pod's view is dropped and built anew; others are not touched."""
-    decode = ingest.decode_batch
+    apply = Ingest.apply
     broken = [True]
 
-    def decode_once_broken(payload: bytes, max_bytes: int) -> Decoded:
-        if b"boom" in payload and broken and broken.pop():
+    def apply_once_broken(self: Ingest, pod: str, payloads: Sequence[bytes]) -> Verdict:
+        if any(b"boom" in payload for payload in payloads) and broken and broken.pop():
             raise RuntimeError("a bug")
-        return decode(payload, max_bytes)
+        return apply(self, pod, payloads)
 
-    monkeypatch.setattr(ingest, "decode_batch", decode_once_broken)
-    monkeypatch.setattr(follower, "_RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(Ingest, "apply", apply_once_broken)
+    monkeypatch.setattr(follower, "RETRY_MAX_S", 0.01)
     with EnginePublisher() as other:
         other.publish(block(1), block(2))
         watched.follow(stream(engine), stream(other, OTHER))

@@ -1,0 +1,27 @@
+"""What a router tells of a request that it sent to a pod, so that the pod's events can be held against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchedPrompt:
+    """A prompt as we see it; the pod should see the same.
+
+    Attributes:
+        model: The base model's name.
+        lora_name: The adapter's name; None for the base model.
+        cache_salt: The request's cache salt.
+        token_ids: uint32 [tokens].
+        cached_blocks: Blocks of it that the pod was said to hold.
+    """
+
+    model: str
+    lora_name: str | None
+    cache_salt: str | None
+    token_ids: NDArray[np.uint32]
+    cached_blocks: int

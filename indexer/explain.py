@@ -1,0 +1,86 @@
+"""Where the prefix that an engine holds ends, and why: which blocks it holds in, one story out. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.roster import EngineState
+from indexer.stream import StreamState
+from indexer.tiers import Tiers
+
+
+class PrefixEnd(Enum):
+    """Why a prefix is as long as it is."""
+
+    PROMPT = "prompt"
+    HOLE = "hole"
+    OTHER_ATTENTION = "other_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What one engine holds of a prompt.
+
+    Attributes:
+        engine: Its name in the index.
+        state: State of its stream; STALE if it is not followed.
+        reason: Why; empty for EXACT.
+        cached_blocks: Length of the prefix that is of use.
+        end: Why it is not longer.
+        held_blocks: Length of the prefix that is held, of use or not.
+        held_beyond: Blocks that are held behind the first one missing.
+        tiers: Best tier and length of each stretch of the held prefix.
+    """
+
+    engine: str
+    state: StreamState
+    reason: str
+    cached_blocks: int
+    end: PrefixEnd
+    held_blocks: int
+    held_beyond: int
+    tiers: tuple[tuple[str, int], ...]
+
+
+def explain_prefix(
+    engine: EngineState | str, held: NDArray[np.uint8], tiers: Tiers, *, usable_blocks: int
+) -> Prefix:
+    """Tells the story.
+
+    Args:
+        engine: The engine, or the name of one that is not followed.
+        held: uint8 [blocks], see `Index.held`.
+        tiers: What its bits mean.
+        usable_blocks: Length of the prefix that is of use, as matched.
+    """
+    missing = np.flatnonzero(held == 0)
+    length = int(missing[0]) if len(missing) else len(held)
+    best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
+    if usable_blocks < length:
+        end = PrefixEnd.OTHER_ATTENTION
+    else:
+        end = PrefixEnd.HOLE if length < len(held) else PrefixEnd.PROMPT
+    if isinstance(engine, str):
+        name, state, reason = engine, StreamState.STALE, "not_followed"
+    else:
+        name, state, reason = engine.stream.holder, engine.state, engine.reason
+    return Prefix(
+        engine=name,
+        state=state,
+        reason=reason,
+        cached_blocks=usable_blocks,
+        end=end,
+        held_blocks=length,
+        held_beyond=int(np.count_nonzero(held[length:])),
+        tiers=tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
+    )
+
+
+def _best_tier(bits: int, tiers: Tiers) -> str:
+    # The lowest bit is the best tier's.
+    return tiers.names[(bits & -bits).bit_length() - 1]

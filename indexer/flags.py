@@ -1,0 +1,128 @@
+"""The index's settings on a command line, of `kvroute indexer` and the router: flags in, config out.
+
+Opens nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from indexer.config import BACKENDS, IndexerConfig
+from indexer.errors import ConfigError
+from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
+
+_SHOWN = "default: %(default)s"
+_Value = TypeVar("_Value")
+
+
+def add_index_flags(flags: argparse._ActionsContainer) -> None:
+    """Adds all flags that `index_config` reads to a parser or a group of one."""
+    defaults = IndexerConfig()
+
+    def number(name: str, default: float, text: str, *, metavar: str = "N") -> None:
+        kind: Any = type(default)
+        flags.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} ({_SHOWN})")
+
+    flags.add_argument(
+        "--events-bind",
+        metavar="ENDPOINT",
+        help="tcp://*:5557 or the like: where pods connect to that publish to us, known by their topics "
+        "kv@<pod>@<model> (default: we connect to the pods of the file)",
+    )
+    number(
+        "--undeclared-pods",
+        defaults.undeclared_pods,
+        "most pods that connect without being in the file; 0: none",
+    )
+    number(
+        "--first-sequence",
+        defaults.first_sequence,
+        "number of such a pod's first batch; 1 for llm-d's simulator",
+    )
+    number(
+        "--bootstrap-timeout",
+        defaults.bootstrap_s,
+        "how long a pod's view is waited for before we are ready without it",
+        metavar="SECONDS",
+    )
+    flags.add_argument(
+        "--backend", choices=BACKENDS, default=defaults.backend, help=f"what keeps the blocks ({_SHOWN})"
+    )
+    number("--block-tokens", defaults.block_tokens, "tokens of a block of the index")
+    number("--capacity-blocks", defaults.capacity_blocks, "most unique blocks in the index")
+    number("--capacity-bytes", defaults.capacity_bytes, "most memory of the flat and the cost backend")
+    _add_identity(flags)
+
+
+def _add_identity(flags: argparse._ActionsContainer) -> None:
+    """What indexes that are shared or compared must have in common."""
+    flags.add_argument("--redis-url", metavar="URL", help="of the redis backend's server")
+    flags.add_argument(
+        "--redis-namespace", default="kvroute", metavar="NAME", help=f"names there begin with it ({_SHOWN})"
+    )
+    flags.add_argument(
+        "--hash-seed",
+        type=int,
+        metavar="N",
+        help="seed of the block keys, the same for all that share a redis server "
+        "(default: random at each start)",
+    )
+    flags.add_argument(
+        "--tier-weight",
+        action="append",
+        default=[],
+        metavar="TIER=WEIGHT",
+        help="credit of a cached block, 0..1, besides "
+        + ", ".join(f"{tier}={weight}" for tier, weight in DEFAULT_WEIGHTS.items()),
+    )
+    flags.add_argument(
+        "--medium-tier",
+        action="append",
+        default=[],
+        metavar="MEDIUM=TIER",
+        help="tier of a medium that events name, besides "
+        + ", ".join(f"{medium}={tier}" for medium, tier in DEFAULT_TIERS.items()),
+    )
+
+
+def index_config(args: argparse.Namespace) -> IndexerConfig:
+    """What the flags say.
+
+    Raises:
+        ConfigError: One is out of its range, or does not go with another.
+    """
+    return IndexerConfig(
+        block_tokens=args.block_tokens,
+        backend=args.backend,
+        capacity_blocks=args.capacity_blocks,
+        capacity_bytes=args.capacity_bytes,
+        redis_url=args.redis_url,
+        redis_namespace=args.redis_namespace,
+        hash_seed=args.hash_seed,
+        tier_weights={**DEFAULT_WEIGHTS, **pairs("--tier-weight", args.tier_weight, float)},
+        tier_by_medium={**DEFAULT_TIERS, **pairs("--medium-tier", args.medium_tier, str)},
+        events_bind=args.events_bind,
+        undeclared_pods=args.undeclared_pods,
+        first_sequence=args.first_sequence,
+        bootstrap_s=args.bootstrap_timeout,
+    )
+
+
+def pairs(flag: str, texts: Sequence[str], read: type[_Value]) -> dict[str, _Value]:
+    """Reads NAME=VALUE arguments; a value may hold further signs.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    values = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        try:
+            if not (name and sign and value):
+                raise ValueError("must be NAME=VALUE")
+            values[name] = read(value)  # type: ignore[call-arg]
+        except ValueError as error:
+            raise ConfigError(f"{flag} {text}: {error}") from None
+    return values

@@ -1,0 +1,147 @@
+"""Memory of the flat index: a few plain arrays, and what lies where in them.
+
+Slots: one block each, 32 bytes: its key, its neighbours in order of use, four holders. A holder is a pod's
+number, a bit for each tier that holds the block, and a bit for each tier with more than one copy. A fifth
+holder moves all of them to a row: one bitset of pods for each tier. Copies beyond the first lie in a table
+of their own. Buckets find the slot of a key, name buckets the slot of an engine's hash ("name"); both are
+open-addressed, and an entry is 32 bits of a hash beside a number, so that they move without looking at a
+slot. A slot keeps one name; further ones, of engines that hash otherwise, are aliases.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Columns of a slot, as 32-bit words; 0 and 1 are the key.
+PREVIOUS = 2
+NEXT = 3
+HOLDER = 4
+HOLDERS = 4
+LAST_HOLDER = HOLDER + HOLDERS - 1
+
+# Of a holder: pod's number, then a bit per tier, then a bit per tier that has further copies.
+POD_MASK = 0xFFFF
+TIER_SHIFT = 16
+TIER_MASK = 0xFF
+FURTHER_SHIFT = 24
+# In the last holder of a slot whose first one is the number of a row.
+IN_ROW = 0xFFFF_FFFF
+# As the previous slot: no slot comes before; the slot is free.
+NO_SLOT = 0xFFFF_FFFF
+FREE_SLOT = 0xFFFF_FFFE
+PODS_MAX = 0xFFFF
+
+# Places in `counters`.
+NEWEST = 0
+OLDEST = 1
+FREE = 2
+SLOTS_USED = 3
+BLOCKS = 4
+EVICTED = 5
+ROW_FREE = 6
+ROWS_USED = 7
+ROWS = 8
+FURTHER = 9
+ALIAS_FREE = 10
+ALIASES_USED = 11
+ALIASES = 12
+NAMES = 13
+CAPACITY = 14
+BYTES_MAX = 15
+RELEASE_TURN = 16
+# So many tiers, the best ones, hold anything, or have done so.
+TIERS_USED = 17
+COUNTERS = 18
+
+# A slot, its first name, its first alias, and its share of the two kinds of buckets at their usual load.
+BLOCK_BYTES = 32 + 8 + 4 + 2 * 12
+ALIAS_BYTES = 16 + 12
+FURTHER_BYTES = 2 * 16
+
+RELEASED_WAYS = 8
+_FIRST_BUCKETS = 1024
+
+
+class BlockArrays(NamedTuple):
+    """Those of `FlatArrays` that finding blocks and their holders takes.
+
+    Handing over few arrays saves a match a microsecond.
+    """
+
+    slots: NDArray[np.uint32]
+    keys: NDArray[np.uint64]
+    buckets: NDArray[np.uint64]
+    rows: NDArray[np.uint64]
+    counters: NDArray[np.int64]
+
+
+class FlatArrays(NamedTuple):
+    """All arrays of one index.
+
+    Attributes:
+        slots: uint32 [capacity, 8].
+        keys: uint64 [capacity, 4], the same memory: column 0 is the key.
+        buckets: uint64 [n]: hash of a key << 32 | slot + 1; 0: empty.
+        rows: uint64 [rows, tiers, words]: bitsets of pods.
+        further: uint64 [n, 2]: what (slot, pod, tier) + 1, and how many copies beyond the first; 0: empty.
+        names: uint64 [capacity]: the first name of each slot; 0: none.
+        first_alias: uint32 [capacity]: further names of each slot; NO_SLOT: none.
+        name_buckets: uint64 [n]: hash of a name << 32, and slot + 1 or ALIAS_BIT | alias + 1; 0: empty.
+        aliases: uint64 [n, 2]: a name, and its slot << 32 | the slot's next alias.
+        released: uint64 [sets, RELEASED_WAYS, 2]: name mixed with life of a pod's blocks that went, and key.
+        pod_blocks: int64 [PODS_MAX + 1]: blocks that each pod holds.
+        gone: uint8 [PODS_MAX + 1]: 1 for numbers of pods whose holdings are void, but not yet swept out.
+        lives: uint64 [PODS_MAX + 1]: which life each number stands for.
+        counters: int64 [COUNTERS].
+    """
+
+    slots: NDArray[np.uint32]
+    keys: NDArray[np.uint64]
+    buckets: NDArray[np.uint64]
+    rows: NDArray[np.uint64]
+    further: NDArray[np.uint64]
+    names: NDArray[np.uint64]
+    first_alias: NDArray[np.uint32]
+    name_buckets: NDArray[np.uint64]
+    aliases: NDArray[np.uint64]
+    released: NDArray[np.uint64]
+    pod_blocks: NDArray[np.int64]
+    gone: NDArray[np.uint8]
+    lives: NDArray[np.uint64]
+    counters: NDArray[np.int64]
+
+
+def allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_names: int) -> FlatArrays:
+    """Memory for so many blocks. What is not used yet is reserved only, and takes none.
+
+    Args:
+        capacity_blocks: Most blocks.
+        capacity_bytes: Most bytes, by the sizes above.
+        tiers: Number of tiers.
+        released_names: How many names are remembered after their block went.
+    """
+    slots = np.empty((capacity_blocks, 8), np.uint32)
+    counters = np.zeros(COUNTERS, np.int64)
+    counters[[NEWEST, OLDEST, FREE, ROW_FREE, ALIAS_FREE]] = NO_SLOT
+    counters[CAPACITY] = capacity_blocks
+    counters[BYTES_MAX] = capacity_bytes
+    sets = max(1, released_names // RELEASED_WAYS)
+    return FlatArrays(
+        slots=slots,
+        keys=slots.view(np.uint64),
+        buckets=np.zeros(_FIRST_BUCKETS, np.uint64),
+        rows=np.empty((64, tiers, 1), np.uint64),
+        further=np.zeros((_FIRST_BUCKETS, 2), np.uint64),
+        names=np.empty(capacity_blocks, np.uint64),
+        first_alias=np.empty(capacity_blocks, np.uint32),
+        name_buckets=np.zeros(_FIRST_BUCKETS, np.uint64),
+        aliases=np.empty((64, 2), np.uint64),
+        released=np.zeros((sets, RELEASED_WAYS, 2), np.uint64),
+        pod_blocks=np.zeros(PODS_MAX + 1, np.int64),
+        gone=np.zeros(PODS_MAX + 1, np.uint8),
+        lives=np.zeros(PODS_MAX + 1, np.uint64),
+        counters=counters,
+    )

@@ -1,0 +1,202 @@
+"""Kernels of the flat index: the engines' hashes of blocks ("names"), one map for all pods.
+
+Pods whose engines agree on a hash share its entry. A name may stand for several blocks (two models, two
+seeds, two lives): of these a pod means the one that it holds, so that lives never meet, and nothing is kept
+per pod but a bounded memory of blocks that went.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.flat_buckets import delete, hash_bits, home_of, insert
+from indexer.flat_holders import held_tiers
+from indexer.flat_layout import (
+    ALIAS_FREE,
+    ALIASES,
+    ALIASES_USED,
+    NAMES,
+    NO_SLOT,
+    RELEASE_TURN,
+    FlatArrays,
+)
+from indexer.jit import inlined, kernel
+
+# More names than this for one block, and the oldest further one is forgotten.
+_ALIASES_MAX = 64
+
+_ALIAS_BIT = 0x8000_0000
+_NUMBER = 0x7FFF_FFFF
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFF_FFFF)
+_NOTHING = np.uint64(0)
+_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
+
+
+@inlined
+def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+    """The slot that a pod holds under this name; -1: none."""
+    bits = hash_bits(name)
+    place = home_of(bits, arrays.name_buckets)
+    while True:
+        entry = arrays.name_buckets[place]
+        if entry == _NOTHING:
+            return -1
+        if entry >> _HALF == bits:
+            slot = _slot_named(arrays, np.int64(entry & _LOW), name)
+            if slot >= 0 and held_tiers(arrays, slot, pod):
+                return slot
+        place += 1
+        if place == len(arrays.name_buckets):
+            place = 0
+
+
+@inlined
+def _slot_named(arrays: FlatArrays, number: int, name: np.uint64) -> int:
+    """The slot of a bucket's entry, if it is one of this name."""
+    if number & _ALIAS_BIT:
+        alias = (number & _NUMBER) - 1
+        if arrays.aliases[alias, 0] == name:
+            return np.int64(arrays.aliases[alias, 1] >> _HALF)
+    elif arrays.names[number - 1] == name:
+        return number - 1
+    return -1
+
+
+@inlined
+def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
+    """Lets a slot be found by this name, also; there must be room for one more bucket and alias."""
+    if arrays.names[slot] == name:
+        return
+    if arrays.names[slot] == _NOTHING:
+        arrays.names[slot] = name
+        insert(arrays.name_buckets, hash_bits(name), slot + 1)
+        arrays.counters[NAMES] += 1
+        return
+    aliases = 0
+    last = np.int64(NO_SLOT)
+    before_last = last
+    alias = np.int64(arrays.first_alias[slot])
+    while alias != NO_SLOT:
+        if arrays.aliases[alias, 0] == name:
+            return
+        aliases += 1
+        before_last = last
+        last = alias
+        alias = np.int64(arrays.aliases[alias, 1] & _LOW)
+    if aliases >= _ALIASES_MAX:
+        arrays.aliases[before_last, 1] |= _LOW
+        _give_alias(arrays, last)
+    _add_alias(arrays, slot, name)
+
+
+@kernel
+def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
+    counters = arrays.counters
+    alias = counters[ALIAS_FREE]
+    if alias == NO_SLOT:
+        alias = counters[ALIASES_USED]
+        counters[ALIASES_USED] = alias + 1
+    else:
+        counters[ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
+    arrays.aliases[alias, 0] = name
+    arrays.aliases[alias, 1] = (np.uint64(slot) << _HALF) | np.uint64(arrays.first_alias[slot])
+    arrays.first_alias[slot] = np.uint32(alias)
+    insert(arrays.name_buckets, hash_bits(name), _ALIAS_BIT | (alias + 1))
+    counters[ALIASES] += 1
+    counters[NAMES] += 1
+
+
+@kernel
+def _give_alias(arrays: FlatArrays, alias: int) -> None:
+    """Forgets an alias that its slot's list does not lead to any more."""
+    delete(arrays.name_buckets, hash_bits(arrays.aliases[alias, 0]), _ALIAS_BIT | (alias + 1))
+    arrays.aliases[alias, 1] = np.uint64(arrays.counters[ALIAS_FREE])
+    arrays.counters[ALIAS_FREE] = alias
+    arrays.counters[ALIASES] -= 1
+    arrays.counters[NAMES] -= 1
+
+
+@kernel
+def forget_names(arrays: FlatArrays, slot: int) -> None:
+    """Forgets all names of a slot."""
+    if arrays.names[slot] == _NOTHING:
+        return
+    delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
+    arrays.names[slot] = _NOTHING
+    arrays.counters[NAMES] -= 1
+    alias = np.int64(arrays.first_alias[slot])
+    while alias != NO_SLOT:
+        following = np.int64(arrays.aliases[alias, 1] & _LOW)
+        _give_alias(arrays, alias)
+        alias = following
+    arrays.first_alias[slot] = np.uint32(NO_SLOT)
+
+
+@inlined
+def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
+    """The name mixed with the life of the pod that used it, never 0."""
+    mixed = (name ^ (arrays.lives[pod] * _ODD)) * _ODD
+    return (mixed ^ (mixed >> _HALF)) | np.uint64(1)
+
+
+@kernel
+def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
+    """Remembers for a while which block a name meant for a pod that holds it no more."""
+    mixed = _of_life(arrays, name, pod)
+    ways = arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released)]
+    turn = arrays.counters[RELEASE_TURN]
+    arrays.counters[RELEASE_TURN] = turn + 1
+    place = turn % len(ways)
+    for way in range(len(ways)):
+        if ways[way, 0] == mixed or ways[way, 0] == _NOTHING:
+            place = way
+            break
+    ways[place, 0] = mixed
+    ways[place, 1] = key
+
+
+@kernel
+def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+    """Where in its set of `released` a name is remembered; -1: it is not."""
+    mixed = _of_life(arrays, name, pod)
+    ways = arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released)]
+    for way in range(len(ways)):
+        if ways[way, 0] == mixed:
+            return way
+    return -1
+
+
+@kernel
+def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
+    """The key that `find_released` found."""
+    mixed = _of_life(arrays, name, pod)
+    return arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released), way, 1]
+
+
+@kernel
+def key_named(arrays: FlatArrays, name: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
+    """Finds the block that a name means, or lately meant, for a pod; writes its key."""
+    slot = find_named(arrays, name, pod)
+    if slot >= 0:
+        keys[0] = arrays.keys[slot, 0]
+        return True
+    way = find_released(arrays, name, pod)
+    if way >= 0:
+        keys[0] = released_key(arrays, name, pod, way)
+    return way >= 0
+
+
+@kernel
+def holds_named(
+    arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64], names: NDArray[np.uint64]
+) -> bool:
+    """Whether each name means this key for the pod, which holds it in this tier."""
+    for place in range(len(keys)):
+        slot = find_named(arrays, names[place], pod)
+        if slot < 0 or arrays.keys[slot, 0] != keys[place]:
+            return False
+        if (held_tiers(arrays, slot, pod) >> tier) & 1 == 0:
+            return False
+    return True

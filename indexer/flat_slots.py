@@ -1,0 +1,144 @@
+"""Kernels of the flat index: find the slot of a key, and keep slots in the order of their use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from indexer.flat_buckets import hash_bits, home_of
+from indexer.flat_layout import (
+    FREE,
+    FREE_SLOT,
+    NEWEST,
+    NEXT,
+    NO_SLOT,
+    OLDEST,
+    PREVIOUS,
+    SLOTS_USED,
+    BlockArrays,
+    FlatArrays,
+)
+from indexer.jit import inlined, kernel
+
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFF_FFFF)
+_NOTHING = np.uint64(0)
+
+
+@inlined
+def find(arrays: FlatArrays | BlockArrays, key: np.uint64, guess: int) -> int:
+    """The slot of a key; -1 if it has none.
+
+    Args:
+        guess: A slot to try first. Blocks of a chain mostly lie side by side, and a guess that is right saves
+            the way through the buckets.
+    """
+    if (
+        0 <= guess < arrays.counters[SLOTS_USED]
+        and arrays.keys[guess, 0] == key
+        and arrays.slots[guess, PREVIOUS] != np.uint32(FREE_SLOT)
+    ):
+        return guess
+    bits = hash_bits(key)
+    place = home_of(bits, arrays.buckets)
+    while True:
+        entry = arrays.buckets[place]
+        if entry == _NOTHING:
+            return -1
+        if entry >> _HALF == bits:
+            slot = np.int64(entry & _LOW) - 1
+            if arrays.keys[slot, 0] == key:
+                return slot
+        place += 1
+        if place == len(arrays.buckets):
+            place = 0
+
+
+@inlined
+def take_slot(arrays: FlatArrays) -> int:
+    """A free slot, out of the order of use; there must be one."""
+    counters = arrays.counters
+    slot = counters[FREE]
+    if slot == NO_SLOT:
+        slot = counters[SLOTS_USED]
+        counters[SLOTS_USED] = slot + 1
+        return slot
+    counters[FREE] = np.int64(arrays.slots[slot, NEXT])
+    return slot
+
+
+@inlined
+def give_slot(arrays: FlatArrays, slot: int) -> None:
+    """Frees a slot that is out of the order of use."""
+    arrays.slots[slot, PREVIOUS] = np.uint32(FREE_SLOT)
+    arrays.slots[slot, NEXT] = np.uint32(arrays.counters[FREE])
+    arrays.counters[FREE] = slot
+
+
+@inlined
+def unlink(arrays: FlatArrays | BlockArrays, slot: int) -> None:
+    """Takes a slot out of the order of use."""
+    slots = arrays.slots
+    before = np.int64(slots[slot, PREVIOUS])
+    after = np.int64(slots[slot, NEXT])
+    if before == NO_SLOT:
+        arrays.counters[NEWEST] = after
+    else:
+        slots[before, NEXT] = np.uint32(after)
+    if after == NO_SLOT:
+        arrays.counters[OLDEST] = before
+    else:
+        slots[after, PREVIOUS] = np.uint32(before)
+
+
+@inlined
+def link(arrays: FlatArrays | BlockArrays, first: int, last: int, before: int) -> None:
+    """Puts slots that are linked with each other, from `first` to `last`, behind `before`.
+
+    Args:
+        before: A slot in the order of use; NO_SLOT: they become the most recently used.
+    """
+    slots = arrays.slots
+    after = arrays.counters[NEWEST] if before == NO_SLOT else np.int64(slots[before, NEXT])
+    slots[first, PREVIOUS] = np.uint32(before)
+    slots[last, NEXT] = np.uint32(after)
+    if before == NO_SLOT:
+        arrays.counters[NEWEST] = first
+    else:
+        slots[before, NEXT] = np.uint32(first)
+    if after == NO_SLOT:
+        arrays.counters[OLDEST] = last
+    else:
+        slots[after, PREVIOUS] = np.uint32(last)
+
+
+@kernel
+def use(arrays: FlatArrays | BlockArrays, chain: np.ndarray, length: int) -> None:
+    """Makes the slots of a chain the most recently used ones, its first the very most.
+
+    Mostly they follow one another already, and are moved together; -1 is passed over.
+
+    Args:
+        chain: int64 [length or more], slots.
+        length: How many of them.
+    """
+    slots = arrays.slots
+    end = length
+    while end > 0:
+        last = chain[end - 1]
+        start = end - 1
+        if last < 0:
+            end = start
+            continue
+        while start > 0 and chain[start - 1] >= 0 and np.int64(slots[chain[start - 1], NEXT]) == chain[start]:
+            start -= 1
+        first = chain[start]
+        before = np.int64(slots[first, PREVIOUS])
+        if before != NO_SLOT:
+            after = np.int64(slots[last, NEXT])
+            slots[before, NEXT] = np.uint32(after)
+            if after == NO_SLOT:
+                arrays.counters[OLDEST] = before
+            else:
+                slots[after, PREVIOUS] = np.uint32(before)
+            link(arrays, first, last, NO_SLOT)
+        end = start

@@ -1,0 +1,258 @@
+"""Kernels of the flat index: blocks in, blocks out, and the least recently used out when there is no room."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.flat_buckets import delete, hash_bits, insert
+from indexer.flat_further import count_further
+from indexer.flat_holders import drop_holders, held_tiers, hold, release
+from indexer.flat_layout import (
+    ALIAS_BYTES,
+    ALIASES,
+    BLOCK_BYTES,
+    BLOCKS,
+    BYTES_MAX,
+    CAPACITY,
+    EVICTED,
+    FREE_SLOT,
+    FURTHER,
+    FURTHER_BYTES,
+    HOLDER,
+    LAST_HOLDER,
+    NO_SLOT,
+    OLDEST,
+    PREVIOUS,
+    ROWS,
+    SLOTS_USED,
+    FlatArrays,
+)
+from indexer.flat_names import find_named, forget_names, give_name, remember_released
+from indexer.flat_slots import find, give_slot, link, take_slot, unlink, use
+from indexer.jit import inlined, kernel
+
+_NOTHING = np.uint64(0)
+
+
+@inlined
+def used_bytes(arrays: FlatArrays) -> int:
+    """Memory of what is held."""
+    counters = arrays.counters
+    row_bytes = arrays.rows.shape[1] * arrays.rows.shape[2] * 8
+    return (
+        counters[BLOCKS] * BLOCK_BYTES
+        + counters[ROWS] * row_bytes
+        + counters[ALIASES] * ALIAS_BYTES
+        + counters[FURTHER] * FURTHER_BYTES
+    )
+
+
+@kernel
+def drop_slot(arrays: FlatArrays, slot: int) -> None:
+    """Forgets a block that nobody holds."""
+    forget_names(arrays, slot)
+    delete(arrays.buckets, hash_bits(arrays.keys[slot, 0]), slot + 1)
+    unlink(arrays, slot)
+    give_slot(arrays, slot)
+    arrays.counters[BLOCKS] -= 1
+
+
+@kernel
+def evict_oldest(arrays: FlatArrays, blocks: int) -> int:
+    """Drops so many of the least recently used blocks with all their holders; tells how many there were."""
+    for dropped in range(blocks):
+        slot = arrays.counters[OLDEST]
+        if slot == NO_SLOT:
+            return dropped
+        drop_holders(arrays, slot, False)
+        drop_slot(arrays, slot)
+        arrays.counters[EVICTED] += 1
+    return blocks
+
+
+@inlined
+def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
+    """Evicts until so many more blocks fit in the bytes, but spares the most recently used ones."""
+    counters = arrays.counters
+    while counters[BLOCKS] > spared and used_bytes(arrays) + blocks * BLOCK_BYTES > counters[BYTES_MAX]:
+        evict_oldest(arrays, 1)
+
+
+@inlined
+def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
+    """Makes a slot for a new block, behind `before` in the order of use; it must be given a holder."""
+    if arrays.counters[BLOCKS] >= arrays.counters[CAPACITY]:
+        evict_oldest(arrays, 1)
+    slot = take_slot(arrays)
+    arrays.keys[slot, 0] = key
+    for column in range(HOLDER, LAST_HOLDER + 1):
+        arrays.slots[slot, column] = np.uint32(0)
+    arrays.names[slot] = _NOTHING
+    arrays.first_alias[slot] = np.uint32(NO_SLOT)
+    insert(arrays.buckets, hash_bits(key), slot + 1)
+    link(arrays, slot, slot, before)
+    arrays.counters[BLOCKS] += 1
+    return slot
+
+
+@inlined
+def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np.int64]) -> None:
+    """Finds or makes the slots of a run of blocks, and makes them the most recently used, the first the most.
+
+    Args:
+        keys: uint64 [blocks], no more than the capacity: those of the run never evict one another.
+        chain: int64 [blocks], written: their slots.
+    """
+    blocks = len(keys)
+    guess = np.int64(-1)
+    known = 0
+    for place in range(blocks):
+        slot = find(arrays, keys[place], guess)
+        chain[place] = slot
+        if slot >= 0:
+            guess = slot + 1
+            known += 1
+    if known:
+        use(arrays, chain, blocks)
+        if known == blocks:
+            return
+    make_room(arrays, blocks - known, known)
+    before = np.int64(NO_SLOT)
+    for place in range(blocks):
+        slot = chain[place]
+        if slot < 0:
+            # The call itself may name a key twice.
+            slot = find(arrays, keys[place], -1) if place else -1
+            if slot < 0:
+                slot = insert_block(arrays, keys[place], before)
+            chain[place] = slot
+        before = slot
+
+
+@kernel
+def add_blocks(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    keys: NDArray[np.uint64],
+    copies: NDArray[np.int32],
+    chain: NDArray[np.int64],
+) -> None:
+    """Counts copies of blocks.
+
+    Args:
+        copies: int32 [blocks], or empty for one of each.
+        chain: int64 [blocks], written.
+    """
+    place_blocks(arrays, keys, chain)
+    for place in range(len(keys)):
+        hold(arrays, chain[place], pod, tier, np.int64(copies[place]) if len(copies) else 1)
+
+
+@kernel
+def store_blocks(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    keys: NDArray[np.uint64],
+    names: NDArray[np.uint64],
+    chain: NDArray[np.int64],
+) -> int:
+    """Counts one copy of each block, found by its name from now on; tells how many meant other blocks."""
+    reused = 0
+    for place in range(len(keys)):
+        slot = find_named(arrays, names[place], pod)
+        if slot >= 0 and arrays.keys[slot, 0] != keys[place]:
+            forget_pod(arrays, slot, pod)
+            reused += 1
+    place_blocks(arrays, keys, chain)
+    for place in range(len(keys)):
+        hold(arrays, chain[place], pod, tier, 1)
+        give_name(arrays, chain[place], names[place])
+    return reused
+
+
+@kernel
+def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
+    """Takes all of a pod's copies of a block away."""
+    for tier in range(arrays.rows.shape[1]):
+        left = 0
+        while left == 0:
+            left = release(arrays, slot, pod, tier)
+        if left == 2:
+            drop_slot(arrays, slot)
+            return
+
+
+@kernel
+def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
+    """Counts a copy less of each block; tells how many holdings ended with it."""
+    ended = 0
+    guess = np.int64(-1)
+    for place in range(len(keys)):
+        slot = find(arrays, keys[place], guess)
+        if slot < 0:
+            continue
+        guess = slot + 1
+        outcome = release(arrays, slot, pod, tier)
+        if outcome > 0:
+            ended += 1
+        if outcome == 2:
+            drop_slot(arrays, slot)
+    return ended
+
+
+@inlined
+def remove_named(arrays: FlatArrays, pod: int, tier: int, name: np.uint64) -> int:
+    """Counts a copy less of the block that a pod holds under this name; answers as `release`."""
+    slot = find_named(arrays, name, pod)
+    if slot < 0:
+        return -1
+    key = arrays.keys[slot, 0]
+    outcome = release(arrays, slot, pod, tier)
+    if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
+        remember_released(arrays, name, pod, key)
+    if outcome == 2:
+        drop_slot(arrays, slot)
+    return outcome
+
+
+@kernel
+def sweep(arrays: FlatArrays, start: int, stop: int) -> None:
+    """Takes the holdings of pods that are gone out of these slots."""
+    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
+        if arrays.slots[slot, PREVIOUS] != np.uint32(FREE_SLOT) and drop_holders(arrays, slot, True):
+            drop_slot(arrays, slot)
+
+
+@kernel
+def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int) -> int:
+    """Counts the blocks that a pod holds in one tier in these slots."""
+    found = 0
+    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
+        if arrays.slots[slot, PREVIOUS] != np.uint32(FREE_SLOT):
+            found += (held_tiers(arrays, slot, pod) >> tier) & 1
+    return found
+
+
+@kernel
+def list_blocks(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    start: int,
+    stop: int,
+    keys: NDArray[np.uint64],
+    copies: NDArray[np.int32],
+) -> int:
+    """Writes what a pod holds in one tier in these slots; tells how many blocks."""
+    found = 0
+    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
+        if arrays.slots[slot, PREVIOUS] == np.uint32(FREE_SLOT):
+            continue
+        if (held_tiers(arrays, slot, pod) >> tier) & 1:
+            keys[found] = arrays.keys[slot, 0]
+            copies[found] = 1 + count_further(arrays, slot, pod, tier)
+            found += 1
+    return found

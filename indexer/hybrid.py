@@ -1,0 +1,171 @@
+"""Hybrid attention: how much of a prefix is of use when layers differ in what they remember.
+
+Which blocks each KV cache group of a pod holds comes in, the longest prefix that its engine can resume goes
+out. Knows neither events nor engine hashes; each group but the lead is a holder of its own in the index.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.index import Index, MatchTable
+from indexer.jit import kernel
+from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER
+
+ALL_BLOCKS = -1
+NO_CHUNKS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """Which blocks of a group an engine needs to resume behind a prefix.
+
+    These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
+    cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
+    chunked attention those of the chunk that the end lies in.
+
+    Attributes:
+        stride: Index blocks of one of the group's blocks.
+        last_blocks: How many of its blocks in front of the prefix's end; ALL_BLOCKS.
+        chunk: Index blocks of a chunk, in front of which nothing is needed; NO_CHUNKS.
+    """
+
+    stride: int
+    last_blocks: int = ALL_BLOCKS
+    chunk: int = NO_CHUNKS
+
+
+@dataclass(frozen=True, slots=True)
+class PodGroups:
+    """The KV cache groups of a hybrid pod.
+
+    Attributes:
+        stride: Index blocks of one block of the lead group, whose blocks are the pod's own in the index.
+        rules: The other groups' rules.
+    """
+
+    stride: int
+    rules: Mapping[int, GroupRule]
+
+
+def group_holder(pod: str, group: int) -> str:
+    """The name in the index of a group other than the pod's lead."""
+    return f"{pod}#{group}"
+
+
+def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDArray[np.uint8]]]) -> int:
+    """The longest prefix that can be resumed.
+
+    Args:
+        depth: Unbroken prefix that the full attention of the lead group holds, in index blocks.
+        stride: Index blocks of one of the lead group's blocks.
+        groups: Each other group's rule and, uint8 [depth or more], at the last index block of each of its
+            blocks anything but 0 if it is held.
+
+    Returns:
+        Its length in index blocks, a multiple of `stride`.
+    """
+    usable = -1
+    while usable != depth:
+        usable = depth = depth - depth % stride
+        for rule, held in groups:
+            depth = _resumable(held, depth, rule.stride, rule.last_blocks, rule.chunk)
+    return usable
+
+
+class HybridMatcher:
+    """Cuts the matches of hybrid pods to what their engines can resume. Thread-safe.
+
+    Args:
+        index: Holds the pods' blocks, and each group's under its `group_holder`.
+        block_tokens: Tokens of an index block.
+    """
+
+    def __init__(self, index: Index, block_tokens: int) -> None:
+        self._index = index
+        self._block_tokens = block_tokens
+        self._speculative_bit = np.uint8(1 << index.tiers.number(SPECULATIVE_TIER))
+        self._lock = threading.Lock()
+        # Read by other threads; replaced as a whole.
+        self._pods: Mapping[str, PodGroups] = {}
+        # Compiled here, not while a first request waits.
+        usable_blocks(1, 1, [(GroupRule(1), np.zeros(1, np.uint8))])
+
+    def learn(self, pod: str, groups: PodGroups | None) -> None:
+        """Takes over what a pod's events tell of its groups; None for a pod with one group, or none."""
+        if self._pods.get(pod) is groups:
+            return
+        with self._lock:
+            others = {other: known for other, known in self._pods.items() if other != pod}
+            self._pods = others if groups is None else {**others, pod: groups}
+
+    def refine(self, keys: Keys, table: MatchTable, prompt_tokens: int | None = None) -> MatchTable:
+        """Shortens the matches of hybrid pods.
+
+        A block that is only assumed to come to a pod is assumed in all its groups: what a request will leave
+        in a window is not known before.
+
+        Args:
+            keys: What was matched.
+            table: The index's answer for `keys`; the lead groups' unbroken prefixes.
+            prompt_tokens: Length of the prompt. An engine computes at least its last token, so of a prompt
+                that ends with a block it looks for the end of an earlier one. None: longer than `keys`.
+
+        Returns:
+            `table` itself if nothing is to be changed.
+        """
+        pods = self._pods
+        if not pods:
+            return table
+        blocks = blocks_by_tier = None
+        for pod in pods.keys() & table.rows.keys():
+            row = table.rows[pod]
+            depth = int(table.blocks[row])
+            if prompt_tokens is not None:
+                depth = min(depth, max(0, prompt_tokens - 1) // self._block_tokens)
+            usable = self._usable(keys[:depth], pod, pods[pod])
+            if usable == table.blocks[row]:
+                continue
+            if blocks is None or blocks_by_tier is None:
+                blocks, blocks_by_tier = table.blocks.copy(), table.blocks_by_tier.copy()
+            cut = self._index.match(keys[:usable], (pod,))
+            blocks[row], blocks_by_tier[row] = cut.blocks[0], cut.blocks_by_tier[0]
+        if blocks is None or blocks_by_tier is None:
+            return table
+        return MatchTable(table.rows, table.tiers, blocks, blocks_by_tier)
+
+    def _usable(self, keys: Keys, pod: str, groups: PodGroups) -> int:
+        if not len(keys):
+            return 0
+        assumed = self._index.held(keys, pod) & self._speculative_bit
+        held = [
+            (rule, self._index.held(keys, group_holder(pod, group)) | assumed)
+            for group, rule in groups.rules.items()
+        ]
+        return usable_blocks(len(keys), groups.stride, held)
+
+
+@kernel
+def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: int, chunk: int) -> int:
+    """The longest prefix within `limit` index blocks that one group can resume, see `GroupRule`."""
+    end = limit // stride
+    while end > 0:
+        first = 0
+        if last_blocks != ALL_BLOCKS:
+            first = max(0, end - last_blocks)
+        if chunk != NO_CHUNKS:
+            first = end * stride // chunk * chunk // stride
+        hole = end - 1
+        while hole >= first and held[(hole + 1) * stride - 1] != 0:
+            hole -= 1
+        if hole < first:
+            break
+        # All ends between need the block that is missing, too: the first one needed never comes before.
+        end = hole
+    return end * stride

@@ -1,0 +1,328 @@
+"""The socket that pods connect to: messages of all of them in, each into the recovery of its own stream.
+
+Who published is told by the topic and the batch's rank (see `topic`). The socket tells for each message the
+connection that it came on, and when a connection was lost: so a publisher that vanished is noticed within its
+heartbeat, as where we connect. Runs on the subscriber's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from indexer.config import IndexerConfig, PodStream
+from indexer.errors import ListenError
+from indexer.link import limit
+from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery, Sockets
+from indexer.replay import Batch, Broken, parse_live
+from indexer.sink import StreamSink
+from indexer.topic import Topic, batch_rank, parse_topic
+
+_log = logging.getLogger(__name__)
+
+_NOBODY = "inbox"
+# Full of pods, it does not look for room again before this time.
+_FULL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One TCP connection.
+
+    Attributes:
+        number: Its file descriptor, which is used again once it is lost.
+        use: How many connections had this number, with it.
+    """
+
+    number: int
+    use: int
+
+
+class Publisher:
+    """One engine that publishes to the inbox.
+
+    Attributes:
+        connection: The one that its messages come on; None while there is none.
+        lost_s: When the last one was lost.
+    """
+
+    def __init__(
+        self,
+        stream: PodStream,
+        config: IndexerConfig,
+        sink: StreamSink,
+        sockets: Sockets,
+        *,
+        declared: bool,
+        now_s: float,
+    ) -> None:
+        self.stream = stream
+        self.declared = declared
+        self.recovery = Recovery(stream, config, sink, sockets, self)
+        self.connection: Connection | None = None
+        self.lost_s = now_s
+        self._sink = sink
+        self.recovery.report(now_s)
+
+    @property
+    def name(self) -> str:
+        """See `Owner.name`."""
+        return self.stream.holder
+
+    @property
+    def due_s(self) -> float:
+        """See `Owner.due_s`."""
+        return self.recovery.due_s
+
+    def tick(self, now_s: float) -> None:
+        """See `Owner.tick`."""
+        self.recovery.tick(now_s)
+
+    def close(self) -> None:
+        """See `Owner.close`."""
+        self.recovery.stop()
+
+    def reset(self, now_s: float) -> None:
+        """See `Owner.reset`; its next message brings it up again."""
+        self.recovery.reset(now_s)
+        self._set_connection(None, now_s)
+
+    def live(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
+        """Takes what came on this connection."""
+        if connection != self.connection:
+            self.lost(now_s)
+            self._set_connection(connection, now_s)
+            self.recovery.link_up(now_s)
+        self.recovery.live(batches, now_s)
+
+    def lost(self, now_s: float) -> None:
+        """Its connection is gone."""
+        if self.connection is not None:
+            self._set_connection(None, now_s)
+            self.recovery.link_down(now_s)
+
+    def _set_connection(self, connection: Connection | None, now_s: float) -> None:
+        if (connection is None) != (self.connection is None):
+            self._sink.link(self.name, connection is not None)
+        self.connection, self.lost_s = connection, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Of whom, and on which connection, a message is."""
+
+    publisher: Publisher
+    connection: Connection
+
+
+class Inbox:
+    """The bound socket and its publishers.
+
+    Args:
+        config: Where to bind; bounds and times.
+        sink: Where the streams end.
+        sockets: What they share with others.
+
+    Attributes:
+        publishers: By their name in the index; others only read it.
+        endpoint: Where it is bound.
+
+    Raises:
+        ListenError: The address is in use, or not ours.
+    """
+
+    def __init__(self, config: IndexerConfig, sink: StreamSink, sockets: Sockets) -> None:
+        assert config.events_bind is not None
+        self.publishers: dict[str, Publisher] = {}
+        self._config = config
+        self._sink = sink
+        self._sockets = sockets
+        self._declared: Mapping[str, PodStream] = {}
+        self._elsewhere: frozenset[str] = frozenset()
+        self._lost: deque[Connection] = deque()
+        # How many connections had each number so far; as many numbers as there ever were at once.
+        self._uses: dict[int, int] = {}
+        self._full_until_s = -math.inf
+        self._socket = sockets.context.socket(zmq.SUB)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        limit(self._socket, config.events_bind, MESSAGE_FACTOR * config.max_payload_bytes)
+        self._socket.subscribe(config.topic_prefix)
+        try:
+            self._socket.bind(config.events_bind)
+        except zmq.ZMQError as error:
+            self._close_socket()
+            raise ListenError(f"events_bind {config.events_bind}: cannot listen: {error.strerror}") from error
+        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+        sockets.watch(self, self._monitor, self._on_monitor)
+        sockets.watch(self, self._socket, self._on_live)
+
+    @property
+    def name(self) -> str:
+        """See `Owner.name`."""
+        return _NOBODY
+
+    @property
+    def due_s(self) -> float:
+        """See `Owner.due_s`; the publishers are owners themselves."""
+        return -math.inf if self._lost else math.inf
+
+    def tick(self, now_s: float) -> None:
+        """Takes lost connections to heart once all that came on them is read."""
+        if not self._socket.poll(0):
+            while self._lost:
+                connection = self._lost.popleft()
+                for publisher in self.publishers.values():
+                    if publisher.connection == connection:
+                        publisher.lost(now_s)
+
+    def close(self) -> None:
+        """Ends it, and all its publishers."""
+        for publisher in self.publishers.values():
+            publisher.close()
+        self._sockets.unwatch(self._monitor)
+        self._sockets.unwatch(self._socket)
+        self._close_socket()
+
+    def reset(self, now_s: float) -> None:
+        """After an error that is no publisher's own all views are in doubt."""
+        for publisher in self.publishers.values():
+            publisher.reset(now_s)
+
+    def declare(self, streams: Mapping[str, PodStream], elsewhere: frozenset[str], now_s: float) -> None:
+        """Sets which streams come here, and whose are followed elsewhere.
+
+        Args:
+            streams: By holder.
+            elsewhere: Pods that we connect to: what they publish here too is passed over.
+            now_s: The time.
+        """
+        self._declared, self._elsewhere = streams, elsewhere
+        for holder, publisher in tuple(self.publishers.items()):
+            wanted = streams.get(holder)
+            if wanted != publisher.stream and (
+                publisher.declared or wanted or publisher.stream.pod in elsewhere
+            ):
+                self._forget(holder)
+        for holder, stream in streams.items():
+            if holder not in self.publishers:
+                self._open(stream, now_s, declared=True)
+
+    def _on_monitor(self, _now_s: float) -> None:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            number = message["value"]
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self._uses[number] = self._uses.get(number, 0) + 1
+            else:
+                self._lost.append(Connection(number, self._uses.get(number, 0)))
+
+    def _connection(self, frame: zmq.Frame) -> Connection:
+        """The connection that a message came on."""
+        number = frame.get(zmq.SRCFD)
+        return Connection(number, self._uses.get(number, 0))
+
+    def _on_live(self, now_s: float) -> None:
+        """Takes a turn's share of what waits; what is one publisher's is applied together."""
+        taken: dict[_Source, list[Batch]] = {}
+        taken_bytes = 0
+        for _ in range(TURN_MESSAGES):
+            if taken_bytes >= TURN_BYTES:
+                break
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            # Its connection may have the number of one that was lost a moment ago.
+            self._on_monitor(now_s)
+            taken_bytes += sum(map(len, frames))
+            self._take(frames, taken, now_s)
+        for source, batches in taken.items():
+            publisher = source.publisher
+            if self.publishers.get(publisher.name) is not publisher:
+                continue
+            try:
+                publisher.live(source.connection, batches, now_s)
+            except Exception:
+                _log.exception("error while following %s; its view is dropped", publisher.name)
+                publisher.reset(now_s)
+
+    def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
+        message = parse_live([frame.bytes for frame in frames])
+        if isinstance(message, Broken):
+            self._sink.rejected(_NOBODY, message.reason)
+            return
+        topic = parse_topic(frames[0].bytes)
+        if topic is None:
+            self._sink.rejected(_NOBODY, "topic")
+            return
+        rank = batch_rank(message.payload)
+        reason = self._refused(topic, rank, now_s)
+        if reason is not None:
+            self._sink.rejected(_NOBODY, reason)
+            return
+        publisher = self.publishers[self._stream(topic, rank).holder]
+        taken.setdefault(_Source(publisher, self._connection(frames[-1])), []).append(message)
+
+    def _stream(self, topic: Topic, rank: int) -> PodStream:
+        """Whose message it is: a declared stream's, or one that nobody declared."""
+        first = self._config.first_sequence
+        stream = PodStream(topic.pod, topic.model, None, first_sequence=first, rank=rank)
+        # A pod that was declared without ranks is one engine, whatever number it has among others.
+        return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
+
+    def _refused(self, topic: Topic, rank: int, now_s: float) -> str | None:
+        """Why nothing is taken of this publisher; None if it is there and its messages are taken."""
+        if topic.pod in self._elsewhere:
+            return "followed_elsewhere"
+        stream = self._stream(topic, rank)
+        publisher = self.publishers.get(stream.holder)
+        if publisher is None:
+            return None if self._admit(stream, now_s) else "too_many_pods"
+        if publisher.stream.model != stream.model:
+            if publisher.connection is not None:
+                return "other_model"
+            # Another model under one name is another engine.
+            self._forget(stream.holder)
+            self._open(stream, now_s, declared=False)
+        return None
+
+    def _admit(self, stream: PodStream, now_s: float) -> bool:
+        """Makes room for a publisher that nobody declared, if there is any."""
+        if now_s < self._full_until_s:
+            return False
+        undeclared = [publisher for publisher in self.publishers.values() if not publisher.declared]
+        if len(undeclared) >= self._config.undeclared_pods:
+            gone = (
+                publisher.name
+                for publisher in undeclared
+                if publisher.connection is None
+                and now_s - publisher.lost_s >= self._config.undeclared_forget_s
+            )
+            holder = next(gone, None)
+            if holder is None:
+                self._full_until_s = now_s + _FULL_S
+                return False
+            self._forget(holder)
+        self._open(stream, now_s, declared=False)
+        return True
+
+    def _open(self, stream: PodStream, now_s: float, *, declared: bool) -> None:
+        self._sink.opened(stream)
+        self.publishers[stream.holder] = Publisher(
+            stream, self._config, self._sink, self._sockets, declared=declared, now_s=now_s
+        )
+
+    def _forget(self, holder: str) -> None:
+        self.publishers.pop(holder).close()
+        self._sink.closed(holder)
+
+    def _close_socket(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)

@@ -1,0 +1,291 @@
+"""Watches whether what pods store is what we computed for the requests that we sent there. Pure.
+
+Dispatches and stores come in, disagreements come out. A key depends on token ids, model, adapter, salt and
+block size; if an engine sees any of them differently than we do, it never holds what we look for, and nobody
+would notice but by a hit rate of zero. Two signs are watched:
+
+- Mismatch: we expect that the pod continues a chain that it holds (the parent) with a certain block. It
+  continues that very chain with another one, no other request of ours in flight explains it, and the block
+  that we expected never comes before the request is over. Then one of the two token windows is wrong, and
+  both are named.
+- Never hit: after many dispatches to a pod that stored blocks meanwhile, none of its stores met any key that
+  we computed. Then even the root differs: model, adapter or block size, or the first token.
+
+Only requests that need at least one new block are expectations; beyond the cap the oldest are forgotten,
+which never makes a sign. Knows no clock, no pods' states and no metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.keys import Keys
+
+WINDOW_TOKENS = 16
+# An engine stores a prompt's blocks in order: if it stores none of the first ones, it stores none.
+_WATCHED_BLOCKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A pod stored other tokens than we computed, behind the same prefix.
+
+    Attributes:
+        request_id: The request whose block never came.
+        pod: The pod.
+        model: The base model.
+        position: The first token that differs, counted from the start of the block.
+        computed: Our token ids from there on, at most 16.
+        stored: The engine's.
+    """
+
+    request_id: str
+    pod: str
+    model: str
+    position: int
+    computed: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PodParity:
+    """What is known of one pod.
+
+    Attributes:
+        pod: The pod.
+        model: The model of its last dispatch.
+        dispatches: Dispatches that needed a new block.
+        met: Those of whose keys the pod stored one.
+        unmet_in_a_row: Dispatches, since the last that was met, that ended while the pod stored other blocks.
+        mismatches: Mismatches so far.
+        last_mismatch: The last of them; None for none.
+        never_hit: Whether so many were not met in a row that the keys must be wrong.
+    """
+
+    pod: str
+    model: str
+    dispatches: int
+    met: int
+    unmet_in_a_row: int
+    mismatches: int
+    last_mismatch: Mismatch | None
+    never_hit: bool
+
+
+@dataclass(slots=True)
+class _Pod:
+    model: str = ""
+    dispatches: int = 0
+    met: int = 0
+    unmet_in_a_row: int = 0
+    mismatches: int = 0
+    last_mismatch: Mismatch | None = None
+    # Requests that wait for a key, and for the first block behind a parent.
+    by_key: dict[int, set[str]] = field(default_factory=dict)
+    by_parent: dict[int, set[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Expectation:
+    pod: str
+    model: str
+    parent: int
+    keys: Keys
+    tokens: NDArray[np.uint32]
+    # What the pod stored behind the parent instead; None: nothing.
+    instead: NDArray[np.uint32] | None = None
+    # Whether the pod stored anything meanwhile.
+    stored: bool = False
+
+
+class ParityWatch:
+    """Expectations of requests in flight, and what became of them. Thread-safe.
+
+    Args:
+        max_expectations: Most requests that are watched at once.
+        max_pods: Most pods that are remembered; those without dispatches for longest are forgotten.
+        never_hit_dispatches: So many unmet dispatches in a row are a sign.
+    """
+
+    def __init__(
+        self, *, max_expectations: int = 4096, max_pods: int = 4096, never_hit_dispatches: int = 20
+    ) -> None:
+        self._max_expectations = max_expectations
+        self._max_pods = max_pods
+        self._never_hit_dispatches = never_hit_dispatches
+        self._lock = threading.Lock()
+        self._expected: OrderedDict[str, _Expectation] = OrderedDict()
+        self._pods: OrderedDict[str, _Pod] = OrderedDict()
+
+    def expect(
+        self,
+        request_id: str,
+        pod: str,
+        model: str,
+        parent_key: int,
+        keys: Keys,
+        tokens: NDArray[np.uint32],
+    ) -> None:
+        """The request was sent to this pod, which must compute these blocks for it.
+
+        Args:
+            request_id: The request; said again, it is expected anew.
+            pod: The pod.
+            model: The base model.
+            parent_key: Key of the last block that the pod holds, or the prompt's root.
+            keys: The blocks behind it.
+            tokens: Token ids of the first of them.
+        """
+        if not len(keys):
+            return
+        keys = keys[:_WATCHED_BLOCKS]
+        with self._lock:
+            self._forget(request_id)
+            account = self._pods.setdefault(pod, _Pod())
+            self._pods.move_to_end(pod)
+            account.model = model
+            account.dispatches += 1
+            self._expected[request_id] = _Expectation(pod, model, parent_key, keys, tokens)
+            account.by_parent.setdefault(parent_key, set()).add(request_id)
+            for key in keys.tolist():
+                account.by_key.setdefault(key, set()).add(request_id)
+            if len(self._expected) > self._max_expectations:
+                self._forget(next(iter(self._expected)))
+            if len(self._pods) > self._max_pods:
+                self._forget_pod(next(iter(self._pods)))
+
+    def waits_for(self, pod: str) -> bool:
+        """Whether anything is expected of this pod."""
+        account = self._pods.get(pod)
+        return account is not None and bool(account.by_parent)
+
+    def stored(self, pod: str, parent_key: int, keys: Keys, tokens: NDArray[np.uint32]) -> None:
+        """The pod told of a run of new blocks.
+
+        Args:
+            pod: The pod.
+            parent_key: Key of the block before the run, or the prompt's root.
+            keys: The run's blocks.
+            tokens: Token ids of the run, at least of its first block.
+        """
+        if not self.waits_for(pod):
+            return
+        account = self._pods[pod]
+        with self._lock:
+            met = {
+                request_id
+                for key in account.by_key.keys() & set(keys.tolist())
+                for request_id in account.by_key[key]
+            }
+            for request_id in met:
+                self._forget(request_id)
+                account.met += 1
+                account.unmet_in_a_row = 0
+            waiting = account.by_parent.get(parent_key, ())
+            for request_id in waiting:
+                expectation = self._expected[request_id]
+                # A run that one expectation explains is no sign against the others.
+                if not met and expectation.instead is None:
+                    expectation.instead = tokens[: len(expectation.tokens)].copy()
+            if not met:
+                for requests in account.by_parent.values():
+                    for request_id in requests:
+                        self._expected[request_id].stored = True
+
+    def settled(self, request_id: str) -> Mismatch | None:
+        """The request got its first token, or ended: what has not come by now does not come.
+
+        Returns:
+            The mismatch that this shows; None for none.
+        """
+        with self._lock:
+            expectation = self._expected.get(request_id)
+            if expectation is None:
+                return None
+            self._forget(request_id)
+            account = self._pods[expectation.pod]
+            if not expectation.stored:
+                return None
+            account.unmet_in_a_row += 1
+            mismatch = _mismatch(request_id, expectation)
+            if mismatch is not None:
+                account.mismatches += 1
+                account.last_mismatch = mismatch
+            return mismatch
+
+    def dropped(self, request_id: str) -> None:
+        """The request failed, or was sent elsewhere: nothing is expected of it."""
+        with self._lock:
+            self._forget(request_id)
+
+    def forget_pod(self, pod: str) -> None:
+        """The pod is gone, or not what it was."""
+        with self._lock:
+            self._forget_pod(pod)
+
+    def report(self) -> Sequence[PodParity]:
+        """What is known of each pod."""
+        with self._lock:
+            return [
+                PodParity(
+                    pod,
+                    account.model,
+                    account.dispatches,
+                    account.met,
+                    account.unmet_in_a_row,
+                    account.mismatches,
+                    account.last_mismatch,
+                    account.unmet_in_a_row >= self._never_hit_dispatches,
+                )
+                for pod, account in self._pods.items()
+            ]
+
+    def _forget_pod(self, pod: str) -> None:
+        account = self._pods.get(pod)
+        if account is not None:
+            for request_id in {each for requests in account.by_parent.values() for each in requests}:
+                self._forget(request_id)
+            del self._pods[pod]
+
+    def _forget(self, request_id: str) -> None:
+        expectation = self._expected.pop(request_id, None)
+        if expectation is None:
+            return
+        account = self._pods[expectation.pod]
+        _discard(account.by_parent, expectation.parent, request_id)
+        for key in expectation.keys.tolist():
+            _discard(account.by_key, key, request_id)
+
+
+def _discard(requests: dict[int, set[str]], key: int, request_id: str) -> None:
+    waiting = requests.get(key)
+    if waiting is not None:
+        waiting.discard(request_id)
+        if not waiting:
+            del requests[key]
+
+
+def _mismatch(request_id: str, expectation: _Expectation) -> Mismatch | None:
+    """Where the tokens differ; None if nothing was stored behind the parent, or the same tokens."""
+    if expectation.instead is None:
+        return None
+    length = min(len(expectation.tokens), len(expectation.instead))
+    differing = np.flatnonzero(expectation.tokens[:length] != expectation.instead[:length])
+    if not len(differing):
+        return None
+    position = int(differing[0])
+    window = slice(position, position + WINDOW_TOKENS)
+    return Mismatch(
+        request_id,
+        expectation.pod,
+        expectation.model,
+        position,
+        tuple(expectation.tokens[window].tolist()),
+        tuple(expectation.instead[window].tolist()),
+    )

@@ -1,0 +1,374 @@
+"""Keeps one engine's view up: link changes and live batches come in, the sink gets what they mean.
+
+Drives the stream machine and does what it asks for: replays, snapshots, their retries and timers. Runs on the
+subscriber's thread only; knows neither how live batches arrive (see `follower` and `inbox`) nor events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import zmq
+
+from indexer.config import IndexerConfig, PodStream
+from indexer.replay import Batch, Broken, End, ReplayRequest
+from indexer.sink import StreamSink
+from indexer.snapshot import Snapshot, SnapshotError
+from indexer.stream import StreamMachine, StreamState
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+
+# What one source may take of the thread before the others have their turn.
+TURN_MESSAGES = 64
+TURN_BYTES = 1 << 20
+
+# Up to here a message that is too long is read, counted and passed over; above it the connection is cut.
+MESSAGE_FACTOR = 4
+
+RETRY_MAX_S = 5.0
+_RETRY_S = 0.1
+_SLOT_RETRY_S = 0.02
+# Quiet for this long, a stream's tail is checked.
+_QUIET_S = 1.0
+# Between two snapshots of one engine.
+_FETCH_SPACING_S = 1.0
+# A view that lacks something is built anew from a snapshot, at first after this time, then less often.
+_HEAL_S = 30.0
+_HEAL_MAX_S = 600.0
+
+
+class Owner(Protocol):
+    """Who has sockets watched and things to do at times; whoever fails is reset."""
+
+    @property
+    def name(self) -> str:
+        """Who it is, for the log."""
+        ...
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` must be called next."""
+        ...
+
+    def tick(self, now_s: float) -> None:
+        """Does what is due."""
+        ...
+
+    def reset(self, now_s: float) -> None:
+        """Begins anew after an error of our own."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+class Sockets(Protocol):
+    """What all streams share: the context, the poller's list, the right to replay, the snapshots' workers."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    free_replays: int
+
+    def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
+        """Calls back with the time whenever the socket can be read."""
+        ...
+
+    def unwatch(self, watched: zmq.Socket[bytes]) -> None:
+        """Ends that."""
+        ...
+
+    def fetch(
+        self,
+        owner: Owner,
+        stream: PodStream,
+        deliver: Callable[[Snapshot | SnapshotError, float], None],
+    ) -> None:
+        """Gets a snapshot, without waiting for it, and delivers it on this thread."""
+        ...
+
+
+class Recovery:
+    """One engine's stream.
+
+    Args:
+        stream: What is followed.
+        config: Bounds and times.
+        sink: Where the stream ends.
+        sockets: What it shares with others.
+        owner: Whom an error costs the view.
+    """
+
+    def __init__(
+        self, stream: PodStream, config: IndexerConfig, sink: StreamSink, sockets: Sockets, owner: Owner
+    ) -> None:
+        self._stream = stream
+        self._config = config
+        self._sink = sink
+        self._sockets = sockets
+        self._owner = owner
+        self._machine = self._new_machine()
+        self._reported: tuple[StreamState, str] | None = None
+        self._gaps_reported = 0
+        self._replay: ReplayRequest | None = None
+        self._replay_attempts = 0
+        # The snapshot that is waited for; what is left of the one that is being applied.
+        self._ticket: object | None = None
+        self._restoring: tuple[int, deque[bytes]] | None = None
+        self._fetched_s = -math.inf
+        self._heal_after_s = _HEAL_S
+        self._healable = True
+        # When to do what; infinity: not at all.
+        self._ask_s = math.inf
+        self._quiet_s = math.inf
+        self._fetch_s = math.inf
+        self._heal_s = math.inf
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` must be called next."""
+        replay_s = self._replay.fails_at_s if self._replay else math.inf
+        restore_s = -math.inf if self._restoring else math.inf
+        return min(self._ask_s, self._quiet_s, self._fetch_s, self._heal_s, replay_s, restore_s)
+
+    def tick(self, now_s: float) -> None:
+        """Does what is due."""
+        if self._replay is not None and now_s >= self._replay.fails_at_s:
+            self._stop_replay()
+            self._retry(now_s)
+        if now_s >= self._ask_s:
+            self._ask(now_s)
+        if now_s >= self._fetch_s:
+            self._fetch(now_s)
+        if self._restoring is not None:
+            self._restore(now_s)
+        if now_s >= self._quiet_s:
+            self._quiet_s = math.inf
+            self._perform(self._machine.check_tail(), now_s)
+        if now_s >= self._heal_s:
+            self._heal_s = math.inf
+            self._perform(self._machine.heal(), now_s)
+
+    def report(self, now_s: float) -> None:
+        """Tells the state if it changed."""
+        current = (self._machine.state, self._machine.reason)
+        if current == self._reported:
+            return
+        self._reported = current
+        self._sink.state(self._stream.holder, *current)
+        if current[0] is StreamState.EXACT:
+            self._heal_s, self._heal_after_s = math.inf, _HEAL_S
+        self._plan_healing(now_s)
+
+    def link_up(self, now_s: float) -> None:
+        """The connection to the publisher was made."""
+        self._healable = True
+        self._perform(self._machine.link_up(), now_s)
+
+    def link_down(self, now_s: float) -> None:
+        """The connection was lost, with all that had not been received."""
+        self.stop()
+        self._perform(self._machine.link_down(), now_s)
+
+    def live(self, batches: Sequence[Batch], now_s: float) -> None:
+        """The publisher sent these; what they lead to is applied together."""
+        actions: list[Action] = []
+        for batch in batches:
+            actions += self._machine.live(batch.sequence, batch.payload)
+        gaps = self._machine.gaps
+        self._sink.received(self._stream.holder, len(batches), gaps - self._gaps_reported)
+        self._gaps_reported = gaps
+        self._quiet_s = now_s + _QUIET_S
+        self._perform(actions, now_s)
+
+    def doubted(self, reason: str, now_s: float) -> bool:
+        """See `StreamMachine.doubted`; False for a view that is just being built, which it does not change."""
+        counts = self._machine.state is not StreamState.RECOVERING
+        self._perform(self._machine.doubted(reason), now_s)
+        return counts
+
+    def emptied_silently(self, reason: str, now_s: float) -> None:
+        """See `StreamMachine.emptied_silently`."""
+        self._perform(self._machine.emptied_silently(reason), now_s)
+
+    def stop(self) -> None:
+        """Ends what runs; the sink is told nothing more until something happens."""
+        self._stop_replay()
+        self._stop_fetch()
+        self._quiet_s = self._heal_s = math.inf
+
+    def reset(self, now_s: float) -> None:
+        """Forgets all, the view too."""
+        self.stop()
+        self._machine = self._new_machine()
+        self._gaps_reported = 0
+        self._sink.clear(self._stream.holder, "internal_error")
+        self.report(now_s)
+
+    def _new_machine(self) -> StreamMachine:
+        return StreamMachine(
+            replayable=self._stream.replay_endpoint is not None,
+            snapshots=self._stream.snapshot_url is not None,
+            first_sequence=self._stream.first_sequence,
+            max_batches=self._config.recovery_batches_per_pod,
+            max_bytes=self._config.recovery_bytes_per_pod,
+        )
+
+    def _perform(self, actions: Sequence[Action], now_s: float) -> None:
+        batches: list[Apply] = []
+        for action in actions:
+            if isinstance(action, Apply):
+                batches.append(action)
+                continue
+            self._apply(batches)
+            batches = []
+            match action:
+                case Clear(reason):
+                    self._sink.clear(self._stream.holder, reason)
+                case Replay():
+                    self._stop_fetch()
+                    self._begin_replay(now_s)
+                case Fetch():
+                    self._stop_replay()
+                    self._stop_fetch()
+                    self._fetch_s = max(now_s, self._fetched_s + _FETCH_SPACING_S)
+        self._apply(batches)
+        self.report(now_s)
+
+    def _apply(self, batches: Sequence[Apply]) -> None:
+        """Applies batches of one view together."""
+        if not batches:
+            return
+        verdict = self._sink.apply(self._stream.holder, [batch.payload for batch in batches])
+        if verdict.emptied:
+            self._machine.emptied(batches[0].view)
+        if verdict.damage is not None:
+            self._machine.damaged(batches[0].view, verdict.damage)
+
+    def _begin_replay(self, now_s: float) -> None:
+        if self._replay is not None:
+            self._sink.replay(self._stream.holder, "superseded")
+        self._stop_replay()
+        self._replay_attempts = 0
+        self._ask(now_s)
+
+    def _stop_replay(self) -> None:
+        self._ask_s = math.inf
+        if self._replay is not None:
+            self._sockets.unwatch(self._replay.socket)
+            self._replay.close()
+            self._replay = None
+            self._sockets.free_replays += 1
+
+    def _ask(self, now_s: float) -> None:
+        self._ask_s = math.inf
+        start = self._machine.replay_start
+        if start is None or self._stream.replay_endpoint is None:
+            return
+        if not self._sockets.free_replays:
+            self._ask_s = now_s + _SLOT_RETRY_S
+            return
+        try:
+            self._replay = ReplayRequest(
+                self._sockets.context,
+                self._stream.replay_endpoint,
+                start,
+                now_s,
+                idle_s=self._config.replay_idle_s,
+                total_s=self._config.replay_total_s,
+                max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
+            )
+        except zmq.ZMQError:
+            self._sink.socket_error(self._stream.holder, "replay")
+            self._retry(now_s)
+            return
+        self._sockets.free_replays -= 1
+        self._sockets.watch(self._owner, self._replay.socket, self._on_replay)
+
+    def _retry(self, now_s: float) -> None:
+        """Asks once more, later and later; gives up in the end."""
+        self._replay_attempts += 1
+        if self._replay_attempts < self._config.replay_attempts:
+            self._ask_s = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            return
+        self._sink.replay(self._stream.holder, "failed")
+        self._perform(self._machine.replay_failed(), now_s)
+
+    def _on_replay(self, now_s: float) -> None:
+        """Takes a turn's share of the answers, then applies them together."""
+        replay = self._replay
+        assert replay is not None
+        actions: list[Action] = []
+        taken_bytes = 0
+        for _ in range(TURN_MESSAGES):
+            answer = replay.receive(now_s) if taken_bytes < TURN_BYTES else None
+            if answer is None:
+                break
+            if isinstance(answer, Broken):
+                self._sink.rejected(self._stream.holder, answer.reason)
+            elif isinstance(answer, End):
+                self._stop_replay()
+                self._sink.replay(self._stream.holder, "completed")
+                if self._machine.state is StreamState.RECOVERING:
+                    # What was published before the subscription took effect shows as a lost tail.
+                    self._quiet_s = now_s + _QUIET_S
+                actions += self._machine.replay_ended()
+                break
+            else:
+                taken_bytes += len(answer.payload)
+                step = self._machine.replayed(answer.sequence, answer.payload)
+                actions += step
+                if any(isinstance(action, Replay | Fetch) for action in step):
+                    break
+        self._perform(actions, now_s)
+
+    def _stop_fetch(self) -> None:
+        self._fetch_s = math.inf
+        self._ticket = self._restoring = None
+
+    def _fetch(self, now_s: float) -> None:
+        self._fetch_s, self._fetched_s = math.inf, now_s
+        ticket = self._ticket = object()
+
+        def deliver(answer: Snapshot | SnapshotError, now_s: float) -> None:
+            # The one that was given up comes late.
+            if self._ticket is ticket:
+                self._ticket = None
+                self._on_snapshot(answer, now_s)
+
+        self._sockets.fetch(self._owner, self._stream, deliver)
+
+    def _on_snapshot(self, answer: Snapshot | SnapshotError, now_s: float) -> None:
+        if isinstance(answer, SnapshotError):
+            self._sink.snapshot(self._stream.holder, answer.reason)
+            self._healable = answer.reason != "not_offered"
+            self._perform(self._machine.snapshot_failed(), now_s)
+            self._plan_healing(now_s)
+            return
+        self._perform(self._machine.snapshot_begun(), now_s)
+        self._restoring = (answer.sequence, deque(answer.batches))
+
+    def _plan_healing(self, now_s: float) -> None:
+        offered = self._stream.snapshot_url is not None and self._healable
+        if offered and self._heal_s == math.inf and self._machine.state is StreamState.STALE:
+            self._heal_s = now_s + self._heal_after_s
+            self._heal_after_s = min(2 * self._heal_after_s, _HEAL_MAX_S)
+
+    def _restore(self, now_s: float) -> None:
+        """Applies a turn's share of the snapshot."""
+        assert self._restoring is not None
+        sequence, batches = self._restoring
+        actions: list[Action] = []
+        taken_bytes = 0
+        while batches and taken_bytes < TURN_BYTES:
+            taken_bytes += len(batches[0])
+            actions += self._machine.snapshot_batch(batches.popleft())
+        if not batches:
+            self._restoring = None
+            self._sink.snapshot(self._stream.holder, "completed")
+            self._perform(actions, now_s)
+            # What was published before the subscription took effect shows as a lost tail.
+            self._quiet_s = now_s + _QUIET_S
+            actions = self._machine.snapshot_ended(sequence)
+        self._perform(actions, now_s)

@@ -1,0 +1,46 @@
+"""Why a prefix ends where it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from indexer.config import PodStream
+from indexer.explain import PrefixEnd, explain_prefix
+from indexer.roster import EngineState
+from indexer.stream import StreamState
+from indexer.tiers import Tiers
+
+TIERS = Tiers()
+GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("held", "usable", "end", "length", "beyond"),
+    [
+        ([GPU, GPU, CPU], 3, PrefixEnd.PROMPT, 3, 0),
+        ([GPU, GPU, 0, CPU], 2, PrefixEnd.HOLE, 2, 1),
+        ([0, GPU], 0, PrefixEnd.HOLE, 0, 1),
+        ([GPU, GPU, GPU], 1, PrefixEnd.OTHER_ATTENTION, 3, 0),
+        ([], 0, PrefixEnd.PROMPT, 0, 0),
+    ],
+)
+def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, length: int, beyond: int) -> None:
+    """The whole prompt, a hole with or without blocks behind it, or layers of another kind."""
+    prefix = explain_prefix("pod", np.array(held, np.uint8), TIERS, usable_blocks=usable)
+    assert (prefix.end, prefix.cached_blocks, prefix.held_blocks, prefix.held_beyond) == (
+        end,
+        usable,
+        length,
+        beyond,
+    )
+    assert (prefix.state, prefix.reason) == (StreamState.STALE, "not_followed")
+
+
+def test_each_block_lies_in_its_best_tier() -> None:
+    """Stretches are told from the start; a block in two tiers is in the better one."""
+    engine = EngineState(PodStream("p", "m", None), StreamState.EXACT, "")
+    held = np.array([GPU | CPU, GPU, CPU, CPU, GPU], np.uint8)
+    prefix = explain_prefix(engine, held, TIERS, usable_blocks=5)
+    assert prefix.tiers == (("gpu", 2), ("cpu", 2), ("gpu", 1))
+    assert (prefix.engine, prefix.state) == ("p", StreamState.EXACT)

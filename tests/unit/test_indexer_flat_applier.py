@@ -1,0 +1,230 @@
+"""The flat index's fast way: it does to an index what the pods' views do, event for event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.applier import DecodingApplier, Outcome
+from indexer.apply import PodView
+from indexer.config import IndexerConfig
+from indexer.flat_applier import FlatApplier, FlatEngine
+from indexer.flat_cache import FlatCache
+from indexer.flat_index import FlatIndex
+from indexer.hybrid import group_holder
+from indexer.keys import BlockHasher, Keys
+from indexer.pod_cache import MappedCache
+from indexer.reference_index import ReferenceIndex
+from indexer.tiers import Tiers
+from tests.unit.indexer_support import read_lines
+
+MODEL = "m"
+TIERS = Tiers()
+MAX_BYTES = 1 << 20
+PODS = ("10.0.0.1:8000", "10.0.0.2:8000")
+CONFIG = IndexerConfig(block_tokens=4, hash_seed=1)
+
+
+class BothWays:
+    """Two indexes that are told the same: the reference event by event, the flat one by its kernel."""
+
+    def __init__(self, block_tokens: int = 4, model_of: dict[str, str] | None = None) -> None:
+        self.hasher = BlockHasher(block_tokens, 1)
+        self.flat = FlatIndex(1 << 22, TIERS)
+        self.reference = ReferenceIndex(10_000, TIERS)
+        engine = FlatEngine(self.flat, self.hasher, MAX_BYTES)
+        self.fast: dict[str, FlatApplier] = {}
+        self.slow: dict[str, DecodingApplier] = {}
+        for pod in PODS:
+            model = (model_of or {}).get(pod, MODEL)
+            self.fast[pod] = self._fast(engine, pod, model)
+            self.slow[pod] = DecodingApplier(
+                self._view(model, lambda holder: self._mapped(holder), pod), MAX_BYTES
+            )
+
+    def _view(self, model: str, cache: Any, pod: str) -> PodView:
+        return PodView(
+            model,
+            cache_of=lambda group: cache(pod if group is None else group_holder(pod, group)),
+            tiers=TIERS,
+            hasher=self.hasher,
+            config=CONFIG,
+        )
+
+    def _mapped(self, holder: str) -> MappedCache:
+        return MappedCache(self.reference, holder, max_held=10_000, max_released=10_000)
+
+    def _fast(self, engine: FlatEngine, pod: str, model: str) -> FlatApplier:
+        caches: dict[str, FlatCache] = {}
+
+        def cache(holder: str) -> FlatCache:
+            return caches.setdefault(holder, FlatCache(self.flat, holder, model))
+
+        view = self._view(model, cache, pod)
+        return FlatApplier(engine, view, caches[pod], pod, model)
+
+    def apply(self, pod: str, payloads: list[bytes]) -> Outcome:
+        """Applies payloads both ways; what they tell must be the same."""
+        fast, slow = self.fast[pod].apply(payloads), self.slow[pod].apply(payloads)
+        assert +fast.events == +slow.events
+        assert (fast.rejected, fast.published_s) == (slow.rejected, slow.published_s)
+        assert (fast.emptied, fast.damage) == (slow.emptied, slow.damage)
+        assert +fast.applied.skipped == +slow.applied.skipped
+        assert +fast.applied.removals == +slow.applied.removals
+        assert _joined(fast.applied.stored).tolist() == _joined(slow.applied.stored).tolist()
+        return fast
+
+    def check(self, keys: Keys) -> None:
+        """Every holder holds the same in both."""
+        for pod in PODS:
+            for holder in (pod, *(group_holder(pod, group) for group in range(3))):
+                assert self.flat.held(keys, holder).tolist() == self.reference.held(keys, holder).tolist()
+        flat, reference = self.flat.stats(), self.reference.stats()
+        assert (flat.blocks, flat.holdings) == (reference.blocks, reference.holdings)
+
+
+def _joined(runs: list[Keys]) -> Keys:
+    return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+
+# Prompts of a few blocks that share heads; a block's hash is its content, as engines have it.
+texts = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(tuple)
+
+
+def hash_of(text: tuple[int, ...], salt: int = 0) -> int:
+    """An engine's hash of a chain's last block."""
+    return hash((text, salt)) & 0x7FFF_FFFF_FFFF_FFFF | 1
+
+
+def tokens_of(text: tuple[int, ...], block: int) -> list[int]:
+    """Tokens of these blocks."""
+    return [number for number in text for _ in range(block)]
+
+
+@st.composite
+def stores(draw: st.DrawFn, seed: int) -> dict[str, Any]:
+    """A store of part of a chain, of any group, mostly one whose parent may be known."""
+    text = draw(texts)
+    start = draw(st.integers(0, len(text) - 1))
+    adapter = draw(st.sampled_from([None, None, None, "sql"]))
+    run = text[start:]
+    seed += 1 if adapter else 0
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": [hash_of(text[: end + 1], seed) for end in range(start, len(text))],
+        "parent_block_hash": hash_of(text[:start], seed) if start else draw(st.sampled_from([None, None, 0])),
+        "token_ids": tokens_of(run, 4),
+        "block_size": 4,
+        "lora_id": 1 if adapter else None,
+        "medium": draw(st.sampled_from([None, "GPU", "GPU", "CPU", "DISK", "odd"])),
+        "lora_name": adapter,
+    }
+    named = [[adapter]] if adapter else [None]
+    if draw(st.booleans()):
+        event["extra_keys"] = named * len(run)
+    if draw(st.integers(0, 9)) == 0:
+        salted = [hash_of(text[: end + 1], seed + 2) for end in range(start, len(text))]
+        first = [adapter, "salt"] if adapter else ["salt"]
+        event |= {"extra_keys": [first, *named * (len(run) - 1)], "block_hashes": salted}
+    if draw(st.integers(0, 9)) == 0:
+        event |= {"token_ids": [], "block_size": 0, "parent_block_hash": None}
+    return event
+
+
+@st.composite
+def removals(draw: st.DrawFn, seed: int) -> dict[str, Any]:
+    """Removals of some blocks of a chain, in any order, once or twice."""
+    text = draw(texts)
+    seed += draw(st.sampled_from([0, 0, 0, 1, 2]))
+    ends = draw(st.lists(st.integers(1, len(text)), min_size=1, max_size=3))
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": [hash_of(text[:end], seed) for end in ends],
+        "medium": draw(st.sampled_from([None, "GPU", "GPU", "CPU"])),
+    }
+
+
+oddities = st.sampled_from(
+    [
+        {"type": "AllBlocksCleared"},
+        {"type": "SomethingNew"},
+        {"type": "BlockStored", "block_hashes": ["text"]},
+        {
+            "type": "BlockStored",
+            "block_hashes": [],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 4,
+        },
+    ]
+)
+GROUPS: list[dict[str, Any]] = [
+    {},
+    {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+    {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8},
+]
+
+
+@st.composite
+def batches(draw: st.DrawFn, seed: int, grouped: bool) -> bytes:
+    """One payload; sometimes one that is none."""
+    if draw(st.integers(0, 19)) == 0:
+        return b"\xc1"
+    event = st.one_of(stores(seed), stores(seed), stores(seed), removals(seed), oddities)
+    events = draw(st.lists(event, max_size=6))
+    if grouped:
+        fields = [draw(st.sampled_from(GROUPS[1:])) for _ in events]
+        events = [
+            event | {key: value for key, value in group.items() if key == "group_idx" or "token_ids" in event}
+            for event, group in zip(events, fields, strict=True)
+        ]
+    return msgspec.msgpack.encode([1.5, events, None])
+
+
+def all_keys(hasher: BlockHasher, models: set[str]) -> Keys:
+    """Keys of all chains that the strategies can make."""
+    keys = set()
+    for model in models:
+        for lora in (None, "sql"):
+            for salt in (None, "salt"):
+                level: list[int] = [hasher.root(model, lora, salt)]
+                for _ in range(5):
+                    level = [int(hasher.chain(key, [number] * 4)[0]) for key in level for number in (1, 2, 3)]
+                    keys.update(level)
+    return np.array(sorted(keys), np.uint64)
+
+
+HASHER = BlockHasher(4, 1)
+KEYS = {models: all_keys(HASHER, set(models)) for models in [("m",), ("m", "n")]}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), grouped=st.booleans(), two_models=st.booleans(), two_seeds=st.booleans())
+def test_the_kernel_does_what_the_views_do(
+    data: st.DataObject, grouped: bool, two_models: bool, two_seeds: bool
+) -> None:
+    """Whatever two pods publish, both ways tell the same and leave the same in the index."""
+    both = BothWays(model_of={PODS[1]: "n"} if two_models else None)
+    for _ in range(data.draw(st.integers(1, 5))):
+        pod = data.draw(st.sampled_from(PODS))
+        seed = 10 if two_seeds and pod == PODS[1] else 0
+        both.apply(pod, data.draw(st.lists(batches(seed, grouped), min_size=1, max_size=3)))
+        both.check(KEYS["m", "n"] if two_models else KEYS["m",])
+
+
+@pytest.mark.parametrize("capture", ["vllm_run1_frames.jsonl.gz", "vllm_run3_frames.jsonl.gz"])
+@pytest.mark.parametrize("block_tokens", [32, 16])
+def test_captures_of_a_real_engine_lead_to_the_same_index(capture: str, block_tokens: int) -> None:
+    """What a real vLLM published leaves the same blocks, applied at once or frame by frame."""
+    payloads = [bytes.fromhex(frame["frames"][2]) for frame in read_lines(capture)]
+    both = BothWays(block_tokens)
+    stored = []
+    for start in range(0, len(payloads), 7):
+        stored += both.apply(PODS[0], payloads[start : start + 7]).applied.stored
+    assert stored
+    both.check(np.unique(_joined(stored)))

@@ -1,0 +1,290 @@
+"""Hybrid attention: groups learnt from events, blocks known by their hashes, prefixes cut by rule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.decode import decode_batch
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
+from indexer.hybrid import ALL_BLOCKS, NO_CHUNKS, GroupRule, group_holder, usable_blocks
+from tests.unit.indexer_support import POD, OnePod, read_lines, stored
+
+TOKENS = list(range(100, 132))
+FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+# Windows of 9 tokens: the 2 blocks of 4 in front of a prefix's end.
+WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
+
+
+def masked(hashes: list[int | bytes], tokens: list[int], **fields: Any) -> BlockStored:
+    """A store of a few blocks whose tokens are those of the whole run."""
+    return stored(hashes, tokens, **{**WINDOW, **fields})
+
+
+@pytest.fixture
+def pod() -> OnePod:
+    """A pod with blocks of 4 tokens, in engine and index."""
+    return OnePod()
+
+
+RUN3_FRAMES = read_lines("vllm_run3_frames.jsonl.gz")
+RUN3_REQUESTS = [
+    line for line in read_lines("vllm_run3_requests.jsonl.gz") if "prompt" in (line["body"] or {})
+]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("block_tokens", [32, 16, 8])
+def test_predictions_equal_what_a_hybrid_vllm_served(block_tokens: int, flat: bool) -> None:
+    """Ground truth: a real vLLM 0.32 with a Gemma-3, windows of 64 tokens and blocks of 32.
+
+    For each request the prediction when it arrived is what the engine then reported as cached tokens. The one
+    exception cannot be known: a reset is announced only with the next request's own events.
+    """
+    pod = OnePod(block_tokens=block_tokens, flat=flat)
+    waiting = list(RUN3_FRAMES)
+    exact = 0
+    for request in RUN3_REQUESTS:
+        while waiting and waiting[0]["t"] < request["t0"]:
+            batch = decode_batch(bytes.fromhex(waiting.pop(0)["frames"][2]), 1 << 24).batch
+            assert not pod.apply(*batch.events).skipped
+        prompt = request["body"]["prompt"]
+        predicted = pod.match(pod.keys(prompt), len(prompt)).blocks * block_tokens
+        served = request["response"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if request["label"] == "g11 after reset":
+            assert (predicted, served) == (160, 0)
+            continue
+        assert predicted == served, request["label"]
+        exact += 1
+    assert exact == len(RUN3_REQUESTS) - 1 == 10
+    assert pod.view.orphans == 0
+
+
+def test_without_the_windows_the_capture_would_be_over_scored() -> None:
+    """The rule is needed: full attention alone promises a hit that the engine did not have."""
+    pod = OnePod(block_tokens=32)
+    for frame in RUN3_FRAMES[:3]:
+        pod.apply(*decode_batch(bytes.fromhex(frame["frames"][2]), 1 << 24).batch.events)
+    request = next(request for request in RUN3_REQUESTS if request["label"] == "g4 96 shared")
+    keys = pod.keys(request["body"]["prompt"])
+    assert pod.index.match(keys, [POD])[POD].blocks == 3
+    assert pod.match(keys).blocks == 0
+
+
+def test_a_masked_store_waits_for_the_full_one(pod: OnePod) -> None:
+    """Hashes of a group are mapped by content: also when the full-attention run comes later, or in parts."""
+    pod.apply(masked([3, 4], TOKENS[:16]))
+    assert pod.view.orphans == 2
+    assert pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL)).stored
+    assert (pod.view.orphans, pod.cached(TOKENS)) == (1, 0)
+    pod.apply(stored([4], TOKENS[12:16], parent=3, **FULL))
+    assert (pod.view.orphans, pod.cached(TOKENS)) == (0, 4)
+
+
+def test_a_masked_store_is_not_mapped_by_position(pod: OnePod) -> None:
+    """The first hash of a window's store is not the first block of its tokens."""
+    pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3, 4], TOKENS[:16]))
+    held = pod.index.held(pod.keys(TOKENS[:16]), group_holder(POD, 0))
+    assert (held != 0).tolist() == [False, False, True, True]
+
+
+def test_what_is_said_of_a_waiting_copy_is_not_lost(pod: OnePod) -> None:
+    """Removals and host copies in a group take effect in order once the block is known."""
+    pod.apply(masked([1, 2], TOKENS[:8]), BlockRemoved([1], "GPU", 0))
+    pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=0), BlockRemoved([2], "GPU", 0))
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL))
+    held = pod.index.held(pod.keys(TOKENS[:8]), group_holder(POD, 0))
+    assert held.tolist() == [0, 1 << pod.index.tiers.number("cpu")]
+
+
+def test_a_copy_waits_behind_a_full_run_that_is_an_orphan(pod: OnePod) -> None:
+    """A group's block whose full-attention run itself waits for its parent comes with it."""
+    pod.apply(stored([3, 4], TOKENS[8:16], parent=2, **FULL), masked([3, 4], TOKENS[:16]))
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL))
+    assert (pod.cached(TOKENS), pod.view.orphans) == (4, 0)
+
+
+def test_a_host_copy_waits_behind_a_full_run_that_is_an_orphan(pod: OnePod) -> None:
+    """A group's copy that is named by its hash only is kept for a block that waits in the lead group."""
+    pod.apply(stored([9], TOKENS[:4], **FULL), masked([9], TOKENS[:4]))
+    pod.apply(stored([2], TOKENS[8:12], parent=1, **FULL))
+    assert not pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=0)).skipped
+    pod.apply(stored([1], TOKENS[4:8], parent=9, **FULL))
+    held = pod.index.held(pod.keys(TOKENS[:12]), group_holder(POD, 0))
+    assert held[2] == 1 << pod.index.tiers.number("cpu")
+
+
+def test_groups_lose_their_blocks_apart(pod: OnePod) -> None:
+    """A removal names its group: a window's lost block ends the prefix, an unknown group touches none."""
+    pod.apply(masked([1, 2, 3, 4], TOKENS[:16]), stored([1, 2, 3, 4], TOKENS[:16], **FULL))
+    assert pod.cached(TOKENS) == 4
+    assert pod.apply(BlockRemoved([4], "GPU", 7)).skipped == {("BlockRemoved", "unknown_group"): 1}
+    pod.apply(BlockRemoved([4], "GPU", 0))
+    assert pod.cached(TOKENS) == 3
+    pod.apply(BlockRemoved([3], "GPU", 1))
+    assert pod.cached(TOKENS) == 2
+    pod.apply(BlockRemoved([1], "GPU", 0))
+    assert pod.cached(TOKENS) == 0
+
+
+def test_every_full_attention_group_must_hold_the_prefix(pod: OnePod) -> None:
+    """A second full-attention group is not ignored."""
+    second = {"group_idx": 2, "kv_cache_spec_kind": "mla_attention"}
+    pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL), stored([1, 2, 3], TOKENS[:12], **second))
+    assert pod.cached(TOKENS) == 3
+    pod.apply(BlockRemoved([2], "GPU", 2))
+    assert pod.cached(TOKENS) == 1
+
+
+def test_a_linear_group_needs_a_state_at_the_end(pod: OnePod) -> None:
+    """Of a mamba group the one block counts that holds the state behind the prefix."""
+    mamba = {"group_idx": 0, "kv_cache_spec_kind": "mamba", "kv_cache_spec_sliding_window": None}
+    pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3], TOKENS[:16], **mamba))
+    assert pod.cached(TOKENS) == 3
+    pod.apply(stored([5], TOKENS[16:20], parent=4, **FULL), masked([5], TOKENS[16:20], parent=4, **mamba))
+    assert pod.cached(TOKENS) == 5
+
+
+def test_a_prompt_that_ends_with_a_block_is_resumed_before_it(pod: OnePod) -> None:
+    """The engine computes at least the last token, so it is an earlier end whose window counts."""
+    pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3, 4], TOKENS[:16]))
+    keys = pod.keys(TOKENS[:16])
+    assert pod.match(keys, 17).blocks == 4
+    assert pod.match(keys, 16).blocks == 0
+    pod.apply(masked([2], TOKENS[:16]))
+    assert pod.match(keys, 16).blocks == 3
+
+
+def test_a_cut_prefix_has_the_tiers_of_its_own_blocks(pod: OnePod) -> None:
+    """Blocks that a window makes useless are in no tier's count; tiers are those of the lead group."""
+    pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL), masked([1, 2], TOKENS[:12]))
+    pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=1), BlockRemoved([2], "GPU", 1))
+    assert pod.tiers(TOKENS) == {"gpu": 1, "cpu": 1}
+    assert pod.match(pod.keys(TOKENS)).weighted_blocks == pytest.approx(1.8)
+
+
+def test_windows_are_counted_in_the_engines_blocks() -> None:
+    """An engine block of 64 tokens is 4 of the index's; a window of 65 tokens needs one of them, whole."""
+    pod = OnePod(block_tokens=16)
+    tokens = list(range(256))
+    window = {**WINDOW, "block_size": 64, "kv_cache_spec_sliding_window": 65}
+    pod.apply(stored([1, 2, 3, 4], tokens, block_size=64, **FULL), stored([3], tokens, **window))
+    assert pod.cached(tokens) == 12
+    assert pod.cached(tokens[:176]) == 0
+
+
+def test_what_is_only_assumed_is_assumed_in_all_groups(pod: OnePod) -> None:
+    """A block that a request was just sent for counts, though no window can hold it yet."""
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
+    keys = pod.keys(TOKENS[:16])
+    pod.index.add(POD, "speculative", keys)
+    assert pod.match(keys).blocks == 4
+    pod.index.remove(POD, "speculative", keys)
+    assert pod.match(keys).blocks == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_cache_spec_kind": "unknown"},
+        {"kv_cache_spec_kind": "cross_attention"},
+        {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": None},
+        {"kv_cache_spec_kind": "chunked_local_attention", "kv_cache_spec_sliding_window": None},
+        {"kv_cache_spec_kind": "sliding_window", "block_size": 2},
+        {"kv_cache_spec_kind": None},
+    ],
+)
+def test_a_group_without_a_known_rule_is_told(pod: OnePod, fields: dict[str, Any]) -> None:
+    """Where the rule is not known the view may promise too much: that is counted, not passed over."""
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL))
+    told = pod.apply(masked([1, 2], TOKENS[:8], **fields)).skipped
+    assert told == {("BlockStored", "unsupported_cache_kind"): 1}
+    assert not any(
+        reason != "unsupported_cache_kind" for _, reason in pod.apply(BlockRemoved([1], None, 0)).skipped
+    )
+    assert pod.cached(TOKENS) == 2
+
+
+def test_a_pod_without_full_attention_is_told(pod: OnePod) -> None:
+    """Hashes of windows alone have no place in a prompt; such a view is not silently empty."""
+    told = pod.apply(masked([3, 4], TOKENS[:16])).skipped
+    assert told == {("BlockStored", "no_full_attention_group"): 2}
+    assert not pod.apply(masked([5], TOKENS[:20]), stored([1, 2, 3, 4, 5], TOKENS[:20], **FULL)).skipped
+
+
+def test_groups_are_bounded(pod: OnePod) -> None:
+    """An engine cannot make up any number of groups."""
+    for group in range(100):
+        skipped = pod.apply(
+            stored([1], TOKENS[:4], group_idx=group, kv_cache_spec_kind="full_attention")
+        ).skipped
+        assert bool(skipped) == (group >= 32)
+
+
+def test_a_new_life_learns_its_groups_anew(pod: OnePod) -> None:
+    """A clear empties all groups and keeps their rules; a new life has neither."""
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
+    pod.apply(AllBlocksCleared())
+    assert pod.index.stats().blocks == 0
+    assert pod.view.groups is not None
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
+    pod.view.clear()
+    assert (pod.index.stats().blocks, pod.view.groups) == (0, None)
+    pod.apply(stored([1, 2], TOKENS[:8], group_idx=0, kv_cache_spec_kind="full_attention"))
+    assert pod.cached(TOKENS) == 2
+
+
+def test_pods_with_one_group_cost_nothing(pod: OnePod) -> None:
+    """While no pod is hybrid, and for all that are not, the index's answer is passed on as it is."""
+    pod.apply(stored([1, 2], TOKENS[:8], **FULL))
+    keys = pod.keys(TOKENS)
+    table = pod.index.match(keys, [POD])
+    assert pod.hybrid.refine(keys, table) is table
+    pod.apply(masked([1, 2], TOKENS[:8]))
+    assert pod.hybrid.refine(keys, table) is table
+    others = pod.index.match(keys, ["other"])
+    assert pod.hybrid.refine(keys, others) is others
+
+
+rules = st.one_of(
+    st.builds(GroupRule, st.sampled_from([1, 2, 3])),
+    st.builds(GroupRule, st.sampled_from([1, 2, 3]), st.integers(0, 4)),
+    st.builds(
+        lambda stride, blocks: GroupRule(stride, chunk=stride * blocks),
+        st.sampled_from([1, 2]),
+        st.integers(1, 4),
+    ),
+)
+
+
+@given(
+    st.integers(0, 24),
+    st.sampled_from([1, 2]),
+    st.lists(rules, max_size=3),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None)
+def test_usable_prefixes_are_the_longest_that_obey_all_rules(
+    depth: int, stride: int, group_rules: list[GroupRule], dice: random.Random
+) -> None:
+    """The search equals trying every length, longest first, block by block."""
+    groups = [(rule, np.array([dice.random() < 0.7 for _ in range(depth)], np.uint8)) for rule in group_rules]
+
+    def obeys(length: int, rule: GroupRule, held: np.ndarray) -> bool:
+        if length % rule.stride:
+            return False
+        first = 0
+        if rule.last_blocks != ALL_BLOCKS:
+            first = max(0, length // rule.stride - rule.last_blocks)
+        if rule.chunk != NO_CHUNKS:
+            first = length // rule.chunk * rule.chunk // rule.stride
+        return all(held[(block + 1) * rule.stride - 1] for block in range(first, length // rule.stride))
+
+    lengths = range(depth - depth % stride, -1, -stride)
+    longest = next(length for length in lengths if all(obeys(length, *group) for group in groups))
+    assert usable_blocks(depth, stride, groups) == longest

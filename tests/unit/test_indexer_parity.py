@@ -1,0 +1,165 @@
+"""The parity watch: when an engine's tokens are not ours, it says so, and never else."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.keys import BlockHasher, Keys
+from indexer.parity import ParityWatch, PodParity
+
+POD, OTHER, MODEL = "10.0.0.1:8000", "10.0.0.2:8000", "m"
+HASHER = BlockHasher(4, 1)
+ROOT = HASHER.root(MODEL, None, None)
+
+
+def tokens(*numbers: int) -> np.ndarray:
+    """Token ids as the watch takes them."""
+    return np.array(numbers, np.uint32)
+
+
+def chain(prompt: np.ndarray, parent: int = ROOT) -> Keys:
+    """Keys of the prompt's blocks."""
+    return HASHER.chain(parent, prompt)
+
+
+OURS = tokens(1, 2, 3, 4, 5, 6, 7, 8)
+THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
+
+
+def expect(watch: ParityWatch, request_id: str, prompt: np.ndarray = OURS, pod: str = POD) -> None:
+    """The prompt was sent to a pod that holds nothing of it."""
+    watch.expect(request_id, pod, MODEL, ROOT, chain(prompt), prompt[:4])
+
+
+def store(watch: ParityWatch, prompt: np.ndarray, pod: str = POD) -> None:
+    """The pod stores the prompt's blocks."""
+    watch.stored(pod, ROOT, chain(prompt), prompt)
+
+
+def known(watch: ParityWatch, pod: str = POD) -> PodParity:
+    """What is known of the pod."""
+    return next(parity for parity in watch.report() if parity.pod == pod)
+
+
+def test_blocks_that_come_as_computed_are_no_sign() -> None:
+    """A request whose first block arrives is met, whatever else is stored."""
+    watch = ParityWatch()
+    expect(watch, "a")
+    store(watch, THEIRS)
+    store(watch, OURS)
+    assert watch.settled("a") is None
+    assert (known(watch).met, known(watch).mismatches) == (1, 0)
+
+
+def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
+    """The first differing position and both windows are named."""
+    watch = ParityWatch()
+    expect(watch, "a")
+    store(watch, THEIRS)
+    mismatch = watch.settled("a")
+    assert mismatch is not None
+    assert (mismatch.request_id, mismatch.pod, mismatch.model) == ("a", POD, MODEL)
+    assert (mismatch.position, mismatch.computed, mismatch.stored) == (2, (3, 4), (9, 4))
+    assert known(watch).last_mismatch == mismatch
+
+
+def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
+    """The parent is the last block that the pod holds."""
+    watch = ParityWatch()
+    parent = int(chain(OURS)[0])
+    watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:])
+    watch.stored(POD, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
+    mismatch = watch.settled("a")
+    assert mismatch is not None
+    assert mismatch.position == 3
+
+
+def test_another_request_in_flight_explains_a_store() -> None:
+    """Two prompts that begin differently are not each other's mismatch."""
+    watch = ParityWatch()
+    expect(watch, "a", OURS)
+    expect(watch, "b", THEIRS)
+    store(watch, THEIRS)
+    assert watch.settled("b") is None
+    assert watch.settled("a") is None
+    assert known(watch).mismatches == 0
+
+
+def test_a_pod_that_stored_nothing_shows_nothing() -> None:
+    """A request that ended without any store may have failed; other pods' stores do not count."""
+    watch = ParityWatch()
+    expect(watch, "a")
+    store(watch, THEIRS, OTHER)
+    assert watch.settled("a") is None
+    assert known(watch).unmet_in_a_row == 0
+
+
+def test_dropped_requests_show_nothing() -> None:
+    """What failed, or was sent elsewhere, is expected no more."""
+    watch = ParityWatch()
+    expect(watch, "a")
+    store(watch, THEIRS)
+    watch.dropped("a")
+    assert watch.settled("a") is None
+    assert known(watch).mismatches == 0
+
+
+def test_keys_that_never_meet_are_told() -> None:
+    """Stores under another root, for example another model's name, show after enough dispatches."""
+    watch = ParityWatch(never_hit_dispatches=3)
+    elsewhere = HASHER.root("other", None, None)
+    for number in range(3):
+        assert not (number and known(watch).never_hit)
+        expect(watch, str(number))
+        watch.stored(POD, elsewhere, chain(OURS, elsewhere), OURS)
+        assert watch.settled(str(number)) is None
+    assert known(watch).never_hit
+    expect(watch, "met")
+    store(watch, OURS)
+    assert not known(watch).never_hit
+
+
+def test_a_pod_that_is_gone_is_forgotten() -> None:
+    """Its requests with it."""
+    watch = ParityWatch()
+    expect(watch, "a")
+    watch.forget_pod(POD)
+    assert watch.report() == []
+    assert watch.settled("a") is None
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["expect", "store", "settle", "drop", "forget"]),
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.sampled_from([POD, OTHER, "third"]),
+    ),
+    max_size=60,
+)
+
+
+@given(_STEPS)
+@settings(deadline=None)
+def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> None:
+    """Whatever happens, no more than the caps is kept, and nothing is left of what is over."""
+    watch = ParityWatch(max_expectations=3, max_pods=2)
+    for what, request, prompt, pod in steps:
+        ids = np.arange(8, dtype=np.uint32) + prompt
+        if what == "expect":
+            expect(watch, str(request), ids, pod)
+        elif what == "store":
+            store(watch, ids, pod)
+        elif what == "settle":
+            watch.settled(str(request))
+        elif what == "drop":
+            watch.dropped(str(request))
+        else:
+            watch.forget_pod(pod)
+        assert len(watch._expected) <= 3
+        assert len(watch.report()) <= 2
+    for request in range(6):
+        watch.settled(str(request))
+    assert not any(account.by_key or account.by_parent for account in watch._pods.values())

@@ -1,0 +1,79 @@
+"""What the parity watch finds is counted, warned of and told."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from indexer.index import IndexStats
+from indexer.keys import BlockHasher
+from indexer.metrics import IndexerMetrics
+from indexer.parity import ParityWatch
+from indexer.parity_alarm import ParityAlarm
+
+POD, MODEL = "10.0.0.1:8000", "m"
+HASHER = BlockHasher(4, 1)
+ROOT = HASHER.root(MODEL, None, None)
+OURS, THEIRS = np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 4], np.uint32)
+
+
+class Bench:
+    """A watch, its alarm, and what they tell."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        metrics = IndexerMetrics(self.registry, stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
+        self.watch = ParityWatch(never_hit_dispatches=2)
+        self.alarm = ParityAlarm(self.watch, metrics, warn_every_s=60.0)
+
+    def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
+        """A request whose tokens the engine sees differently, or under another root."""
+        self.watch.expect(request_id, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
+        self.watch.stored(POD, root, HASHER.chain(root, THEIRS), THEIRS)
+        self.alarm.settled(request_id, now_s)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """A metric's value."""
+        return self.registry.get_sample_value(f"kvroute_indexer_{name}", labels)
+
+
+def test_a_mismatch_is_counted_and_both_windows_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is counted, a warning comes once a minute, and /ready has a line."""
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        bench.disagree("a", 0.0)
+        bench.disagree("b", 59.0)
+        assert len(caplog.records) == 1
+        bench.disagree("c", 60.0)
+    assert len(caplog.records) == 2
+    assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) == 3
+    for told in (caplog.records[0].getMessage(), *bench.alarm.details()):
+        for part in (POD, MODEL, "token 2", "[3, 4]", "[9, 4]"):
+            assert part in told
+
+
+def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """Stores under another root show in the gauge, in one warning and in a line."""
+    bench, other = Bench(), HASHER.root("other", None, None)
+    for number in range(2):
+        bench.disagree(str(number), 0.0, other)
+    with caplog.at_level(logging.WARNING):
+        bench.alarm.check(0.0)
+        bench.alarm.check(1.0)
+    assert bench.metric("parity_never_hit", pod=POD) == 1
+    assert len(caplog.records) == len(bench.alarm.details()) == 1
+    assert "last 2 requests" in caplog.records[0].getMessage()
+
+
+def test_a_pod_that_is_gone_leaves_no_series() -> None:
+    """Nor lines."""
+    bench = Bench()
+    bench.disagree("a", 0.0)
+    bench.alarm.check(0.0)
+    bench.alarm.forget_pod(POD)
+    assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) is None
+    assert bench.metric("parity_never_hit", pod=POD) is None
+    assert bench.alarm.details() == []

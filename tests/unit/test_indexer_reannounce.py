@@ -1,0 +1,140 @@
+"""Stores that tell again what is there, and stores of further physical copies, which look the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from indexer.decode import decode_batch
+from indexer.events import BlockRemoved, BlockStored, KVEvent
+from indexer.hybrid import group_holder
+from tests.unit.indexer_support import POD, OnePod, read_lines, stored
+
+TOKENS = list(range(100, 132))
+FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
+
+
+@pytest.fixture(params=[4, 8])
+def pod(request: pytest.FixtureRequest) -> OnePod:
+    """A pod with engine blocks of 4 tokens, in an index of as many or of twice as many."""
+    return OnePod(block_tokens=request.param)
+
+
+def blocks(start: int, stop: int) -> BlockStored:
+    """Engine blocks of a prompt; a block's hash is its number from 1."""
+    return stored(list(range(start + 1, stop + 1)), TOKENS[start * 4 : stop * 4], parent=start or None)
+
+
+def copies(pod: OnePod, number: int) -> int:
+    """How many removals of a block count; it is gone after them."""
+    count = 0
+    while pod.apply(BlockRemoved([number])).removals:
+        count += 1
+    return count
+
+
+def test_a_run_that_is_continued_in_its_batch_was_not_new(pod: OnePod) -> None:
+    """What a request found is announced before what it adds: not a copy, one removal ends it."""
+    pod.apply(blocks(0, 4))
+    told = pod.apply(blocks(0, 4), BlockRemoved([99]), blocks(4, 6))
+    assert [len(keys) * pod.hasher.block_tokens for keys in told.stored] == [8]
+    assert [copies(pod, number) for number in (1, 4, 5)] == [1, 1, 1]
+
+
+def test_a_run_that_nothing_continues_is_a_copy(pod: OnePod) -> None:
+    """Two requests that compute the same blocks at once hold them twice."""
+    pod.apply(blocks(0, 2))
+    assert pod.apply(blocks(0, 2)).stored
+    assert [copies(pod, number) for number in (1, 2)] == [2, 2]
+
+
+def test_only_a_later_store_continues_a_run(pod: OnePod) -> None:
+    """A store in front of a run says nothing of it: the run is a copy."""
+    pod.apply(blocks(0, 4))
+    pod.apply(blocks(4, 6), blocks(0, 4))
+    assert [copies(pod, number) for number in (1, 5)] == [2, 1]
+
+
+def test_a_last_block_that_is_computed_again_is_a_copy(pod: OnePod) -> None:
+    """Only the run from the prompt's start is told again; what continues it was computed once more."""
+    pod.apply(blocks(0, 4), blocks(4, 6))
+    pod.apply(blocks(0, 4), blocks(4, 6))
+    assert [copies(pod, number) for number in (4, 5)] == [1, 2]
+
+
+def test_an_engine_that_told_again_once_does_so_when_it_adds_nothing(pod: OnePod) -> None:
+    """Later runs from a prompt's start that are held already are no copies either, for this life."""
+    pod.apply(blocks(0, 2))
+    pod.apply(blocks(0, 2), blocks(2, 4))
+    assert not pod.apply(blocks(0, 4)).stored
+    assert copies(pod, 4) == 1
+    pod.view.clear()
+    pod.apply(blocks(0, 2), blocks(0, 2))
+    assert copies(pod, 1) == 2
+
+
+def test_a_run_of_which_a_block_is_not_held_is_new(pod: OnePod) -> None:
+    """A run is told again only if the pod holds all of it in that tier; else it counts, and marks nothing."""
+    pod.apply(blocks(0, 4), BlockRemoved([3]))
+    pod.apply(blocks(0, 4), blocks(4, 6))
+    assert [copies(pod, number) for number in (1, 3, 4)] == [2, 1, 2]
+    host = OnePod()
+    host.apply(blocks(0, 2))
+    host.apply(stored([1, 2], TOKENS[:8], medium="CPU"), blocks(2, 3))
+    assert host.apply(BlockRemoved([1, 2])).removals == {"last": 2}
+    assert host.tiers(TOKENS) == {"cpu": 2, "gpu": 1}
+
+
+def test_run1_tells_again_once_and_counts_every_copy() -> None:
+    """A real vLLM: r14 asked for a full report; one removal for each physical copy must end each block."""
+    pod = OnePod(block_tokens=32)
+    for frame in read_lines("vllm_run1_frames.jsonl.gz"):
+        before = pod.index.stats()
+        batch = decode_batch(bytes.fromhex(frame["frames"][2]), 1 << 24).batch
+        applied = pod.apply(*batch.events)
+        runs = [event for event in batch.events if isinstance(event, BlockStored)]
+        if len(applied.stored) < len(runs):
+            assert [len(run.block_hashes) for run in runs] == [4, 1]
+            first = runs[0].block_hashes
+            assert pod.index.stats().blocks == before.blocks + 1
+            snapshot = {
+                int(key): int(n)
+                for held in pod.index.snapshot([POD])
+                for key, n in zip(held.keys, held.references, strict=True)
+            }
+            counted = [snapshot[int(key)] for key in pod.keys(runs[0].token_ids)]
+            assert len(first) == 4
+            # The last one was computed twice (r1, r2).
+            assert counted == [1, 1, 1, 2]
+            return
+    pytest.fail("no run was told again")
+
+
+def hybrid(*group_runs: tuple[list[int], list[int], int | None]) -> list[KVEvent]:
+    """Stores of both groups: hashes of the window's, hashes of the full group's, parent."""
+    events: list[KVEvent] = []
+    for window, full, parent in group_runs:
+        tokens = [token for number in full for token in TOKENS[number * 4 - 4 : number * 4]]
+        events.append(stored(list(window), tokens, parent, **WINDOW))
+        events.append(stored(list(full), tokens, parent, **FULL))
+    return events
+
+
+def test_a_window_group_is_not_told_to_hold_what_it_dropped() -> None:
+    """A full report names all blocks of the prefix in every group, also those that left a window long ago."""
+    pod = OnePod()
+    pod.apply(*hybrid(([3, 4], [1, 2, 3, 4], None)))
+    pod.apply(*hybrid(([1, 2, 3, 4], [1, 2, 3, 4], None), ([], [5], 4)))
+    held = pod.index.held(pod.keys(TOKENS[:20]), group_holder(POD, 0))
+    assert (held != 0).tolist() == [False, False, True, True, False]
+    assert pod.apply(BlockRemoved([3], None, 0)).removals == {"last": 1}
+    told = pod.apply(*hybrid(([1, 2, 3, 4], [1, 2, 3, 4], None))).skipped
+    assert told == {("BlockStored", "ambiguous_copies"): 1}
+
+
+def test_a_new_window_run_is_no_report() -> None:
+    """A short prompt's first store looks the same in both groups, and counts in both."""
+    pod = OnePod()
+    pod.apply(*hybrid(([1, 2], [1, 2], None), ([3], [3], 2)))
+    assert pod.cached(TOKENS) == 3
+    assert pod.apply(BlockRemoved([1, 2], None, 0)).removals == {"last": 2}

@@ -1,0 +1,66 @@
+"""What an engine's metrics page says against a view: sound signs only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from indexer.reconcile import EngineReading, Finding, reconcile
+
+BEFORE = EngineReading(
+    started_s=1e9,
+    capacity_blocks=100,
+    prompt_tokens=5000,
+    query_tokens=5000,
+    hit_tokens=100,
+    predicted_tokens=100,
+    promised_tokens=100,
+)
+
+
+def test_a_healthy_engine_shows_nothing() -> None:
+    """Growing counters, an unchanged process and a view within its capacity."""
+    now = replace(BEFORE, prompt_tokens=9000, query_tokens=90_000, hit_tokens=200, predicted_tokens=80_000)
+    assert reconcile(BEFORE, now, 100) is None
+    assert reconcile(None, now, None) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"started_s": 1e9 + 1}, {"capacity_blocks": 101}, {"prompt_tokens": 1}, {"hit_tokens": 99}],
+)
+def test_another_process_is_known_by_what_cannot_change(change: dict[str, float]) -> None:
+    """Its start, its size, or a counter that went back."""
+    assert reconcile(BEFORE, replace(BEFORE, **change), 0) is Finding.PROCESS_CHANGED
+
+
+def test_a_page_that_tells_less_is_no_sign() -> None:
+    """What is not told cannot have changed."""
+    assert reconcile(BEFORE, EngineReading(), 1000) is None
+    assert reconcile(EngineReading(), BEFORE, 10) is None
+
+
+def test_a_sleeping_engine_has_no_cache() -> None:
+    """It is the one finding that means an empty cache."""
+    assert reconcile(BEFORE, replace(BEFORE, asleep=True), 10) is Finding.ASLEEP
+    assert [finding for finding in Finding if finding.emptied] == [Finding.ASLEEP]
+
+
+def test_a_view_larger_than_the_cache_is_wrong() -> None:
+    """An engine cannot hold more blocks than it has."""
+    assert reconcile(None, BEFORE, 101) is Finding.OVERFULL
+
+
+@pytest.mark.parametrize(
+    ("predicted", "hits", "found"), [(4096, 0, True), (4095, 0, False), (9000, 1, False)]
+)
+def test_hits_that_never_come_are_phantoms(predicted: int, hits: int, found: bool) -> None:
+    """Many predicted, all looked up, none delivered."""
+    now = replace(
+        BEFORE,
+        query_tokens=BEFORE.query_tokens + 10_000,
+        hit_tokens=BEFORE.hit_tokens + hits,
+        predicted_tokens=BEFORE.predicted_tokens + predicted,
+    )
+    assert reconcile(BEFORE, now, 10) is (Finding.PHANTOM_HITS if found else None)

@@ -1,0 +1,69 @@
+"""Engines that connect to the indexer's socket, in vLLM's protocol."""
+
+from __future__ import annotations
+
+import zmq
+
+from indexer.config import PodStream
+from tests.wire.engine_publisher import batch, wait_until
+from tests.wire.subscribe_support import MODEL, Watched
+
+
+class ConnectedEngine:
+    """A PUB socket that connects to the inbox of a running indexer, on a context of its own.
+
+    Args:
+        inbox: The indexer, or the address that it is bound to.
+        pod: Its name in the topic.
+        model: Its model there.
+        first: Its first sequence number.
+    """
+
+    def __init__(self, inbox: Watched | str, pod: str, model: str = MODEL, first: int = 0) -> None:
+        endpoint = inbox if isinstance(inbox, str) else inbox.indexer.bound_endpoint
+        assert endpoint is not None
+        self.sequence = first
+        self._topic = f"kv@{pod}@{model}".encode()
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.XPUB)
+        self._pub.linger = 0
+        self._pub.connect(endpoint)
+        assert self._pub.poll(30_000), "nobody subscribed"
+        self._pub.recv()
+
+    def publish(self, *events: object, rank: int | None = None, lost: bool = False) -> None:
+        """Publishes a batch."""
+        payload = batch(*events, rank=rank)
+        if not lost:
+            self.send(self._topic, self.sequence.to_bytes(8, "big"), payload)
+        self.sequence += 1
+
+    def send(self, *frames: bytes) -> None:
+        """Sends any message."""
+        self._pub.send_multipart(frames)
+
+    def close(self) -> None:
+        """It is gone, without a word."""
+        self._pub.close()
+        self._context.term()
+
+    def __enter__(self) -> ConnectedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def declared(pod: str, model: str = MODEL, **settings: object) -> PodStream:
+    """The stream of a pod that connects to us."""
+    return PodStream(pod, model, None, **settings)  # type: ignore[arg-type]
+
+
+def reason(watched: Watched, holder: str) -> str:
+    """Why the stream is in its state."""
+    return watched.indexer.roster.engines[holder].reason
+
+
+def known(watched: Watched, *holders: str) -> None:
+    """Waits until exactly these engines are followed."""
+    wait_until(f"{holders} are known", lambda: set(watched.indexer.roster.engines) == set(holders))

@@ -1,0 +1,261 @@
+"""Pods that connect to us: who they are, what becomes of their streams, and what nobody may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from indexer import ConfigError, ListenError, StreamState
+from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
+from tests.wire.inbox_support import ConnectedEngine, declared, known, reason
+from tests.wire.subscribe_support import OTHER, POD, TOKENS, Watched, block, stream
+
+STALE, EXACT, RECOVERING = StreamState.STALE, StreamState.EXACT, StreamState.RECOVERING
+BIND = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A running indexer that pods connect to."""
+    running = Watched(events_bind=BIND, replay_attempts=2, undeclared_pods=2)
+    yield running
+    running.indexer.close()
+
+
+def rejected(watched: Watched, why: str) -> float:
+    """How many messages were not taken for this reason."""
+    return watched.metric("kvroute_indexer_rejected_total", reason=why)
+
+
+def test_pods_that_nobody_declared_are_known_by_their_topics(watched: Watched) -> None:
+    """Each names itself and its model; seen from its first batch on its view is exact."""
+    with ConnectedEngine(watched, POD) as first, ConnectedEngine(watched, OTHER) as second:
+        first.publish(block(1))
+        second.publish(block(1), block(2))
+        second.publish(removed([2]))
+        watched.settled(1)
+        watched.settled(1, pod=OTHER)
+        assert watched.links.count((POD, True)) == 1
+
+
+def test_models_of_any_name_are_told_apart(watched: Watched) -> None:
+    """What follows the second '@' is the model's name, whatever is in it."""
+    odd = "org/model@rev"
+    with ConnectedEngine(watched, POD) as plain, ConnectedEngine(watched, "[fd00::1]:8000", odd) as other:
+        plain.publish(block(1))
+        other.publish(block(1))
+        watched.settled(1)
+        known(watched, POD, "[fd00::1]:8000")
+        keys = watched.indexer.block_keys(odd, TOKENS)
+        wait_until(
+            "it is indexed",
+            lambda: watched.indexer.match(keys, ["[fd00::1]:8000"])["[fd00::1]:8000"].cached_blocks == 1,
+        )
+
+
+def test_a_publisher_that_vanished_is_noticed(watched: Watched) -> None:
+    """A lost connection is told at once; without a replay nothing of the old view is trusted afterwards."""
+    with ConnectedEngine(watched, POD) as engine:
+        engine.publish(block(1))
+        watched.settled(1)
+    watched.settled(1, RECOVERING)
+    wait_until("the loss is told", lambda: watched.links == [(POD, True), (POD, False)])
+    with ConnectedEngine(watched, POD, first=1) as again:
+        again.publish(block(2))
+        wait_until("it is back", lambda: watched.match().state is STALE)
+        assert watched.match().cached_blocks == 0
+    with ConnectedEngine(watched, POD) as reborn:
+        reborn.publish(block(1))
+        watched.settled(1)
+
+
+def test_what_was_sent_before_a_connection_was_lost_is_applied(watched: Watched) -> None:
+    """A lost connection takes effect behind its last message."""
+    engine = ConnectedEngine(watched, POD)
+    for number in (1, 2, 3):
+        engine.publish(block(number))
+    watched.settled(3)
+    engine.close()
+    watched.settled(3, RECOVERING)
+
+
+def test_a_gap_without_replay_clears_the_view(watched: Watched) -> None:
+    """A lost batch is noticed by its number."""
+    with ConnectedEngine(watched, POD) as engine:
+        engine.publish(block(1))
+        watched.settled(1)
+        engine.publish(removed([1]), lost=True)
+        engine.publish(block(2))
+        watched.settled(0, STALE)
+        assert watched.metric("kvroute_indexer_gaps_total", pod=POD) == 1
+
+
+def test_a_declared_pod_has_its_declared_model_and_replay(watched: Watched) -> None:
+    """What the declaration says is believed before the topic, and a gap is healed by its replay socket."""
+    with EnginePublisher() as history, ConnectedEngine(watched, POD, "served-name") as engine:
+        watched.follow(declared(POD, replay_endpoint=history.replay_endpoint))
+        assert watched.match().state is RECOVERING
+        for number in (1, 2):
+            history.publish(block(number))
+            engine.publish(block(number), lost=number == 1)
+        watched.settled(2)
+
+
+def test_the_simulators_first_number_can_be_declared(watched: Watched) -> None:
+    """A stream that begins with 1 is exact where that is how it begins, else it lacks its first batch."""
+    watched.follow(declared(POD, first_sequence=1), declared(OTHER))
+    with ConnectedEngine(watched, POD, first=1) as first, ConnectedEngine(watched, OTHER, first=1) as second:
+        first.publish(block(1))
+        second.publish(block(1))
+        watched.settled(1)
+        watched.settled(1, STALE, pod=OTHER)
+        assert reason(watched, OTHER) == "no_history"
+
+
+def test_ranks_are_engines_of_their_own_behind_one_pod(watched: Watched) -> None:
+    """Each rank has its own sequence and blocks; the pod's match is its best rank's, its state the worst."""
+    with ConnectedEngine(watched, POD) as zero, ConnectedEngine(watched, POD) as one:
+        zero.publish(block(1), rank=0)
+        one.publish(block(1), block(2), rank=1)
+        watched.settled(2)
+        known(watched, POD, f"{POD}@dp1")
+        one.publish(removed([2]), rank=1)
+        watched.settled(1)
+        one.publish(block(2), rank=1, lost=True)
+        one.publish(block(3), rank=1)
+        watched.settled(1, STALE)
+
+
+def test_a_declared_pod_without_ranks_is_one_engine(watched: Watched) -> None:
+    """Where each rank serves its own port, the rank in its batches is only a number among others."""
+    watched.follow(declared(POD))
+    with ConnectedEngine(watched, POD) as engine:
+        engine.publish(block(1), rank=3)
+        watched.settled(1)
+        known(watched, POD)
+
+
+def test_pods_that_we_connect_to_are_not_taken_twice(watched: Watched) -> None:
+    """Both ways work at once; a pod that is followed at its own address is not believed here."""
+    with EnginePublisher() as dialled, ConnectedEngine(watched, POD) as same:
+        watched.follow(stream(dialled), declared(OTHER))
+        with ConnectedEngine(watched, OTHER) as connected:
+            dialled.publish(block(1))
+            watched.settled(1)
+            same.publish(block(1), block(2))
+            connected.publish(block(1), block(2), block(3))
+            watched.settled(3, pod=OTHER)
+            wait_until("it is passed over", lambda: rejected(watched, "followed_elsewhere") == 1)
+            watched.settled(1)
+
+
+def test_undeclared_pods_are_bounded(watched: Watched) -> None:
+    """Beyond the cap nobody is taken on while the others are connected, and that is counted."""
+    engines = [ConnectedEngine(watched, f"pod-{number}") for number in range(3)]
+    for engine in engines[:2]:
+        engine.publish(block(1))
+    known(watched, "pod-0", "pod-1")
+    engines[2].publish(block(1))
+    wait_until("it is counted", lambda: rejected(watched, "too_many_pods") == 1)
+    known(watched, "pod-0", "pod-1")
+    for engine in engines:
+        engine.close()
+
+
+def test_one_that_has_gone_makes_room(watched: Watched) -> None:
+    """An undeclared pod is forgotten, with its blocks, when its time is over and the place is wanted."""
+    watched.indexer.close()
+    watched = Watched(events_bind=BIND, undeclared_pods=1, undeclared_forget_s=0.01)
+    try:
+        with ConnectedEngine(watched, POD) as engine:
+            engine.publish(block(1))
+            watched.settled(1)
+        watched.settled(1, RECOVERING)
+        with ConnectedEngine(watched, OTHER) as other:
+
+            def taken() -> bool:
+                other.publish(block(1))
+                return OTHER in watched.indexer.roster.engines
+
+            wait_until("the other one is taken", taken)
+            watched.settled(0, STALE)
+    finally:
+        watched.indexer.close()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"kv@pod"], "frame_count"),
+        ([b"no topic", b"\0" * 8, b""], "topic"),
+        ([b"kv@pod@m", b"\0" * 7, b""], "sequence"),
+    ],
+)
+def test_broken_messages_are_counted(watched: Watched, frames: list[bytes], why: str) -> None:
+    """A message that names nobody is nobody's, and the streams beside it go on."""
+    with ConnectedEngine(watched, POD) as engine:
+        engine.publish(block(1))
+        engine.send(*frames)
+        engine.publish(block(2))
+        watched.settled(2)
+        assert rejected(watched, why) == 1
+
+
+def test_another_model_under_a_connected_name_is_refused(watched: Watched) -> None:
+    """A name cannot change its model while its engine is connected."""
+    with ConnectedEngine(watched, POD) as engine, ConnectedEngine(watched, POD, "other") as impostor:
+        engine.publish(block(1))
+        watched.settled(1)
+        impostor.publish(block(1), block(2))
+        wait_until("it is counted", lambda: rejected(watched, "other_model") == 1)
+        watched.settled(1)
+
+
+def test_a_pod_that_is_not_declared_any_more_leaves_nothing(watched: Watched) -> None:
+    """Its blocks go with its declaration; what it publishes afterwards makes it an undeclared one."""
+    with ConnectedEngine(watched, POD) as engine:
+        watched.follow(declared(POD))
+        engine.publish(block(1))
+        watched.settled(1)
+        watched.follow()
+        known(watched)
+        assert watched.indexer.stats().blocks == 0
+        engine.publish(block(2))
+        known(watched, POD)
+        wait_until("it lacks its beginning", lambda: watched.match().state is STALE)
+
+
+def test_an_address_in_use_is_an_error(watched: Watched) -> None:
+    """Two indexers cannot share a socket."""
+    endpoint = watched.indexer.bound_endpoint
+    with pytest.raises(ListenError, match="events_bind"):
+        Watched(events_bind=endpoint)
+
+
+def test_a_pod_cannot_connect_to_nowhere() -> None:
+    """A stream without an address needs a socket of ours."""
+    running = Watched()
+    with pytest.raises(ConfigError, match="events_bind"):
+        running.follow(declared(POD))
+    running.indexer.close()
+
+
+def test_each_rank_is_followed_at_its_own_port() -> None:
+    """Where we connect, rank n is at port + n, and all stand behind one pod."""
+    running = Watched()
+    with EnginePublisher() as zero:
+        one = None
+        try:
+            one = EnginePublisher((zero.events_port + 1, zero.replay_port + 1))
+            zero.publish(block(1))
+            one.publish(block(1), block(2))
+            running.follow(replace(stream(zero), ranks=2))
+            running.settled(2)
+            assert set(running.indexer.roster.engines) == {POD, f"{POD}@dp1"}
+            assert running.links == [(POD, True)]
+        finally:
+            if one is not None:
+                one.close()
+            running.indexer.close()

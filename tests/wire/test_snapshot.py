@@ -1,0 +1,220 @@
+"""Views built from snapshots over real sockets: late starts, gaps, restarts, and answers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from indexer import PodStream, StreamState, recovery
+from indexer.reconcile import EngineReading, Finding
+from tests.wire.engine_publisher import EnginePublisher, batch, removed, wait_until
+from tests.wire.snapshot_support import SnapshotServer, body
+from tests.wire.subscribe_support import POD, Watched, block, stream
+
+STALE, RECOVERING = StreamState.STALE, StreamState.RECOVERING
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A running indexer."""
+    running = Watched(replay_attempts=2, snapshot_max_bytes=10_000, snapshot_total_s=20.0)
+    yield running
+    running.indexer.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[EnginePublisher]:
+    """An engine without a replay socket."""
+    with EnginePublisher(replay=False) as publisher:
+        yield publisher
+
+
+def with_snapshots(engine: EnginePublisher, server: SnapshotServer) -> PodStream:
+    """The engine's stream, with snapshots from this server."""
+    return replace(stream(engine), snapshot_url=server.url)
+
+
+def outcome(watched: Watched, name: str) -> float:
+    """How many snapshots ended so."""
+    return watched.metric("kvroute_indexer_snapshots_total", outcome=name)
+
+
+def test_a_late_start_is_exact_from_a_snapshot(watched: Watched, engine: EnginePublisher) -> None:
+    """What was published before we came is in the snapshot; what comes after it is applied to it."""
+    engine.publish(block(1))
+    engine.publish(block(2))
+    with SnapshotServer(lambda _: (200, body(2, batch(block(1)), batch(block(2))))) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(2)
+        assert watched.indexer.ready()
+        engine.publish(removed([2]))
+        watched.settled(1)
+        assert outcome(watched, "completed") == 1
+
+
+def test_batches_that_are_in_the_snapshot_are_not_applied_twice(
+    watched: Watched, engine: EnginePublisher
+) -> None:
+    """Live batches wait for the snapshot; those from before it are dropped, the others follow it."""
+
+    def answer(_: int) -> tuple[int, bytes]:
+        for number in (1, 2, 3):
+            engine.publish(block(number))
+        return 200, body(2, batch(block(1), block(2)))
+
+    with SnapshotServer(answer) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(3)
+        engine.publish(removed([1]))
+        watched.settled(0)
+        engine.publish(removed([2, 3]))
+        wait_until("all copies are gone", lambda: watched.indexer.stats().blocks == 0)
+
+
+def test_a_gap_without_replay_is_healed_by_a_snapshot(watched: Watched, engine: EnginePublisher) -> None:
+    """What the stream lost is in a new snapshot; the pod is not STALE afterwards."""
+    bodies = [body(0), body(3, batch(block(1), block(2), block(3)))]
+    with SnapshotServer(lambda number: (200, bodies[number])) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(0)
+        engine.wait_for_subscriber()
+        engine.publish(block(1))
+        watched.settled(1)
+        engine.publish(block(2), lost=True)
+        engine.publish(block(3))
+        watched.settled(3)
+        assert watched.metric("kvroute_indexer_pod_clears_total", reason="gap") == 1
+
+
+def test_a_restart_is_a_new_snapshot(watched: Watched, engine: EnginePublisher) -> None:
+    """After a lost link without replay nothing of the old process is kept."""
+    bodies = [body(1, batch(block(1), block(2))), body(1, batch(block(1)))]
+    with SnapshotServer(lambda number: (200, bodies[number])) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(2)
+        engine.close()
+        with EnginePublisher(engine.ports, replay=False):
+            watched.settled(1)
+            assert watched.indexer.stats().blocks == 1
+
+
+def test_without_a_snapshot_the_history_is_replayed(watched: Watched) -> None:
+    """An engine that knows no snapshots is followed as ever."""
+    with EnginePublisher() as engine, SnapshotServer(lambda _: (404, b"")) as server:
+        engine.publish(block(1))
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(1)
+        assert outcome(watched, "not_offered") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "data", "reason"),
+    [
+        (404, b"", "not_offered"),
+        (500, b"", "refused"),
+        (302, b"", "refused"),
+        (200, b"", "broken"),
+        (200, b"<html>", "broken"),
+        (200, body(1, batch(block(1)))[:-1], "broken"),
+        (200, body(1, schema=2), "schema"),
+        (200, body(-1), "sequence"),
+        (200, body(1, batches=["text"]), "broken"),
+        (200, b"x" * 10_001, "too_large"),
+    ],
+)
+def test_an_answer_that_is_none_leaves_the_pod_stale(
+    watched: Watched, engine: EnginePublisher, status: int, data: bytes, reason: str
+) -> None:
+    """It is counted by its reason, nothing of it is believed, and live events are used."""
+    with SnapshotServer(lambda _: (status, data)) as server:
+        engine.publish(block(1))
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(0, STALE)
+        engine.publish(block(1))
+        watched.settled(1, STALE)
+        assert outcome(watched, reason) == 1
+
+
+def test_a_broken_batch_in_a_snapshot_is_told(watched: Watched, engine: EnginePublisher) -> None:
+    """What can be read is used, and the view is STALE."""
+    with SnapshotServer(lambda _: (200, body(0, b"\xc1", batch(block(1))))) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(1, STALE)
+
+
+def test_a_silent_server_delays_nobody_else(watched: Watched, engine: EnginePublisher) -> None:
+    """While one pod waits for its snapshot the others are followed; it is RECOVERING until then."""
+    with SnapshotServer(lambda _: (200, None)) as server, EnginePublisher() as other:
+        watched.follow(with_snapshots(engine, server), replace(stream(other), pod="10.0.0.3:1"))
+        wait_until("it is asked", lambda: server.asked == 1)
+        assert watched.match().state is RECOVERING
+        assert watched.indexer.pending() >= {POD}
+        other.publish(block(1))
+        watched.settled(1, pod="10.0.0.3:1")
+
+
+def test_nobody_is_waited_for_beyond_the_deadline(engine: EnginePublisher) -> None:
+    """A pod whose view cannot be built does not keep us from being ready for ever."""
+    running = Watched(bootstrap_s=0.2)
+    with SnapshotServer(lambda _: (200, None)) as server:
+        running.follow(with_snapshots(engine, server))
+        wait_until("its time is over", running.indexer.ready)
+        assert running.match().state is RECOVERING
+        running.indexer.close()
+
+
+def test_a_stale_view_is_healed_by_a_later_snapshot(
+    watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lacks once does not lack for ever; until the snapshot comes the view is used as it is."""
+    monkeypatch.setattr(recovery, "_HEAL_S", 0.01)
+    answers = [(500, b""), (500, b""), (200, body(2, batch(block(1), block(2))))]
+    with SnapshotServer(lambda number: answers[min(number, 2)]) as server:
+        engine.publish(block(1))
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(0, STALE)
+        engine.publish(block(1))
+        watched.settled(2)
+
+
+def test_a_doubted_view_is_built_anew(watched: Watched, engine: EnginePublisher) -> None:
+    """Whoever knows better can have a view dropped; its reason is counted."""
+    with SnapshotServer(lambda number: (200, body(0, batch(block(1), *([block(2)] * number))))) as server:
+        watched.follow(with_snapshots(engine, server))
+        watched.settled(1)
+        watched.indexer.doubt(POD, "overfull")
+        watched.settled(2)
+        assert watched.metric("kvroute_indexer_pod_clears_total", reason="overfull") == 1
+
+
+def test_a_cache_that_was_dropped_silently_is_empty_until_the_engine_says_so(watched: Watched) -> None:
+    """The view is cleared and STALE, and exact again with AllBlocksCleared."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(block(1))
+        watched.settled(1)
+        watched.indexer.doubt(POD, "asleep", emptied=True)
+        watched.settled(0, STALE)
+        engine.publish(["AllBlocksCleared"], block(1))
+        watched.settled(1)
+
+
+def test_what_an_engine_tells_of_itself_is_held_against_its_view(watched: Watched) -> None:
+    """A sleeping engine's view is emptied, another process's is built anew; both are counted."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(block(1))
+        watched.settled(1)
+        reading = EngineReading(started_s=1.0, hit_tokens=0.0)
+        assert watched.indexer.observe(POD, reading) is None
+        assert watched.indexer.observe(POD, replace(reading, started_s=2.0)) is Finding.PROCESS_CHANGED
+        wait_until(
+            "it is cleared",
+            lambda: watched.metric("kvroute_indexer_pod_clears_total", reason="process_changed") == 1,
+        )
+        watched.settled(1)
+        assert watched.indexer.observe(POD, replace(reading, started_s=2.0, asleep=True)) is Finding.ASLEEP
+        watched.settled(0, STALE)
+        assert watched.metric("kvroute_indexer_findings_total", finding="asleep") == 1
