@@ -1,6 +1,7 @@
 """Text to token ids exactly as engines do it, and back; shared by router, indexer and model server."""
 
 from tokenization.errors import (
+    MediaPromptError,
     PromptError,
     PromptTooLongError,
     TokenizationError,
@@ -8,14 +9,17 @@ from tokenization.errors import (
     UnsupportedPromptError,
 )
 from tokenization.incremental import IncrementalDecoder
+from tokenization.segment_memory import TokenIds
 from tokenization.tokenizer import TINY_DIRECTORY, PromptTokenizer
 
 __all__ = [
     "TINY_DIRECTORY",
     "IncrementalDecoder",
+    "MediaPromptError",
     "PromptError",
     "PromptTokenizer",
     "PromptTooLongError",
+    "TokenIds",
     "TokenizationError",
     "TokenizerLoadError",
     "UnsupportedPromptError",

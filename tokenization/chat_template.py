@@ -12,12 +12,15 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenization.errors import PromptError, TokenizerLoadError
 
 Message = Mapping[str, Any]
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class ChatTemplate:
@@ -46,6 +49,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation.
@@ -55,8 +59,8 @@ class ChatTemplate:
             tools: OpenAI tool definitions.
             add_generation_prompt: Whether to open the assistant's turn at the end.
             continue_final_message: Whether to leave the last message open, so that the model goes on with it.
-            template_kwargs: Further variables of the template (`enable_thinking`, ...); they win over
-                `add_generation_prompt`.
+            documents: Texts to answer from, for templates that show them.
+            template_kwargs: Further variables of the template (`enable_thinking`, ...).
 
         Raises:
             PromptError: The template refuses these messages.
@@ -66,8 +70,14 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message cannot both be true",
                 "continue_final_message",
             )
-        variables = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
-        variables |= {**self._special_tokens, "messages": messages, "tools": tools, "documents": None}
+        variables = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+        }
         try:
             text = self._template.render(variables)
         except jinja2.TemplateError as error:
@@ -114,6 +124,28 @@ def _loops_over_content(source: str) -> bool:
     return False
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for training; rendering only shows what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Reads the block up to its end."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment of Hugging Face templates, with a shorter way to a message's fields."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What `obj.attribute` is: an item, where the dict has no attribute of that name."""
+        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -136,9 +168,7 @@ def _tojson(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -5,6 +5,7 @@ TokenizationError
 └── PromptError              the request's prompt is not what the API allows; names the field
     ├── PromptTooLongError       refused before it is encoded
     └── UnsupportedPromptError   allowed by the API, but not something this tokenizer can turn into ids
+        └── MediaPromptError         it holds an image, sound or film
 """
 
 from __future__ import annotations
@@ -43,4 +44,8 @@ class PromptTooLongError(PromptError):
 
 
 class UnsupportedPromptError(PromptError):
-    """The prompt is well-formed, but holds something (an image, say) that has no token ids here."""
+    """The prompt is well-formed, but holds something that has no token ids here."""
+
+
+class MediaPromptError(UnsupportedPromptError):
+    """A message holds an image, sound or film; what stands in front of it is known all the same."""

@@ -1,166 +1,199 @@
 """An OpenAI request's prompt: a decoded JSON body in, token ids out, by the rules vLLM's server follows.
 
-Both the router and the model server call this, so what the router predicts is what the engine sees. Knows
-nothing of sampling fields, HTTP or models' names.
+Both the router and the model server call this, so what the router predicts is what the engine sees. Reading a
+body and encoding its text are two steps: what is not remembered may take long. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import secrets
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
+from tokenization.chat_messages import chat_messages, chat_tools
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
+from tokenization.segment_memory import TokenIds
+from tokenization.segments import Encoding
 from tokenization.tokenizer import PromptTokenizer
+from tokenization.truncation import WHOLE, Truncation, truncation_of
 
 Body = Mapping[str, Any]
 
-_SHOWN_CHARS = 64
+# The API's default length of a completion.
+_COMPLETION_OUTPUT_TOKENS = 16
 
 
-def completion_prompts(
-    body: Body, tokenizer: PromptTokenizer, *, chars_max: int | None = None
-) -> list[list[int]]:
-    """Token ids of every prompt of a /v1/completions body (`prompt`: text, ids, or a list of either).
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What the caller allows.
 
-    Args:
-        body: The decoded JSON.
-        tokenizer: The model's.
+    Attributes:
         chars_max: Longer text is refused without the work of encoding it; None takes any.
+        context_tokens: The model's context, for requests that want to be cut to it; None: not known.
+    """
+
+    chars_max: int | None = None
+    context_tokens: int | None = None
+
+
+NO_LIMITS = PromptLimits()
+
+
+class PendingPrompt:
+    """One prompt, checked and looked up, its text perhaps not encoded yet.
+
+    Attributes:
+        missing_chars: Characters that `ids` has to encode.
+    """
+
+    __slots__ = ("_affix_tokens", "_source", "_truncation", "missing_chars")
+
+    def __init__(
+        self,
+        source: Encoding | TokenIds,
+        truncation: Truncation = WHOLE,
+        affix_tokens: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._source = source
+        self._truncation = truncation
+        self._affix_tokens = affix_tokens
+        self.missing_chars = source.missing_chars if isinstance(source, Encoding) else 0
+
+    def ids(self) -> TokenIds:
+        """The prompt's token ids; the array may be shared, do not write to it."""
+        source = self._source
+        ids = source.ids() if isinstance(source, Encoding) else source
+        return self._truncation.apply(ids, *self._affix_tokens)
+
+
+def begin_completions(
+    body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS
+) -> list[PendingPrompt]:
+    """Every prompt of a /v1/completions body (`prompt`: text, ids, or a list of either).
 
     Raises:
         PromptError: A field has the wrong type, or an id is outside the vocabulary.
-        PromptTooLongError: A text is longer than `chars_max`.
+        PromptTooLongError: A text is longer than `limits.chars_max`.
+        UnsupportedPromptError: The prompt is to be cut to a context that is not known.
     """
     prompt = body.get("prompt")
     special = _flag(body, "add_special_tokens", True)
+    output_tokens = _count(body, "max_tokens") if "max_tokens" in body else _COMPLETION_OUTPUT_TOKENS
+    truncation = truncation_of(body, limits.context_tokens, output_tokens)
     if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer, "prompt", special, chars_max)]
+        return [_begin(prompt, tokenizer, "prompt", special, truncation, limits)]
     if not isinstance(prompt, list) or not prompt:
         raise PromptError(
             "prompt must be a string, a list of token ids, or a non-empty list of these", "prompt"
         )
     if all(isinstance(item, str) for item in prompt):
-        return [_encode(text, tokenizer, "prompt", special, chars_max) for text in prompt]
-    if all(isinstance(item, list) for item in prompt):
-        return [_checked_ids(ids, tokenizer) for ids in prompt]
-    return [_checked_ids(prompt, tokenizer)]
+        return [_begin(text, tokenizer, "prompt", special, truncation, limits) for text in prompt]
+    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    return [PendingPrompt(_checked_ids(ids, tokenizer), truncation) for ids in lists]
 
 
-def chat_prompt(body: Body, tokenizer: PromptTokenizer, *, chars_max: int | None = None) -> list[int]:
-    """Token ids of a /v1/chat/completions body; arguments as for `completion_prompts`.
+def begin_chat(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS) -> PendingPrompt:
+    """The prompt of a /v1/chat/completions body.
 
     Raises:
         PromptError: `messages` or a template option has the wrong type, or the template refuses the messages.
-        PromptTooLongError: The rendered text, tools included, is longer than `chars_max`.
+        PromptTooLongError: The rendered text, tools included, is longer than `limits.chars_max`.
         UnsupportedPromptError: A message holds a part other than text, or the model has no chat template.
     """
+    given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    truncation = truncation_of(body, limits.context_tokens, _count(body, given))
+    text = _rendered(body, tokenizer)
+    special = _flag(body, "add_special_tokens", False)
+    return _begin(text, tokenizer, "messages", special, truncation, limits)
+
+
+def completion_prompts(
+    body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS
+) -> list[TokenIds]:
+    """Token ids of every prompt of a /v1/completions body; as `begin_completions`, encoded at once."""
+    return [prompt.ids() for prompt in begin_completions(body, tokenizer, limits)]
+
+
+def chat_prompt(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS) -> TokenIds:
+    """Token ids of a /v1/chat/completions body; as `begin_chat`, encoded at once."""
+    return begin_chat(body, tokenizer, limits).ids()
+
+
+def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
+    """What stands in front of a chat's first image, sound or film: its ids are the engine's own.
+
+    Raises:
+        PromptError: As for `begin_chat`.
+        UnsupportedPromptError: The prompt's beginning depends on its end.
+    """
+    if truncation_of(body, None, 0) is not WHOLE:
+        raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
+    # No text holds it by chance, so where it is first seen the first media part stands.
+    mark = secrets.token_hex(16)
+    text = tokenizer.closed_prefix(_rendered(body, tokenizer, media_mark=mark).partition(mark)[0])
+    special = _flag(body, "add_special_tokens", False)
+    if special and tokenizer.affix_tokens[1]:
+        raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
+    return PendingPrompt(tokenizer.begin(text, add_special_tokens=special))
+
+
+def _rendered(body: Body, tokenizer: PromptTokenizer, media_mark: str | None = None) -> str:
     if body.get("chat_template") is not None:
         raise PromptError("a chat template in the request is not accepted", "chat_template")
+    parts = tokenizer.chat_template is not None and tokenizer.chat_template.wants_parts
+    kwargs = _template_kwargs(body)
+    documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
+    if documents is not None and not (
+        isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
+    ):
+        raise PromptError("documents must be a list of objects", "documents")
+    return tokenizer.render_chat(
+        chat_messages(body.get("messages"), wants_parts=parts, media_mark=media_mark),
+        tools=chat_tools(body.get("tools")),
+        add_generation_prompt=_flag(body, "add_generation_prompt", True),
+        continue_final_message=_flag(body, "continue_final_message", False),
+        documents=documents,
+        template_kwargs=kwargs,
+    )
+
+
+def _template_kwargs(body: Body) -> dict[str, Any]:
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
-    parts = tokenizer.chat_template is not None and tokenizer.chat_template.wants_parts
-    text = tokenizer.render_chat(
-        chat_messages(body.get("messages"), wants_parts=parts),
-        tools=_tools(body),
-        add_generation_prompt=_flag(body, "add_generation_prompt", True),
-        continue_final_message=_flag(body, "continue_final_message", False),
-        template_kwargs=kwargs,
-    )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # The body is UTF-8, but a tool call's arguments are JSON of their own, which may escape one.
-        raise PromptError("messages hold half of a surrogate pair", "messages") from error
-    return _encode(text, tokenizer, "messages", _flag(body, "add_special_tokens", False), chars_max)
+    kwargs = dict(kwargs or {})
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise PromptError("reasoning_effort must be a string", "reasoning_effort")
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    return kwargs
 
 
-def chat_messages(messages: object, *, wants_parts: bool) -> list[dict[str, Any]]:
-    """Checks OpenAI messages and brings them into the form chat templates expect.
-
-    Text parts are joined by line feeds unless the template loops over parts; the JSON text of tool calls'
-    arguments becomes an object.
-
-    Raises:
-        PromptError: Naming the message that is wrong.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise PromptError("messages must be a non-empty list", "messages")
-    return [_message(message, f"messages[{at}]", wants_parts) for at, message in enumerate(messages)]
-
-
-def _encode(
-    text: str, tokenizer: PromptTokenizer, param: str, special: bool, chars_max: int | None
-) -> list[int]:
-    if chars_max is not None and len(text) > chars_max:
+def _begin(
+    text: str,
+    tokenizer: PromptTokenizer,
+    param: str,
+    special: bool,
+    truncation: Truncation,
+    limits: PromptLimits,
+) -> PendingPrompt:
+    chars_max = limits.chars_max
+    if chars_max is not None and len(text) > chars_max and truncation is WHOLE:
         raise PromptTooLongError(len(text), chars_max, param)
-    return tokenizer.encode(text, add_special_tokens=special)
+    encoding = tokenizer.begin(text, add_special_tokens=special)
+    return PendingPrompt(encoding, truncation, tokenizer.affix_tokens if special else (0, 0))
 
 
-def _message(message: object, where: str, wants_parts: bool) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PromptError(f"{where} must be an object with a role", where)
-    known = dict(message)
-    known["content"] = _content(message.get("content"), where, wants_parts)
-    if message.get("tool_calls"):
-        known["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    return known
-
-
-def _content(content: object, where: str, wants_parts: bool) -> object:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if wants_parts else content
-    if content is None:
-        return None
-    if not isinstance(content, list):
-        raise PromptError(f"{where}.content must be a string or a list of parts", f"{where}.content")
-    texts = [_part_text(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if wants_parts else "\n".join(texts)
-
-
-def _part_text(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise PromptError(f"{where} must be an object with a type", where)
-    if part["type"] not in ("text", "input_text", "output_text", "refusal"):
-        raise UnsupportedPromptError(
-            f"{where}: parts of type {part['type'][:_SHOWN_CHARS]!r} are not supported", where
-        )
-    text = part.get("refusal" if part["type"] == "refusal" else "text")
-    if not isinstance(text, str):
-        raise PromptError(f"{where}.text must be a string", where)
-    return text
-
-
-def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise PromptError(f"{where} must be a list", where)
-    known = []
-    for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise PromptError(f"{where}[{at}].function must be an object", where)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments else {}
-            except (ValueError, RecursionError) as error:
-                raise PromptError(
-                    f"{where}[{at}].function.arguments is not valid JSON: {error}", where
-                ) from error
-        known.append({**call, "function": {**function, "arguments": arguments or {}}})
-    return known
-
-
-def _tools(body: Body) -> Sequence[Mapping[str, Any]] | None:
-    tools = body.get("tools")
-    if tools is None or tools == [] or body.get("tool_choice") == "none":
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError("tools must be a list of objects", "tools")
-    return tools
+def _count(body: Body, name: str) -> int:
+    """An answer's length; what is wrong with it is for the engine to say."""
+    value = body.get(name)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _flag(body: Body, name: str, default: bool) -> bool:
@@ -172,9 +205,9 @@ def _flag(body: Body, name: str, default: bool) -> bool:
     return value
 
 
-def _checked_ids(ids: list[object], tokenizer: PromptTokenizer) -> list[int]:
+def _checked_ids(ids: list[object], tokenizer: PromptTokenizer) -> TokenIds:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
             # Not shown: it may be anything, and nested too deeply to be shown.
             raise PromptError(f"token ids must be integers from 0 to {tokenizer.vocab_size - 1}", "prompt")
-    return cast("list[int]", ids)
+    return np.frombuffer(array("I", cast("list[int]", ids)), np.uint32)

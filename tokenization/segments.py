@@ -1,96 +1,257 @@
 """Encoding piece by piece: text in, the ids of the whole text out, most of them from memory.
 
 A tokenizer cuts text at its special tokens before anything else and encodes what lies between on its own. So
-these segments can be encoded, and remembered, apart: the next turn of a conversation costs only its new text.
-Knows no chat templates.
+these segments, and within long ones what lies between exact cuts, can be encoded, and remembered, apart: the
+next turn of a conversation costs only its new text. Knows no chat templates.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from cachetools import LRUCache
-from tokenizers import AddedToken, Tokenizer
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenization.cuts import component, exact_cuts
+from tokenization.errors import TokenizerLoadError
+from tokenization.prefix_memory import Prefix, PrefixMemory
+from tokenization.segment_memory import SegmentMemory, TokenIds
+from tokenization.tries import trie_pattern
+
+# Long enough that looking up costs nothing beside encoding, short enough that an edit costs little.
+_CHUNK_CHARS = 1024
+# A turn's header and its text are one piece; shorter turns share one.
+_PIECE_CHARS = 256
+# Encoded at once and remembered before the next: another request for the same text meets it half done.
+_BATCH_CHARS = 64 << 10
+
+_NO_IDS: TokenIds = np.empty(0, np.uint32)
 
 
 class SegmentEncoder:
-    """Encodes without post-processing (no BOS is added), exactly as the tokenizer would the whole text.
+    """Encodes exactly as the tokenizer would the whole text; safe to share between threads.
 
     Args:
-        tokenizer: Must be `segmentable`.
-        capacity_bytes: Most memory for remembered segments; the least recently used go first.
+        tokenizer: Where cutting it at special tokens is not surely exact, texts are remembered whole.
+        capacity_bytes: Most memory for what is remembered; the least recently used goes first.
+        piece_chars: Least size of a piece that ends at a special token.
+        chunk_chars: Least size of a piece that ends at an exact cut.
+
+    Raises:
+        TokenizerLoadError: Post-processing is of a kind that is not known.
     """
 
-    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        capacity_bytes: int,
+        *,
+        piece_chars: int = _PIECE_CHARS,
+        chunk_chars: int = _CHUNK_CHARS,
+    ) -> None:
         self._tokenizer = tokenizer
-        tokens = {token.content: token_id for token_id, token in _cutting(tokenizer).items()}
-        self._token_ids = tokens
-        # The longest first: of two that begin alike the library, too, takes the longer one.
-        longest_first = sorted(tokens, key=len, reverse=True)
-        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._piece_chars = piece_chars
+        self._chunk_chars = chunk_chars
+        texts = _cutting(tokenizer) if segmentable(tokenizer) else []
+        # Those that what follows may turn into another, longer one.
+        self._extensible = {
+            token for token in texts for other in texts if other != token and other.startswith(token)
+        }
+        self._finders = _finders(texts)
+        self._cuts = exact_cuts(tokenizer)
+        self._head, self._tail = _affixes(tokenizer)
+        # Enough of what follows a piece's end to prove that it is one: a special token, or a space.
+        self._proof_chars = max(map(len, texts), default=1)
+        self._memory = SegmentMemory(capacity_bytes // 2)
+        self._prefixes = PrefixMemory(capacity_bytes // 2)
         self._lock = threading.Lock()
-        self._segments: LRUCache[str, _Segment] = LRUCache(capacity_bytes, getsizeof=_Segment.size_of)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
-        ids: list[int] = []
-        # A pattern with one group: segments at even places, the tokens between them at odd ones.
-        for at, part in enumerate(self._cut.split(text)):
-            if at % 2:
-                ids.append(self._token_ids[part])
-            elif part:
-                ids.extend(self._segment(part))
-        return ids
+    @property
+    def affix_tokens(self) -> tuple[int, int]:
+        """How many tokens `add_special_tokens` adds before and behind a text."""
+        return len(self._head), len(self._tail)
 
-    def _segment(self, text: str) -> array[int]:
+    def begin(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        """Looks up what is known of `text`; what is not is left for `Encoding.ids`."""
+        missing_chars = 0
         with self._lock:
-            known = self._segments.get(text)
-        if known is not None:
-            return known.ids
-        ids = array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
-        segment = _Segment(ids, sys.getsizeof(text) + sys.getsizeof(ids))
-        if segment.size_bytes <= self._segments.maxsize:
+            prefix = self._prefixes.get(text)
+        parts: list[TokenIds | str] = [] if prefix is None else [prefix.ids]
+        pieces = self._pieces(text, 0 if prefix is None else prefix.end)
+        with self._lock:
+            for piece in pieces:
+                ids = self._memory.get(piece)
+                if ids is None:
+                    missing_chars += len(piece)
+                    parts.append(piece)
+                else:
+                    parts.append(ids)
+        affixes = (self._head, self._tail) if add_special_tokens else None
+        last_chars = len(pieces[-1]) if len(pieces) > 1 else 0
+        return Encoding(self, text, parts, missing_chars, last_chars, affixes)
+
+    def closed_prefix(self, text: str) -> str:
+        """The part of `text` whose ids are the same whatever follows: up to its last special token."""
+        ends = [end for start, end in self._found(text) if text[start:end] not in self._extensible]
+        return text[: ends[-1]] if ends else ""
+
+    def remember(self, text: str, end: int, ids: TokenIds) -> None:
+        """Remembers the ids of `text[:end]`, which ends with a piece."""
+        with self._lock:
+            self._prefixes.put(Prefix(text[: end + self._proof_chars], end, ids))
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[TokenIds]:
+        """Encodes pieces, except those that have become known meanwhile, and remembers them."""
+        done: dict[str, TokenIds] = {}
+        for batch in _batches(dict.fromkeys(pieces)):
             with self._lock:
-                self._segments[text] = segment
-        return ids
+                known = {piece: self._memory.get(piece) for piece in batch}
+            unknown = [piece for piece, ids in known.items() if ids is None]
+            # In batches the library gives the GIL back; one text it would encode with the GIL held.
+            encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+            fresh = {piece: _array(encoding.ids) for piece, encoding in zip(unknown, encodings, strict=True)}
+            with self._lock:
+                for piece, ids in fresh.items():
+                    self._memory.put(piece, ids)
+            done |= {piece: ids for piece, ids in known.items() if ids is not None} | fresh
+        return [done[piece] for piece in pieces]
+
+    def _pieces(self, text: str, at: int = 0) -> list[str]:
+        """What follows in the text, cut in front of special tokens and at exact cuts, not finer than needed.
+
+        A text's last special token begins a piece of its own: there its next turn goes on.
+        """
+        pieces: list[str] = []
+        found = self._found(text, at)
+        for start, _ in found:
+            if start - at >= self._piece_chars or (start == found[-1][0] and start > at):
+                self._add_chunks(text, at, start, pieces)
+                at = start
+        if at < len(text):
+            self._add_chunks(text, at, len(text), pieces)
+        return pieces
+
+    def _found(self, text: str, at: int = 0) -> list[tuple[int, int]]:
+        """Where special tokens stand, in their order."""
+        found = [match.span() for finder in self._finders for match in finder.finditer(text, at)]
+        if len(self._finders) > 1:
+            found.sort()
+        return found
+
+    def _add_chunks(self, text: str, start: int, end: int, pieces: list[str]) -> None:
+        if self._cuts is not None:
+            while end - start > self._chunk_chars:
+                cut = self._cuts.search(text, start + self._chunk_chars - 1, end)
+                if cut is None:
+                    break
+                pieces.append(text[start : cut.end()])
+                start = cut.end()
+        pieces.append(text[start:end])
 
 
-class _Segment(NamedTuple):
-    ids: array[int]
-    size_bytes: int
+class Encoding:
+    """A text whose known pieces are looked up already.
 
-    @staticmethod
-    def size_of(segment: _Segment) -> int:
-        return segment.size_bytes
+    Attributes:
+        missing_chars: Characters that are still to be encoded.
+    """
+
+    __slots__ = ("_affixes", "_encoder", "_last_chars", "_parts", "_text", "missing_chars")
+
+    def __init__(
+        self,
+        encoder: SegmentEncoder,
+        text: str,
+        parts: list[TokenIds | str],
+        missing_chars: int,
+        last_chars: int,
+        affixes: tuple[TokenIds, TokenIds] | None,
+    ) -> None:
+        self._encoder = encoder
+        self._text = text
+        self._parts = parts
+        self.missing_chars = missing_chars
+        self._last_chars = last_chars
+        self._affixes = affixes
+
+    def ids(self) -> TokenIds:
+        """Encodes what is missing; the array may be shared, do not write to it."""
+        missing = [part for part in self._parts if isinstance(part, str)]
+        encoded = iter(self._encoder.encode_pieces(missing) if missing else ())
+        arrays = [next(encoded) if isinstance(part, str) else part for part in self._parts]
+        ids = np.concatenate(arrays) if arrays else _NO_IDS
+        if self._last_chars:
+            end = len(self._text) - self._last_chars
+            self._encoder.remember(self._text, end, ids[: len(ids) - len(arrays[-1])])
+        if self._affixes is None:
+            return ids
+        head, tail = self._affixes
+        return np.concatenate((head, ids, tail))
 
 
 def segmentable(tokenizer: Tokenizer) -> bool:
     """Whether cutting at special tokens is exact for this tokenizer; False where that is in doubt."""
-    cutting = [token.content for token in _cutting(tokenizer).values()]
+    cutting = _cutting(tokenizer)
     others = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     return bool(cutting) and not _depends_on_place(tokenizer) and not _overlap(cutting, others)
 
 
-def _cutting(tokenizer: Tokenizer) -> Mapping[int, AddedToken]:
+def _cutting(tokenizer: Tokenizer) -> list[str]:
     """Added tokens that are found in the raw text, whatever stands around them."""
-    return {
-        token_id: token
-        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+    return [
+        token.content
+        for token in tokenizer.get_added_tokens_decoder().values()
         if token.content and not (token.normalized or token.single_word or token.lstrip or token.rstrip)
-    }
+    ]
+
+
+def _finders(tokens: Sequence[str]) -> list[re.Pattern[str]]:
+    """Patterns that find the tokens, one for each first letter: one literal beginning is searched fast."""
+    by_first: dict[str, list[str]] = {}
+    for token in tokens:
+        by_first.setdefault(token[0], []).append(token)
+    return [re.compile(trie_pattern(group)) for group in by_first.values()]
+
+
+def _affixes(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
+    """What post-processing puts before and behind every text."""
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    added = whole.special_tokens_mask
+    head = next((at for at, mark in enumerate(added) if not mark), len(added))
+    tail = next((at for at, mark in enumerate(reversed(added)) if not mark), 0)
+    if whole.ids[head : len(added) - tail] != tokenizer.encode("a", add_special_tokens=False).ids:
+        raise TokenizerLoadError(
+            "post_processor: does more than to put tokens before and behind a text, which is not supported"
+        )
+    return _array(whole.ids[:head]), _array(whole.ids[len(added) - tail :])
+
+
+def _array(ids: list[int]) -> TokenIds:
+    return np.frombuffer(array("I", ids), np.uint32)
+
+
+def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece)
+        if chars >= _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
 
 
 def _depends_on_place(tokenizer: Tokenizer) -> bool:
     """Whether a piece's ids depend on its standing first in the text."""
     return any(
         node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first"
-        for node in _nodes(json.loads(tokenizer.to_str()).get("pre_tokenizer"))
+        for node in _nodes(component(tokenizer.pre_tokenizer))
     )
 
 

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.segments import SegmentEncoder, segmentable
+from tokenization.segments import Encoding, SegmentEncoder
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
 _SEGMENTS_BYTES = 64 << 20
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class PromptTokenizer:
@@ -44,7 +44,7 @@ class PromptTokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES) if segmentable(tokenizer) else None
+        self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> PromptTokenizer:
@@ -67,18 +67,42 @@ class PromptTokenizer:
         }
         source = _template_source(directory, settings)
         template = ChatTemplate(source, special) if source is not None else None
-        return cls(tokenizer, template, _eos_token_ids(directory, tokenizer, special))
+        try:
+            return cls(tokenizer, template, _eos_token_ids(directory, tokenizer, special))
+        except TokenizerLoadError as error:
+            raise TokenizerLoadError(f"{path}: {error}") from error
+
+    @property
+    def affix_tokens(self) -> tuple[int, int]:
+        """How many tokens `add_special_tokens` adds before and behind a text."""
+        return self._segments.affix_tokens
+
+    def closed_prefix(self, text: str) -> str:
+        """The part of a text whose ids are the same whatever follows it."""
+        return self._segments.closed_prefix(text)
+
+    def begin(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Looks up what is remembered of a text; `Encoding.ids` encodes the rest.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Adds what the model expects around it (a BOS token, say).
+        """
+        return self._segments.begin(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes text; `add_special_tokens` adds what the model expects around it (a BOS token, say)."""
-        if self._segments is not None and not add_special_tokens:
-            return self._segments.encode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Encodes text at once; arguments as for `begin`."""
+        ids: list[int] = self.begin(text, add_special_tokens=add_special_tokens).ids().tolist()
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def to_json(self) -> str:
+        """The content of the tokenizer.json that it stands for."""
+        text: str = self._tokenizer.to_str()
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -92,6 +116,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders messages with the model's template; arguments as for `ChatTemplate.render`.
@@ -106,6 +131,7 @@ class PromptTokenizer:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            documents=documents,
             template_kwargs=template_kwargs,
         )
 

@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import ConfigError, RequestError
+from router.prompt_tokens import MEDIA, PromptTokens
 from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizerRegistry
+from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, TOKENIZER, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.openai_prompts import chat_prompt
+from tokenization.segments import Encoding
 
 
 class BrokenTokenizer(PromptTokenizer):
     """Trips over everything."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def begin(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Fails."""
         raise RuntimeError("broken")
 
 
+class SlowTokenizer(PromptTokenizer):
+    """Encodes when it is let, as one would on a machine that is far too busy."""
+
+    go: threading.Event
+    encoded: threading.Semaphore
+
+    def begin(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Looks up at once, but takes its time for what is missing."""
+        encoding = super().begin(text, add_special_tokens=add_special_tokens)
+        return SlowEncoding(self, encoding) if encoding.missing_chars else encoding
+
+
+class SlowEncoding(Encoding):
+    """Waits for the tokenizer's sign."""
+
+    def __init__(self, tokenizer: SlowTokenizer, encoding: Encoding) -> None:
+        self._tokenizer = tokenizer
+        self._encoding = encoding
+        self.missing_chars = encoding.missing_chars
+
+    def ids(self) -> np.ndarray:
+        """Encodes when let."""
+        assert self._tokenizer.go.wait(60)
+        ids = self._encoding.ids()
+        self._tokenizer.encoded.release()
+        return ids
+
+
 REGISTRY = TokenizerRegistry({TINY: TOKENIZER, "broken": BrokenTokenizer.from_directory(TINY_DIRECTORY)})
 MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+def unheard(number: int) -> str:
+    """A text that has no piece in common with those of other numbers."""
+    return " ".join(f"{number}.{at}" for at in range(6000))
+
+
+LONG = unheard(0)
 
 
 def chat(messages: object, **fields: object) -> RouteRequest:
@@ -34,24 +75,109 @@ def chat(messages: object, **fields: object) -> RouteRequest:
     return RouteRequest("id", RequestKind.CHAT, TINY, body, body_bytes=400)
 
 
+def lists(tokens: PromptTokens) -> list[list[int]]:
+    """Prompts as lists."""
+    return [prompt.tolist() for prompt in tokens.prompts]
+
+
 def test_a_chat_becomes_the_engines_token_ids() -> None:
     """Chat messages give exactly what the shared tokenization gives the model server."""
     tokens = REGISTRY.prompt_tokens(chat(MESSAGES), TINY)
-    assert tokens.prompts == (chat_prompt({"messages": MESSAGES}, TOKENIZER),)
-    assert (tokens.total, tokens.degraded) == (len(tokens.prompts[0]), None)
+    assert lists(tokens) == [chat_prompt({"messages": MESSAGES}, TOKENIZER).tolist()]
+    assert tokens.prompts[0].dtype == np.uint32
+    assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
 
 
 def test_several_prompts_are_several_token_lists() -> None:
     """A completions request with two prompts counts the tokens of both."""
     tokens = REGISTRY.prompt_tokens(completion("id", ["one", "two words"]), TINY)
-    assert tokens.prompts == (TOKENIZER.encode("one"), TOKENIZER.encode("two words"))
+    assert lists(tokens) == [TOKENIZER.encode("one"), TOKENIZER.encode("two words")]
     assert tokens.total == sum(map(len, tokens.prompts))
 
 
-def test_a_prompt_of_token_ids_needs_no_tokenizer() -> None:
+@pytest.mark.parametrize(("prompt", "ids"), [([1, 2, 3], [[1, 2, 3]]), ([[1], [2, 3]], [[1], [2, 3]])])
+def test_a_prompt_of_token_ids_needs_no_tokenizer(prompt: object, ids: list[list[int]]) -> None:
     """Ids are taken as they are, even for a model whose tokenizer is not known."""
-    tokens = REGISTRY.prompt_tokens(completion("id", [1, 2, 3]), "unknown")
-    assert (tokens.prompts, tokens.degraded) == (([1, 2, 3],), None)
+    tokens = REGISTRY.prompt_tokens(completion("id", prompt), "unknown")
+    assert (lists(tokens), tokens.degraded) == (ids, None)
+
+
+def test_a_chat_with_an_image_is_known_up_to_it() -> None:
+    """The ids in front of an image are given, with the reason why they are not all."""
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    body = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": [image]}]
+    tokens = REGISTRY.prompt_tokens(chat(body), TINY)
+    assert (tokens.degraded, tokens.partial) == (None, MEDIA)
+    (ids,) = lists(tokens)
+    assert ids == chat_prompt({"messages": body[:1]}, TOKENIZER).tolist()[: len(ids)]
+    assert 0 < len(ids) < tokens.total
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowTokenizer]:
+    """A tokenizer that waits; at the test's end it goes on, so that its threads end."""
+    tokenizer = SlowTokenizer.from_directory(TINY_DIRECTORY)
+    tokenizer.go, tokenizer.encoded = threading.Event(), threading.Semaphore(0)
+    yield tokenizer
+    tokenizer.go.set()
+
+
+def test_a_late_prompt_is_picked_by_load_and_warms_the_cache(slow: SlowTokenizer) -> None:
+    """Beyond the deadline the reason is told at once; the work goes on, and the next request has its ids."""
+    registry = TokenizerRegistry({TINY: slow}, options=TokenizeOptions(deadline_s=0.01))
+    request = completion("id", LONG)
+    late = registry.prompt_tokens(request, TINY)
+    assert (late.prompts, late.degraded) == ((), "tokenize_deadline")
+    assert late.total == request.body_bytes // 4
+    slow.go.set()
+    assert slow.encoded.acquire(timeout=60)
+    # Nothing is missing now, so nothing waits.
+    slow.go.clear()
+    known = registry.prompt_tokens(request, TINY)
+    assert (lists(known), known.degraded) == ([TOKENIZER.encode(LONG)], None)
+    registry.close()
+
+
+def test_what_finds_the_queue_full_is_shed_with_its_reason(slow: SlowTokenizer) -> None:
+    """One prompt at work and one waiting are all that this pool takes; the third is told so."""
+    options = TokenizeOptions(deadline_s=0.01, threads=1, waiting_max=1)
+    registry = TokenizerRegistry({TINY: slow}, options=options)
+    reasons = [
+        registry.prompt_tokens(completion("id", unheard(1 + number)), TINY).degraded for number in range(3)
+    ]
+    assert reasons == ["tokenize_deadline", "tokenize_deadline", "tokenize_queue_full"]
+    slow.go.set()
+    assert slow.encoded.acquire(timeout=60)
+    assert slow.encoded.acquire(timeout=60)
+    registry.close()
+    assert registry.prompt_tokens(completion("id", unheard(4)), TINY).degraded == "tokenize_queue_full"
+
+
+def test_what_is_known_or_short_needs_no_other_thread(slow: SlowTokenizer) -> None:
+    """A pool without a free thread does not hold up a request whose tokens cost nothing."""
+    slow.go.set()
+    options = TokenizeOptions(deadline_s=0.05, threads=1, waiting_max=0)
+    registry = TokenizerRegistry({TINY: slow}, options=options)
+    slow.begin(LONG).ids()
+    slow.go.clear()
+    assert registry.prompt_tokens(completion("id", unheard(5)), TINY).degraded == "tokenize_deadline"
+    assert registry.prompt_tokens(completion("id", unheard(6)), TINY).degraded == "tokenize_queue_full"
+    assert registry.prompt_tokens(completion("id", LONG), TINY).degraded is None
+    slow.go.set()
+    assert registry.prompt_tokens(completion("id", "short"), TINY).degraded is None
+    registry.close()
+
+
+def test_a_huge_body_is_read_on_another_thread() -> None:
+    """What takes long to read and render has the deadline too."""
+    registry = TokenizerRegistry({TINY: TOKENIZER}, options=TokenizeOptions(deadline_s=60, threads=1))
+    registry.close()
+    huge = RouteRequest("id", RequestKind.CHAT, TINY, {"messages": MESSAGES}, body_bytes=2 << 20)
+    assert registry.prompt_tokens(huge, TINY).degraded == "tokenize_queue_full"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools}
+    many = RouteRequest("id", RequestKind.CHAT, TINY, body, body_bytes=200 << 10)
+    assert registry.prompt_tokens(many, TINY).degraded == "tokenize_queue_full"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +186,7 @@ def test_a_prompt_of_token_ids_needs_no_tokenizer() -> None:
         (chat(MESSAGES), "other", "no_tokenizer"),
         (chat(MESSAGES), None, "no_tokenizer"),
         (
-            chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+            chat([{"role": "user", "content": [{"type": "hologram"}]}]),
             TINY,
             "unsupported_prompt",
         ),
@@ -122,7 +248,18 @@ def test_hostile_prompts_never_raise_anything_else(prompt: object) -> None:
     assert status == 400
 
 
-def test_a_directory_without_a_tokenizer_stops_the_start(tmp_path: Path) -> None:
-    """A wrong --tokenizer names the flag, the model and the directory."""
-    with pytest.raises(ConfigError, match=rf"--tokenizer m={tmp_path}"):
-        TokenizerRegistry.load({"m": tmp_path})
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{tmp}", "no such file"),
+        ("hf:name@main", "must have the form hf:OWNER/NAME@REVISION"),
+        ("hf:owner/name", "must have the form hf:OWNER/NAME@REVISION"),
+        ("unix:", "must have the form unix:PATH"),
+        ("http://", "must have the form http://HOST:PORT"),
+    ],
+)
+def test_a_source_that_is_none_stops_the_start(tmp_path: Path, source: str, problem: str) -> None:
+    """A wrong --tokenizer names the flag, the model, the source and what is wrong with it."""
+    source = source.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=f"--tokenizer m={source}: .*{problem}"):
+        TokenizerRegistry.load({"m": source})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from tokenization import (
     TINY_DIRECTORY,
     IncrementalDecoder,
+    MediaPromptError,
     PromptError,
     PromptTokenizer,
     PromptTooLongError,
     TokenizerLoadError,
-    UnsupportedPromptError,
 )
 from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import chat_prompt, completion_prompts
+from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
 
 TINY = PromptTokenizer.from_directory(TINY_DIRECTORY)
 CONVERSATION = [
@@ -29,7 +30,10 @@ CONVERSATION = [
     {"role": "assistant", "content": "Rayleigh."},
     {"role": "user", "content": "And at night?"},
 ]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": None, "parameters": {"type": "object"}},
+}
 
 
 def reference() -> PreTrainedTokenizerFast:
@@ -56,7 +60,7 @@ def test_chat_ids_equal_transformers(options: dict[str, object]) -> None:
     """A rendered and encoded conversation has the ids that transformers' apply_chat_template gives."""
     options = {"add_generation_prompt": True, **options}
     expected = reference().apply_chat_template(CONVERSATION, tokenize=True, return_dict=False, **options)
-    assert chat_prompt({"messages": CONVERSATION, **options}, TINY) == expected
+    assert chat_prompt({"messages": CONVERSATION, **options}, TINY).tolist() == expected
 
 
 @given(st.text(max_size=200))
@@ -117,16 +121,15 @@ def test_a_malformed_chat_names_its_field(body: dict[str, object], param: str) -
 def test_an_image_is_unsupported_not_malformed() -> None:
     """A part without token ids is told apart from a malformed one, so that a router may degrade."""
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    with pytest.raises(UnsupportedPromptError):
+    with pytest.raises(MediaPromptError):
         chat_prompt({"messages": [message]}, TINY)
 
 
 def test_text_parts_are_joined_for_a_template_that_takes_strings() -> None:
     """Parts and the joined string are the same prompt."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat_prompt({"messages": [{"role": "user", "content": parts}]}, TINY) == chat_prompt(
-        {"messages": [{"role": "user", "content": "a\nb"}]}, TINY
-    )
+    joined = chat_prompt({"messages": [{"role": "user", "content": "a\nb"}]}, TINY)
+    assert np.array_equal(chat_prompt({"messages": [{"role": "user", "content": parts}]}, TINY), joined)
 
 
 def test_text_parts_stay_parts_for_a_template_that_loops_over_them() -> None:
@@ -145,10 +148,9 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
     assert '{"name": "look", "arguments": {"at": [1, 2]}}' in TINY.decode(chat_prompt(body, TINY))
 
 
-@pytest.mark.parametrize("arguments", [r'"\ud800"', r'{"at": "\udfff"}'])
-def test_half_a_surrogate_pair_in_arguments_is_refused(arguments: str) -> None:
+def test_half_a_surrogate_pair_in_arguments_is_refused() -> None:
     """The arguments' own JSON may name a code point that has no UTF-8 form: that is the request's fault."""
-    call = {"function": {"name": "look", "arguments": arguments}}
+    call = {"function": {"name": "look", "arguments": r'{"at": "\udfff"}'}}
     with pytest.raises(PromptError, match="surrogate"):
         chat_prompt({"messages": [{"role": "assistant", "tool_calls": [call]}]}, TINY)
 
@@ -157,7 +159,7 @@ def test_half_a_surrogate_pair_in_arguments_is_refused(arguments: str) -> None:
 def test_text_over_the_callers_cap_is_refused(body: dict[str, object]) -> None:
     """Each text is measured before it is encoded, and the error tells its length."""
     with pytest.raises(PromptTooLongError) as caught:
-        completion_prompts(body, TINY, chars_max=10)
+        completion_prompts(body, TINY, PromptLimits(chars_max=10))
     assert caught.value.chars == 11
 
 

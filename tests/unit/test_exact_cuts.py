@@ -1,0 +1,131 @@
+"""Long texts cut where it is exact: the parts' ids are the whole text's, for real tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from tests.unit.tokenizer_support import SPECIAL, mistral_v3, of_family, tekken
+from tokenization import TINY_DIRECTORY
+from tokenization.cuts import exact_cuts
+from tokenization.segments import SegmentEncoder
+
+
+def tiny() -> Tokenizer:
+    """The packaged tokenizer."""
+    return Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "tekken-2409": tekken,
+    "tekken-2407": lambda: tekken("tekken_240718.json"),
+    "mistral-v3": mistral_v3,
+    "llama-3": lambda: of_family("llama-3"),
+    "qwen-2": lambda: of_family("qwen-2"),
+    "gpt-2": lambda: of_family("gpt-2"),
+    "tiny": tiny,
+}
+CUT = sorted(set(TOKENIZERS) - {"mistral-v3"})
+# What the regexes treat apart: letters of every case and script, marks, digits, contractions, white space.
+ATOMS = (
+    *("a", "A", "Ab", "don't", "'s", "'S", "b1", "1", "1234", "x_y", "é", "e\u0301", "\u0301", "ß", "ſ", "Ж"),
+    *(
+        "\u0483",
+        "世",
+        "界。",
+        "の",
+        "が",
+        "か\u3099",
+        "한",
+        "\u1112\u1161\u11ab",
+        "\u0b95\u0bcd",
+        "😀",
+        "\u200d",
+    ),
+    *(" ", "  ", "\n", "\n\n", "\r\n", "\r", "\t", "\u00a0", "\u2003", "\u3000", "\x85", "\x0b", "\x1c"),
+    *(".", "/", "//", "!?", "#", '"', "<s", *SPECIAL),
+)
+texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=6), max_size=24).map("".join)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_parts_have_the_whole_texts_ids(name: str) -> None:
+    """However a text is mixed, cutting it at every place that counts as exact changes no id."""
+    tokenizer = TOKENIZERS[name]()
+    encoder = SegmentEncoder(tokenizer, 1 << 22, piece_chars=1, chunk_chars=1)
+
+    @given(texts)
+    @settings(max_examples=300, deadline=None)
+    def parts_join(text: str) -> None:
+        ids = encoder.begin(text).ids().tolist()
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+    parts_join()
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_long_document_is_cut(name: str) -> None:
+    """In running text there is a place to cut near every length; without it this file would prove nothing."""
+    encoder = SegmentEncoder(TOKENIZERS[name](), 1 << 22)
+    text = "One line of some prose, with 12 numbers.\nAnd another one;\n" * 200
+    pieces = encoder._pieces(text)
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 1100
+    encoder.begin(text).ids()
+    assert encoder.begin(text + "It has grown.").missing_chars < 1100
+
+
+def test_han_text_is_cut_behind_its_lines() -> None:
+    """A script without spaces has line feeds, at least for the families that treat them apart."""
+    text = "这里有一些没有空格的文字。\n" * 300
+    assert len(SegmentEncoder(of_family("qwen-2"), 1 << 22)._pieces(text)) > 2
+    assert len(SegmentEncoder(of_family("gpt-2"), 1 << 22)._pieces(text)) == 1
+
+
+def split_by(regex: str) -> Tokenizer:
+    """The packaged tokenizer with another regex."""
+    tokenizer = tiny()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(regex), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+def with_token(token: AddedToken) -> Tokenizer:
+    """The packaged tokenizer with one more added token."""
+    tokenizer = tiny()
+    tokenizer.add_tokens([token])
+    return tokenizer
+
+
+def changed(part: str, value: object) -> Tokenizer:
+    """The packaged tokenizer with another normalizer or pre-tokenizer."""
+    tokenizer = tiny()
+    setattr(tokenizer, part, value)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        split_by(r"\w+ ?|\s+|\W"),
+        with_token(AddedToken("two words", normalized=False)),
+        with_token(AddedToken("word", lstrip=True)),
+        with_token(AddedToken("word", single_word=True)),
+        changed("normalizer", normalizers.Lowercase()),
+        changed("normalizer", normalizers.NFKC()),
+        changed("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        changed("pre_tokenizer", pre_tokenizers.Whitespace()),
+    ],
+    ids=["regex", "words", "stripping", "single", "lower", "nfkc", "prefix-space", "other-kind"],
+)
+def test_a_doubtful_tokenizer_is_not_cut(tokenizer: Tokenizer) -> None:
+    """All but the known families, and any added token that a cut might go through, leaves texts whole."""
+    assert exact_cuts(tokenizer) is None

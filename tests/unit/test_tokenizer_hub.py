@@ -1,0 +1,149 @@
+"""A tokenizer from the Hugging Face Hub: a local server speaks the Hub's API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tokenization import TINY_DIRECTORY
+
+COMMIT = hashlib.sha1(b"commit").hexdigest()
+FILES = {
+    path.name: path.read_bytes() for path in TINY_DIRECTORY.iterdir() if path.suffix in (".json", ".jinja")
+} | {"model.safetensors": b"weights"}
+# Loads in a process of its own: the client reads its environment once.
+LOAD = """
+import sys
+from pathlib import Path
+from tokenization import PromptTokenizer, TokenizerLoadError
+from tokenization.hub import hub_directory
+try:
+    directory = hub_directory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    tokenizer = PromptTokenizer.from_directory(directory)
+    print(tokenizer.vocab_size, sorted(path.name for path in directory.iterdir()))
+except TokenizerLoadError as error:
+    print("error:", error)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """A Hub with one repository, owner/model, and one that is gated."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """The few paths that a download needs."""
+
+        def do_HEAD(self) -> None:
+            """A file's head."""
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            """A repository's list, or a file."""
+            self.answer(body=True)
+
+        def answer(self, *, body: bool) -> None:
+            """Finds what is asked for."""
+            path = unquote(self.path.partition("?")[0])
+            name = path.rpartition("/")[2]
+            if "owner/gated" in path:
+                self.reply(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
+            elif "owner/model" not in path:
+                self.reply(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+            elif COMMIT not in path and "v1" not in path:
+                self.reply(404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
+            elif path.startswith("/api/") and "/tree/" in path:
+                entries = [
+                    {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for file, data in FILES.items()
+                ]
+                self.reply(200, json.dumps(entries).encode(), body, {})
+            elif path.startswith("/api/"):
+                siblings = [{"rfilename": file} for file in FILES]
+                info = {"id": "owner/model", "sha": COMMIT, "siblings": siblings}
+                self.reply(200, json.dumps(info).encode(), body, {})
+            elif name in FILES:
+                etag = hashlib.sha1(FILES[name]).hexdigest()
+                self.reply(200, FILES[name], body, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+            else:
+                self.reply(404, b"", body, {"X-Error-Code": "EntryNotFound"})
+
+        def reply(self, status: int, data: bytes, body: bool, headers: dict[str, str]) -> None:
+            """Writes an answer."""
+            self.send_response(status)
+            for header, value in headers.items():
+                self.send_header(header, value)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def load(repository: str, revision: str, cache: Path, **environment: str) -> str:
+    """What the process says."""
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, repository, revision, str(cache)],
+        env={
+            "PATH": "",
+            "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path: Path) -> None:
+    """Its files come without the weights; afterwards no Hub is needed, at a pinned commit not even asked."""
+    loaded = load("owner/model", COMMIT, tmp_path, HF_ENDPOINT=hub)
+    assert loaded.startswith("4096 ")
+    assert "tokenizer.json" in loaded
+    assert "chat_template.jinja" in loaded
+    assert "safetensors" not in loaded
+    assert load("owner/model", COMMIT, tmp_path, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1") == loaded
+    assert load("owner/model", COMMIT, tmp_path, HF_ENDPOINT="http://127.0.0.1:1") == loaded
+
+
+@pytest.mark.parametrize(
+    ("repository", "revision", "said"),
+    [
+        ("owner/gated", COMMIT, "owner/gated is gated; set HF_TOKEN"),
+        ("owner/other", COMMIT, "owner/other is not on the Hub"),
+        ("owner/model", "v9", "owner/model has no revision v9"),
+        ("owner/mo del", COMMIT, "cannot be fetched"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_told(
+    hub: str, tmp_path: Path, repository: str, revision: str, said: str
+) -> None:
+    """The error names the repository or revision, and what to do."""
+    assert said in load(repository, revision, tmp_path, HF_ENDPOINT=hub)
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
+def test_an_empty_cache_without_a_hub_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Offline, a tokenizer that was never fetched is an error that says so."""
+    assert "is not in the cache" in load("owner/model", COMMIT, tmp_path, **environment)
