@@ -59,15 +59,23 @@ class AccessLogDoor:
         if common.intermediate_log_entry:
             self._metrics.logged("intermediate")
             return
+        address = common.upstream_remote_address.socket_address
+        pod = f"{address.address}:{address.port_value}"
         if common.response_flags.upstream_connection_failure:
-            address = common.upstream_remote_address.socket_address
-            self._distrust(f"{address.address}:{address.port_value}", "Envoy could not connect to it")
+            self._distrust(pod, "Envoy could not connect to it")
         # Decoded as ext_proc decodes the header, so that a strange id joins, too.
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
             self._metrics.logged("no_request_id")
             return
-        ended = self._outcomes.ended(request_id, ACCESS_LOG, time.monotonic(), failed=_has_failed(entry))
+        ended = self._outcomes.ended(
+            request_id,
+            ACCESS_LOG,
+            time.monotonic(),
+            pod=pod,
+            failed=_has_failed(entry),
+            late_s=_late_s(common),
+        )
         self._metrics.logged("unknown" if ended is None else "joined")
 
 
@@ -76,3 +84,13 @@ def _has_failed(entry: Any) -> bool:
     code = entry.response.response_code.value
     flags = entry.common_properties.response_flags
     return code == 0 or code >= _SERVER_ERROR or bool(flags.ListFields())
+
+
+def _late_s(common: Any) -> float | None:
+    """How long ago the last byte went to the client, by the clock that this machine shares with Envoy's."""
+    if not common.HasField("start_time") or not common.HasField("time_to_last_downstream_tx_byte"):
+        return None
+    started_s = common.start_time.seconds + common.start_time.nanos / 1e9
+    took = common.time_to_last_downstream_tx_byte
+    late_s: float = time.time() - started_s - took.seconds - took.nanos / 1e9
+    return late_s

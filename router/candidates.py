@@ -22,19 +22,15 @@ class Candidates:
         base_model: The base of the asked model, which roots its block keys; None while no candidate has told
             it.
         lora_name: The asked model's name if it is an adapter.
+        context_tokens: The longest context that any of the pods has; None while one has not told.
         excluded: The other pods, and why each may not.
     """
 
     pods: Sequence[Pod]
     base_model: str | None
     lora_name: str | None
+    context_tokens: int | None
     excluded: dict[str, str]
-
-    @property
-    def context_tokens(self) -> int | None:
-        """The longest context that any of the pods has; None while one has not told."""
-        told = [pod.models.max_model_len for pod in self.pods if pod.models and pod.models.max_model_len]
-        return max(told) if len(told) == len(self.pods) else None
 
 
 def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
@@ -66,7 +62,7 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
     if not allowed:
         raise NoEndpointError("none of the endpoints that the gateway allows is a ready model server")
     base, lora = _base_and_adapter(request.model, allowed)
-    return Candidates(allowed, base, lora, excluded)
+    return Candidates(allowed, base, lora, _context_tokens(allowed), excluded)
 
 
 def _serves(pod: Pod, model: str | None) -> bool:
@@ -83,3 +79,8 @@ def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | Non
         if model is not None and pod.models is not None:
             return pod.models.base, model if model in pod.models.adapters else None
     return model, None
+
+
+def _context_tokens(pods: Sequence[Pod]) -> int | None:
+    told = [pod.models.max_model_len for pod in pods if pod.models and pod.models.max_model_len]
+    return max(told) if len(told) == len(pods) else None

@@ -11,11 +11,13 @@ from importlib.metadata import version
 _COMMANDS = {
     "up": ("router.local.up", "start model servers, router and Envoy on this machine and show what they do"),
     "router": ("router.server", "run the endpoint picker: Envoy or any gateway asks it which pod to use"),
+    "tokenizer": ("router.tokenizer_server", "tokenize for routers on this machine, in a process of its own"),
     "indexer": ("indexer.cli", "run the index of what every model server's KV cache holds on its own"),
     "model-server": (
         "model_server.cli",
         "run a model behind an OpenAI-compatible API, telling what its cache holds",
     ),
+    "bench": ("router.bench", "measure keys, index, events, tokens, picks or the engine; needs a checkout"),
 }
 _HELP = """\
 usage: kvroute COMMAND [OPTION ...]

@@ -1,23 +1,36 @@
-"""The reference's EndpointPickerConfig: a YAML file in, the pods file that it names out.
+"""The reference's EndpointPickerConfig: YAML text in, one checked PickerConfig out.
 
-Strict: of the whole format only file discovery is understood so far, and anything else is refused by file,
-    line and field rather than ignored.
+Strict: what is not understood is refused by file, line and field rather than ignored. Knows the format; what
+a plugin's parameters mean is the plugin's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-import yaml
-
-from router.errors import ConfigError
+from router.config_fields import Fields, documents, read_text
 
 _API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 _KIND = "EndpointPickerConfig"
 _DISCOVERY = "file-discovery"
-_FILE_BYTES_MAX = 1 << 20
+_GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
+_TOP = (
+    "apiVersion",
+    "kind",
+    "compat",
+    "featureGates",
+    "plugins",
+    "schedulingProfiles",
+    "dataLayer",
+    "requestHandler",
+    "flowControl",
+    "saturationDetector",
+    "parser",
+)
+
+COMPAT = ("off", "answers", "strict")
+"""How far we are like the reference: in nothing, in what we answer, or also where it is known to be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,105 +41,193 @@ class FileDiscovery:
     watch: bool
 
 
-def discovery_of(path: Path) -> FileDiscovery:
-    """Reads the configuration.
+@dataclass(frozen=True, slots=True)
+class PluginEntry:
+    """One entry of `plugins`.
+
+    Attributes:
+        name: By which it is referred to.
+        fields: The entry itself, for errors.
+        parameters: Not checked yet.
+    """
+
+    name: str
+    type: str
+    fields: Fields
+    parameters: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A pluginRef, with the place where it stands."""
+
+    name: str
+    fields: Fields
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileEntry:
+    """One of `schedulingProfiles`."""
+
+    name: str
+    references: tuple[Reference, ...]
+    fields: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class PickerConfig:
+    """A whole EndpointPickerConfig.
+
+    Attributes:
+        directory: Where relative paths begin.
+        compat: None where the file does not say.
+        gates: Feature gates, defaults included.
+        plugins: By name, in the file's order.
+        parsers: In the file's order; empty: the default ones.
+        flow: The section `flowControl`; empty where there is none.
+        detector: The saturation detector that is named; None: the default one.
+    """
+
+    source: str
+    directory: Path
+    root: Fields
+    compat: str | None
+    gates: dict[str, bool]
+    plugins: dict[str, PluginEntry]
+    profiles: tuple[ProfileEntry, ...]
+    parsers: tuple[Reference, ...]
+    flow: Fields
+    detector: Reference | None
+    discovery: FileDiscovery | None
+    data_references: tuple[Reference, ...] = field(default=())
+
+    @property
+    def picks(self) -> bool:
+        """Whether the file says anything about how to pick; else it is the cost policy's."""
+        others = (entry for entry in self.plugins.values() if entry.type != _DISCOVERY)
+        return bool(self.profiles) or any(True for _ in others)
+
+
+def read_config(path: Path) -> PickerConfig:
+    """Reads a configuration file.
 
     Raises:
-        ConfigError: It cannot be read, names what is not understood, or names no file discovery.
+        ConfigError: It cannot be read, or something in it is not understood.
     """
-    root = _Fields(str(path), "", _compose(path), ("apiVersion", "kind", "plugins", "dataLayer"))
+    return parse_config(read_text(path), str(path), path.parent)
+
+
+def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
+    """Reads a configuration.
+
+    Args:
+        source: Its name, for errors.
+        directory: Where relative paths begin.
+
+    Raises:
+        ConfigError: Something in it is not understood.
+    """
+    nodes = documents(text, source)
+    if len(nodes) != 1:
+        Fields(source, "", nodes[1] if nodes else None).fail("", "the file must be one mapping")
+    root = Fields(source, "", nodes[0], _TOP)
     root.choice("apiVersion", _API_VERSIONS)
     root.choice("kind", (_KIND,))
-    plugins = {}
-    for at, node in enumerate(root.items("plugins")):
-        plugin = _Fields(str(path), f"plugins[{at}]", node, ("name", "type", "parameters"))
-        plugin.choice("type", (_DISCOVERY,))
-        plugins[plugin.text("name", _DISCOVERY)] = plugin
-    layer = root.fields("dataLayer", ("discovery",))
-    reference = layer.fields("discovery", ("pluginRef",))
-    name = reference.text("pluginRef")
+    plugins = _plugins(root)
+    layer = root.fields(
+        "dataLayer",
+        (
+            "injectDefaults",
+            "sources",
+            "discovery",
+            "peerDiscovery",
+            "crossReplicaSyncerPluginRef",
+            "crossReplicaSyncInterval",
+        ),
+    )
+    handler = root.fields("requestHandler", ("parsers",))
+    parsers = [_reference(item.only("pluginRef"), plugins) for item in handler.each("parsers")]
+    if not parsers and "parser" in root:
+        parsers = [_reference(root.fields("parser", ("pluginRef",)), plugins)]
+    flow = root.fields("flowControl")
+    detector = flow if "saturationDetector" in flow else root
+    return PickerConfig(
+        source=source,
+        directory=directory,
+        root=root,
+        compat=root.choice("compat", COMPAT) if "compat" in root else None,
+        gates=_gates(root),
+        plugins=plugins,
+        profiles=_profiles(root, plugins),
+        parsers=tuple(parsers),
+        flow=flow,
+        detector=_reference(detector.fields("saturationDetector", ("pluginRef",)), plugins)
+        if "saturationDetector" in detector
+        else None,
+        discovery=_discovery(layer, plugins, directory),
+        data_references=_data_references(layer, plugins),
+    )
+
+
+def _plugins(root: Fields) -> dict[str, PluginEntry]:
+    plugins: dict[str, PluginEntry] = {}
+    for entry in root.each("plugins", ("name", "type", "parameters")):
+        kind = entry.text("type")
+        name = entry.text("name", kind)
+        if name in plugins:
+            entry.fail("name", f"there is a plugin {name!r} already; give this one a name of its own")
+        plugins[name] = PluginEntry(name, kind, entry, entry.fields("parameters"))
+    return plugins
+
+
+def _reference(fields: Fields, plugins: dict[str, PluginEntry], key: str = "pluginRef") -> Reference:
+    name = fields.text(key)
     if name not in plugins:
-        reference.fail("pluginRef", f"no plugin is named {name!r}; plugins has {sorted(plugins)}")
-    parameters = plugins[name].fields("parameters", ("path", "watchFile"))
-    pods_file = Path(parameters.text("path"))
-    return FileDiscovery(path.parent / pods_file, parameters.flag("watchFile", False))
+        fields.fail(key, f"no plugin is named {name!r}; plugins has {sorted(plugins)}")
+    return Reference(name, fields, fields.number("weight", 1.0) if key == "pluginRef" else 1.0)
 
 
-class _Fields:
-    """A mapping of the file whose keys are checked and whose errors say where."""
-
-    def __init__(self, file: str, where: str, node: yaml.Node | None, known: tuple[str, ...]) -> None:
-        self._file = file
-        self._where = where
-        self._node = node
-        self._values: dict[str, yaml.Node] = {}
-        if not isinstance(node, yaml.MappingNode):
-            self._fail_at(node, where or "the file", "must be a mapping")
-        for key, value in node.value:
-            name = str(key.value)
-            if name not in known:
-                self._fail_at(key, self._path(name), f"not understood; here may be {', '.join(known)}")
-            if name in self._values:
-                self._fail_at(key, self._path(name), "given twice")
-            self._values[name] = value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
-        node = self._values.get(name)
-        if node is None and default is not None:
-            return default
-        if not isinstance(node, yaml.ScalarNode) or not node.value:
-            self.fail(name, "must be a string")
-        return str(node.value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean."""
-        node = self._values.get(name)
-        if node is None:
-            return default
-        if not isinstance(node, yaml.ScalarNode) or node.value not in ("true", "false"):
-            self.fail(name, "must be true or false")
-        return bool(node.value == "true")
-
-    def choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        """A string out of a few."""
-        value = self.text(name)
-        if value not in allowed:
-            self.fail(name, f"{value!r} is not understood; here may be {', '.join(allowed)}")
-
-    def items(self, name: str) -> list[yaml.Node]:
-        """A list."""
-        node = self._values.get(name)
-        if not isinstance(node, yaml.SequenceNode):
-            self.fail(name, "must be a list")
-        return list(node.value)
-
-    def fields(self, name: str, known: tuple[str, ...]) -> _Fields:
-        """A mapping within."""
-        if name not in self._values:
-            self.fail(name, "is missing")
-        return _Fields(self._file, self._path(name), self._values[name], known)
-
-    def fail(self, name: str, problem: str) -> NoReturn:
-        """Refuses a field."""
-        self._fail_at(self._values.get(name, self._node), self._path(name), problem)
-
-    def _path(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
-
-    def _fail_at(self, node: yaml.Node | None, where: str, problem: str) -> NoReturn:
-        line = node.start_mark.line + 1 if node is not None else 1
-        raise ConfigError(f"{self._file}:{line}: {where}: {problem}")
+def _profiles(root: Fields, plugins: dict[str, PluginEntry]) -> tuple[ProfileEntry, ...]:
+    profiles: dict[str, ProfileEntry] = {}
+    for entry in root.each("schedulingProfiles", ("name", "plugins")):
+        name = entry.text("name")
+        if name in profiles:
+            entry.fail("name", f"there is a profile {name!r} already")
+        references = [_reference(item, plugins) for item in entry.each("plugins", ("pluginRef", "weight"))]
+        profiles[name] = ProfileEntry(name, tuple(references), entry)
+    return tuple(profiles.values())
 
 
-def _compose(path: Path) -> yaml.Node | None:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
-        if len(data) > _FILE_BYTES_MAX:
-            raise ConfigError(f"{path}: larger than {_FILE_BYTES_MAX} bytes")
-        return yaml.compose(data, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+def _gates(root: Fields) -> dict[str, bool]:
+    gates = dict(_GATES)
+    for text in root.texts("featureGates"):
+        name, _, value = text.partition("=")
+        if name not in gates or value not in ("", "true", "false"):
+            root.fail("featureGates", f"{text!r} is not understood; there are {', '.join(_GATES)}")
+        gates[name] = value != "false"
+    return gates
+
+
+def _discovery(layer: Fields, plugins: dict[str, PluginEntry], directory: Path) -> FileDiscovery | None:
+    if "discovery" not in layer:
+        return None
+    reference = layer.fields("discovery", ("pluginRef",))
+    entry = plugins[_reference(reference, plugins).name]
+    if entry.type != _DISCOVERY:
+        reference.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
+    parameters = entry.parameters.only("path", "watchFile")
+    return FileDiscovery(directory / parameters.text("path"), parameters.flag("watchFile", False))
+
+
+def _data_references(layer: Fields, plugins: dict[str, PluginEntry]) -> tuple[Reference, ...]:
+    """Data sources and their extractors; what only several replicas or clusters need is refused."""
+    for name in ("peerDiscovery", "crossReplicaSyncerPluginRef", "crossReplicaSyncInterval"):
+        if name in layer:
+            layer.fail(name, "not understood; replicas of this router find each other by their own flags")
+    layer.flag("injectDefaults", True)
+    references = []
+    for source in layer.each("sources", ("pluginRef", "extractors")):
+        references.append(_reference(source, plugins))
+        references += [_reference(item, plugins) for item in source.each("extractors", ("pluginRef",))]
+    return tuple(references)

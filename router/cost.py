@@ -1,127 +1,229 @@
-"""What a request would cost on each pod, in seconds: what is known of each in, one priced candidate each out.
+"""What a request would cost on each pod, in seconds: the board's rows and the request's cache in, prices out.
 
-    cost = queued_prefill_s + a * own_prefill_s + copy_s + kv_pressure_s
+    cost = queued_prefill_s + a * own_prefill_s + copy_s + kv_pressure_s + extra_s
 
 `a` is 1 + the mean number of requests awaiting their first token per pod, so that under load a cached block,
-which saves work for all who wait, is worth more than a shorter queue. Pure: knows no requests, clocks or
-sockets.
+which saves work for all who wait, is worth more than a shorter queue. Where an engine orders its queue (see
+`queue_order`), only the work ahead in that order is queued, and `a` is 1 + the requests delayed there. Pure:
+knows no requests, clocks or sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.jit import kernel_with_arrays
+from router.board import prefill_tokens_per_s
+from router.queue_order import work_ahead
+
+# What a request costs on one pod, and what was known of the pod.
+PRICE = np.dtype(
+    [
+        ("cost_s", "f8"),
+        ("queued_prefill_s", "f8"),
+        ("own_prefill_s", "f8"),  # not yet multiplied by the weight
+        ("own_weight", "f8"),
+        ("copy_s", "f8"),
+        ("kv_pressure_s", "f8"),
+        ("extra_s", "f8"),
+        ("slowdown", "f8"),  # by how much decoding requests slow its prefill, 1 or more
+        ("awaiting", "f8"),  # requests of ours that await their first token
+        ("decoding", "f8"),  # requests past it, others' among them
+        ("load_age_s", "f8"),  # inf: never scraped
+    ]
+)
+
+# Of one pod's cache: prompt tokens it will serve, and those of them that come from beyond the device.
+CREDIT = np.dtype([("cached_tokens", "i8"), ("host_tokens", "i8")])
 
 
-@dataclass(frozen=True, slots=True)
-class CostParameters:
-    """Physical constants of the cost; no weights.
+class CostParameters(NamedTuple):
+    """Physical constants of the cost; no weights. A named tuple, which kernels can read.
 
     Attributes:
         copy_tokens_per_s: Speed of bringing cached tokens from the host tier back to the device
             (512 tokens in 1.5 ms: 50 GB/s for an 8B model).
         decode_slowdown: By how much of itself a prefill gets slower per request that decodes on the same pod.
+        elapsed_share: How much of the running prefill's elapsed time is believed to be done.
         kv_free_share: Use of the KV cache up to which nobody is preempted.
-        awaiting_max: Cap on the mean number awaiting their first token, in `a`.
+        awaiting_max: Cap on the number of requests in `a`.
+        load_age_max_s: Older accounts of an engine's load are not believed.
     """
 
     copy_tokens_per_s: float = 340_000.0
     decode_slowdown: float = 0.008
+    elapsed_share: float = 0.5
     kv_free_share: float = 0.9
     awaiting_max: float = 16.0
+    load_age_max_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class PodFacts:
-    """What is known of one pod when a request is priced.
+class RequestFacts(NamedTuple):
+    """What pricing needs to know of a request and of the whole fleet.
 
     Attributes:
-        cached_tokens: Prompt tokens that the pod will serve from its cache, in any tier.
-        host_tokens: Those of them that must be copied from the host tier first.
-        queued_tokens: Uncached prompt tokens of the requests that await their first token there.
-        awaiting: How many requests these are.
-        decoding: Requests past their first token.
-        prefill_tokens_per_s: The pod's learnt speed.
-        kv_used_tokens: Tokens in the KV cache that running requests hold.
-        kv_capacity_tokens: Size of the KV cache; None when the pod has not told it.
-        view: Whether what is known of the cache is EXACT, RECOVERING or STALE.
+        fleet_tokens_per_s: Prefill speed of a pod of which neither learnt nor told.
+        mean_tokens: Uncached tokens of a usual request: what foreign requests are taken for.
     """
 
-    pod: str
-    cached_tokens: int
-    host_tokens: int
-    queued_tokens: int
-    awaiting: int
-    decoding: int
-    prefill_tokens_per_s: float
-    kv_used_tokens: float = 0.0
-    kv_capacity_tokens: int | None = None
-    view: str = "EXACT"
+    prompt_tokens: float
+    now_s: float
+    fleet_tokens_per_s: float
+    mean_tokens: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One pod with its price and the price's parts; `own_prefill_s` is not yet multiplied by `a`."""
-
-    pod: str
-    cost_s: float
-    queued_prefill_s: float
-    own_prefill_s: float
-    copy_s: float
-    kv_pressure_s: float
-    cached_tokens: int
-    uncached_tokens: int
-    host_tokens: int
-    awaiting: int
-    decoding: int
-    view: str
-
-
-def own_weight(pods: Sequence[PodFacts], parameters: CostParameters) -> float:
-    """The factor `a`: every second of own prefill is also waited for by those who will queue behind it."""
-    mean = sum(pod.awaiting for pod in pods) / len(pods)
-    return 1.0 + min(mean, parameters.awaiting_max)
-
-
+@kernel_with_arrays
 def price(
-    prompt_tokens: int, pods: Sequence[PodFacts], parameters: CostParameters
-) -> tuple[list[Candidate], float]:
-    """Prices a request of `prompt_tokens` on every pod.
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    rows: NDArray[np.int64],
+    credits: NDArray[Any],
+    extra_s: NDArray[np.float64],
+    request: RequestFacts,
+    parameters: CostParameters,
+) -> NDArray[Any]:
+    """Prices a request on every candidate.
+
+    Args:
+        pods: board.POD [rows].
+        waiting: board.WAITING [slots].
+        rows: int64 [candidates], their rows in `pods`.
+        credits: CREDIT [candidates].
+        extra_s: float64 [candidates], seconds to be added: of adapters and sessions. Empty: none.
 
     Returns:
-        The candidates in the order of `pods`, and the factor `a` they were priced with.
+        PRICE [candidates].
     """
-    weight = own_weight(pods, parameters)
-    return [_candidate(prompt_tokens, pod, weight, parameters) for pod in pods], weight
+    count = len(rows)
+    prices = np.zeros(count, PRICE)
+    seconds_per_token = np.empty(count)
+    awaiting = 0.0
+    for place in range(count):
+        pod, paid = pods[rows[place]], prices[place]
+        paid["load_age_s"] = request.now_s - pod["scraped_s"]
+        is_fresh = paid["load_age_s"] <= parameters.load_age_max_s
+        paid["decoding"] = pod["decoding"] + (pod["foreign_running"] if is_fresh else 0.0)
+        paid["slowdown"] = 1.0 + parameters.decode_slowdown * paid["decoding"]
+        rate = prefill_tokens_per_s(pod, request.fleet_tokens_per_s)
+        seconds_per_token[place] = paid["slowdown"] / rate
+        uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
+        paid["own_prefill_s"] = uncached_tokens * seconds_per_token[place]
+        awaiting += pod["awaiting"]
+    weight = 1.0 + min(awaiting / max(1, count), parameters.awaiting_max)
+    _price_queues(pods, waiting, rows, seconds_per_token, weight, request, parameters, prices)
+    for place in range(count):
+        pod, paid = pods[rows[place]], prices[place]
+        paid["awaiting"] = pod["awaiting"]
+        paid["copy_s"] = credits[place]["host_tokens"] / parameters.copy_tokens_per_s
+        uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
+        excess_tokens = _tokens_too_many(pod, uncached_tokens, paid["load_age_s"], parameters)
+        paid["kv_pressure_s"] = excess_tokens * seconds_per_token[place]
+        paid["extra_s"] = extra_s[place] if len(extra_s) else 0.0
+        weighted_s = paid["own_weight"] * paid["own_prefill_s"]
+        other_s = paid["copy_s"] + paid["kv_pressure_s"] + paid["extra_s"]
+        paid["cost_s"] = paid["queued_prefill_s"] + weighted_s + other_s
+    return prices
 
 
-def _candidate(prompt_tokens: int, pod: PodFacts, weight: float, parameters: CostParameters) -> Candidate:
-    uncached = prompt_tokens - pod.cached_tokens
-    slowdown = (1.0 + parameters.decode_slowdown * pod.decoding) / pod.prefill_tokens_per_s
-    queued_s = pod.queued_tokens * slowdown
-    own_s = uncached * slowdown
-    copy_s = pod.host_tokens / parameters.copy_tokens_per_s
-    pressure_s = _kv_pressure_s(uncached, pod, parameters)
-    return Candidate(
-        pod=pod.pod,
-        cost_s=queued_s + weight * own_s + copy_s + pressure_s,
-        queued_prefill_s=queued_s,
-        own_prefill_s=own_s,
-        copy_s=copy_s,
-        kv_pressure_s=pressure_s,
-        cached_tokens=pod.cached_tokens,
-        uncached_tokens=uncached,
-        host_tokens=pod.host_tokens,
-        awaiting=pod.awaiting,
-        decoding=pod.decoding,
-        view=pod.view,
-    )
+@kernel_with_arrays
+def add_credit(
+    cached_blocks: NDArray[np.int32],
+    blocks_by_tier: NDArray[np.int32],
+    device_tiers: NDArray[np.int64],
+    places: NDArray[np.int64],
+    prompt_tokens: int,
+    block_tokens: int,
+    credits: NDArray[Any],
+) -> None:
+    """Adds one prompt's cached tokens to each candidate's credit.
+
+    Args:
+        cached_blocks: int32 [match rows].
+        blocks_by_tier: int32 [match rows, tiers].
+        device_tiers: int64 [], the tiers from which nothing needs to be copied.
+        places: int64 [candidates], their rows in the match.
+        prompt_tokens: The prompt's length.
+        block_tokens: Tokens of one block.
+        credits: CREDIT [candidates], added to.
+    """
+    # An engine computes at least the last token, and serves only whole blocks.
+    servable = max(0, prompt_tokens - 1) // block_tokens
+    for candidate in range(len(places)):
+        row = places[candidate]
+        served: int = min(int(cached_blocks[row]), servable)
+        on_device = 0
+        for tier in device_tiers:
+            on_device += blocks_by_tier[row, tier]
+        credits[candidate]["cached_tokens"] += served * block_tokens
+        credits[candidate]["host_tokens"] += max(0, served - on_device) * block_tokens
 
 
-def _kv_pressure_s(uncached_tokens: int, pod: PodFacts, parameters: CostParameters) -> float:
-    """Seconds of prefill that preemption throws away: what is above the free share must be computed again."""
-    if not pod.kv_capacity_tokens:
+@kernel_with_arrays
+def _price_queues(
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    rows: NDArray[np.int64],
+    seconds_per_token: NDArray[np.float64],
+    weight: float,
+    request: RequestFacts,
+    parameters: CostParameters,
+    prices: NDArray[Any],
+) -> None:
+    """Writes what is queued before the request, and the weight of its own seconds."""
+    ahead_s = np.zeros(len(rows))
+    delayed = np.zeros(len(rows), np.int64)
+    _look_at_order(pods, waiting, rows, seconds_per_token, request.now_s, prices, ahead_s, delayed)
+    for place in range(len(rows)):
+        pod, rate = pods[rows[place]], seconds_per_token[place]
+        queued_s = ahead_s[place] if pod["orders_prefills"] > 0.0 else pod["awaiting_tokens"] * rate
+        # A prefill that takes longer than expected must not use up the others' time.
+        running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
+        queued_s = max(0.0, queued_s - parameters.elapsed_share * max(0.0, running_s))
+        if prices[place]["load_age_s"] <= parameters.load_age_max_s:
+            queued_s += pod["foreign_waiting"] * request.mean_tokens * rate
+        prices[place]["queued_prefill_s"] = queued_s
+        if pod["orders_prefills"] > 0.0:
+            # Those whom it delays are known; the mean queue beside them would count them twice.
+            prices[place]["own_weight"] = 1.0 + min(float(delayed[place]), parameters.awaiting_max)
+        else:
+            prices[place]["own_weight"] = weight
+
+
+@kernel_with_arrays
+def _look_at_order(
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    rows: NDArray[np.int64],
+    seconds_per_token: NDArray[np.float64],
+    now_s: float,
+    prices: NDArray[Any],
+    ahead_s: NDArray[np.float64],
+    delayed: NDArray[np.int64],
+) -> None:
+    """Asks `queue_order` about the candidates that order their prefills, if any does."""
+    places = np.full(len(pods), -1)
+    any_orders = False
+    for place in range(len(rows)):
+        if pods[rows[place]]["orders_prefills"] > 0.0:
+            places[rows[place]] = place
+            any_orders = True
+    if any_orders:
+        own_s = prices["own_prefill_s"]
+        work_ahead(waiting, places, seconds_per_token, own_s, now_s, ahead_s, delayed)
+
+
+@kernel_with_arrays
+def _tokens_too_many(
+    pod: Any, uncached_tokens: float, load_age_s: float, parameters: CostParameters
+) -> float:
+    """Tokens above the KV cache's free share, whose prefill preemption will throw away."""
+    if pod["kv_capacity_tokens"] <= 0.0:
         return 0.0
-    limit = parameters.kv_free_share * pod.kv_capacity_tokens
-    excess = pod.kv_used_tokens + uncached_tokens - limit
-    return max(0.0, excess) / pod.prefill_tokens_per_s
+    used_tokens = pod["held_tokens"]
+    if load_age_s <= parameters.load_age_max_s:
+        used_tokens = max(used_tokens, pod["kv_used_tokens"])
+    limit_tokens = parameters.kv_free_share * pod["kv_capacity_tokens"]
+    return float(max(0.0, used_tokens + uncached_tokens - limit_tokens))

@@ -1,36 +1,44 @@
-"""What was decided for one request and why, as doors answer it and explain keeps it; values only."""
+"""What was decided for one request and why, as doors answer it and explain keeps it; values only.
+
+Nothing is put into words or objects before somebody asks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from router.cost import Candidate
+import msgspec
+
+from router.pick import reason_for
+from router.ranking import Candidate, Ranking
+from router.routing import Routing
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What was decided for one request, and on which grounds.
 
     Attributes:
         ranked: The candidates, best first; never empty.
-        own_weight: The factor `a` of the cost.
+        excluded: The other pods, and why each was none.
         prompt_tokens: Estimated from the body's size when `degraded`.
         degraded: Why the cache's view was not used; None when it was.
-        reason: One sentence for a person.
         decided_s: On the router's monotonic clock.
+        priority: Of the request; below 0 it may be shed.
+        session_pod: The pod that its session was at; None without a session, or at its first request.
+        routing: What a configured pipeline decided; None where the cost policy picked.
     """
 
     request_id: str
     kind: str
     model: str | None
-    ranked: Sequence[Candidate]
+    ranked: Ranking
     excluded: Mapping[str, str]
-    own_weight: float
     prompt_tokens: int
     degraded: str | None
-    reason: str
     decided_s: float
+    priority: int = 0
+    session_pod: str | None = None
+    routing: Routing | None = None
 
     @property
     def primary(self) -> Candidate:
@@ -40,4 +48,11 @@ class Decision:
     @property
     def best_cached_tokens(self) -> int:
         """The most any candidate would have served from its cache."""
-        return max(candidate.cached_tokens for candidate in self.ranked)
+        return self.ranked.most_cached_tokens
+
+    @property
+    def reason(self) -> str:
+        """One sentence for a person."""
+        if self.routing is not None:
+            return self.routing.reason
+        return reason_for(self.ranked, self.prompt_tokens, self.degraded)

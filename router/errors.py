@@ -3,8 +3,12 @@
 RouterError
 ├── ConfigError       start-up input is wrong: the process exits with 2
 ├── ListenError       an address cannot be listened on: the process exits with 1
+├── TokenizerUnavailableError   a tokenizer elsewhere gives no answer: the pick goes by load alone
 └── RequestError      a client's request cannot be routed: answered as an OpenAI-shaped error
-    └── NoEndpointError   no pod may take it: 503 with the endpoint picker protocol's reason
+    ├── NoEndpointError   no pod may take it: 503 with the endpoint picker protocol's reason
+    ├── SaturatedError    every pod is busy and it may be shed: 429 with the protocol's reason
+    ├── NoEndpointLeftError   the configured filters left no pod: 429 with the same reason
+    └── FlowError         flow control did not let it pass: 429 or 503 with its own reason
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ _ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     413: "RequestEntityTooLargeError",
+    429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
 
@@ -31,6 +36,10 @@ class ConfigError(RouterError):
 
 class ListenError(RouterError):
     """An address is in use or not ours."""
+
+
+class TokenizerUnavailableError(RouterError):
+    """A tokenizer in another process cannot be reached, or refuses to answer."""
 
 
 class RequestError(RouterError):
@@ -68,3 +77,29 @@ class NoEndpointError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message)
+
+
+class SaturatedError(RequestError):
+    """The pods are saturated, and the request's priority is one that is shed first."""
+
+    dropped_reason = "rejected-saturated"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message)
+
+
+class NoEndpointLeftError(RequestError):
+    """The configured filters left no pod."""
+
+    dropped_reason = "rejected-saturated"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message)
+
+
+class FlowError(RequestError):
+    """Flow control did not let the request pass."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(status, message)
+        self.dropped_reason = reason

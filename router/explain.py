@@ -1,7 +1,7 @@
 """The last decisions with their grounds and how they went on: Decisions in, JSON-ready records out.
 
-A ring of fixed length; knows no HTTP. Times are of the router's monotonic clock, except `time`, which is for
-people.
+A ring of bounded size, where a decision is kept as it is and put into words when asked for; knows no HTTP.
+Times are of the router's monotonic clock, except `time`, which is for people.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 from typing import Any
 
+import msgspec
+
 from router.decision import Decision
+
+# Putting one candidate into words takes some microseconds.
+_CANDIDATES_SHOWN = 20_000
 
 
 @dataclass(slots=True)
@@ -31,11 +36,16 @@ class Explain:
 
     Args:
         capacity: Decisions kept; the oldest goes first.
+        candidates_max: Candidates in all of them: among hundreds of pods, fewer decisions are kept.
         pod_name: A pod's name by its address.
     """
 
-    def __init__(self, capacity: int, pod_name: Callable[[str], str]) -> None:
+    def __init__(
+        self, capacity: int, pod_name: Callable[[str], str], *, candidates_max: int = 100_000
+    ) -> None:
         self._capacity = capacity
+        self._candidates_max = candidates_max
+        self._candidates = 0
         self._pod_name = pod_name
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._lock = Lock()
@@ -43,10 +53,13 @@ class Explain:
     def decided(self, decision: Decision) -> None:
         """Keeps a decision."""
         with self._lock:
-            self._records.pop(decision.request_id, None)
+            if (old := self._records.pop(decision.request_id, None)) is not None:
+                self._candidates -= len(old.decision.ranked)
             self._records[decision.request_id] = _Record(decision, time.time())
-            if len(self._records) > self._capacity:
-                self._records.popitem(last=False)
+            self._candidates += len(decision.ranked)
+            while len(self._records) > self._capacity or self._is_too_full():
+                _, oldest = self._records.popitem(last=False)
+                self._candidates -= len(oldest.decision.ranked)
 
     def prefill_ended(self, request_id: str, source: str, now_s: float) -> None:
         """Notes who told that the prefill was over, and when."""
@@ -75,16 +88,26 @@ class Explain:
             return None
         return record.decision.primary.cached_tokens
 
-    def latest(self, count: int) -> list[dict[str, Any]]:
-        """The last `count` decisions, newest first."""
+    def latest(self, count: int, *, candidates_max: int = _CANDIDATES_SHOWN) -> list[dict[str, Any]]:
+        """The last `count` decisions, newest first, as long as they have no more candidates than this."""
         with self._lock:
-            return [self._shown(record) for record in islice(reversed(self._records.values()), count)]
+            records = list(islice(reversed(self._records.values()), count))
+        shown: list[dict[str, Any]] = []
+        for record in records:
+            candidates_max -= len(record.decision.ranked)
+            if candidates_max < 0 and shown:
+                break
+            shown.append(self._shown(record))
+        return shown
 
     def one(self, request_id: str) -> dict[str, Any] | None:
         """One decision, if it is still kept."""
         with self._lock:
             record = self._records.get(request_id)
-            return self._shown(record) if record else None
+        return self._shown(record) if record else None
+
+    def _is_too_full(self) -> bool:
+        return self._candidates > self._candidates_max and len(self._records) > 1
 
     def _shown(self, record: _Record) -> dict[str, Any]:
         decision, best = record.decision, record.decision.primary
@@ -101,10 +124,16 @@ class Explain:
             "predicted_cached_tokens": best.cached_tokens,
             "best_cached_tokens": decision.best_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
-            "own_weight": decision.own_weight,
+            "priority": decision.priority,
+            "session_pod": decision.session_pod,
+            "own_weight": best.own_weight,
             "candidates": [
-                {**asdict(candidate), "pod_name": self._pod_name(candidate.pod)}
-                for candidate in decision.ranked
+                {
+                    **msgspec.structs.asdict(candidate),
+                    "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
+                    "pod_name": self._pod_name(candidate.pod),
+                }
+                for at, candidate in enumerate(decision.ranked)
             ],
             "excluded": [{"pod": pod, "reason": reason} for pod, reason in decision.excluded.items()],
             "prefill_end": record.prefill_end,

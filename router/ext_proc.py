@@ -5,9 +5,6 @@ Knows the order of messages and answers of the endpoint picker protocol v1.0.0; 
 
 from __future__ import annotations
 
-import logging
-import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,27 +13,23 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
+from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint
 from router.errors import RequestError
 from router.ext_proc_messages import (
-    REQUEST_ID_HEADER,
     BodyMode,
     header_values,
     immediate_answer,
     request_body_routed_answer,
     request_headers_answer,
     streamed,
-    subset_hint,
 )
 from router.ext_proc_response import ResponsePhase
+from router.gateway_pick import GatewayPick
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, http_request, too_large
-from router.route import Router
-
-_log = logging.getLogger(__name__)
 
 _DOOR = "ext_proc"
-_REQUEST_ID_MAX = 256
 _PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 _DEFAULT_PATH = "/v1/completions"
 
@@ -47,13 +40,10 @@ class ExtProcOptions:
 
     Attributes:
         max_request_bytes: Larger bodies are answered with 413.
-        fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
-            several.
         responses_full: Whether the response passes here too; else the stream is closed after the request.
     """
 
     max_request_bytes: int = 8 << 20
-    fallback_endpoints: int = 0
     responses_full: bool = False
 
 
@@ -61,9 +51,9 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     def __init__(
-        self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
+        self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
     ) -> None:
-        self._router = router
+        self._picks = picks
         self._outcomes = outcomes
         self._metrics = metrics
         self._options = options
@@ -72,7 +62,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
     ) -> Iterator[pb.ProcessingResponse]:
         """Serves one HTTP request."""
-        exchange = _Exchange(self._router, self._outcomes, self._metrics, self._options)
+        exchange = _Exchange(self._picks, self._outcomes, self._metrics, self._options)
         with self._metrics.inside(_DOOR):
             try:
                 for message in request_iterator:
@@ -91,9 +81,9 @@ class _Exchange:
     """
 
     def __init__(
-        self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
+        self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
     ) -> None:
-        self._router = router
+        self._picks = picks
         self._metrics = metrics
         self._options = options
         self.finished = False
@@ -139,7 +129,7 @@ class _Exchange:
             self._body_mode = message.protocol_config.request_body_mode
             self._response_body_mode = message.protocol_config.response_body_mode
         self._headers = header_values(message.request_headers)
-        self._candidates = subset_hint(message)
+        self._candidates = subset_hint(message.metadata_context)
         length = self._headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
             self._refuse(too_large(self._options.max_request_bytes))
@@ -167,7 +157,7 @@ class _Exchange:
             self._body += body.body
             if len(self._body) > self._options.max_request_bytes:
                 self._refuse(too_large(self._options.max_request_bytes))
-            if (candidates := subset_hint(message)) is not None:
+            if (candidates := subset_hint(message.metadata_context)) is not None:
                 self._candidates = candidates
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
@@ -189,7 +179,7 @@ class _Exchange:
         path = next((headers[name] for name in _PATH_HEADERS if name in headers), _DEFAULT_PATH)
         request_id, set_headers = _request_id(headers)
         try:
-            request = http_request(request_id, path, body, self._candidates)
+            request = http_request(request_id, path, body, self._candidates, headers)
         except RequestError as error:
             self._refuse(error)
         destination = self._pick(request)
@@ -210,38 +200,30 @@ class _Exchange:
         length = headers.get("content-length", "")
         body_bytes = int(length) if length.isdecimal() else 0
         request = RouteRequest(
-            request_id, RequestKind.PASSTHROUGH, body_bytes=body_bytes, candidates=self._candidates
+            request_id,
+            RequestKind.PASSTHROUGH,
+            body_bytes=body_bytes,
+            candidates=self._candidates,
+            headers=headers,
         )
         yield request_headers_answer(self._pick(request), set_headers, headers)
 
     def _pick(self, request: RouteRequest) -> str:
-        """The destination's value: the picked pod, and as many others as the gateway shall try after it."""
+        """The destination's value."""
         self._is_routed = True
-        try:
-            decision = self._router.route(request, time.monotonic())
-        except RequestError:
-            raise
-        except Exception as error:
-            _log.exception("request %s could not be routed", request.request_id)
-            failure = RequestError(500, "the router failed to route this request")
-            self._metrics.refused(failure)
-            raise failure from error
-        self._response.request_id = decision.request_id
-        return ",".join(pod.pod for pod in decision.ranked[: 1 + self._options.fallback_endpoints])
+        destination, decision = self._picks.pick(request)
+        self._response.request_id, self._response.pod = decision.request_id, decision.primary.pod
+        self._response.explained = self._picks.explained(decision)
+        return destination
 
     def _refuse(self, error: RequestError) -> NoReturn:
-        self._metrics.refused(error)
-        raise error
+        raise self._picks.refused(error)
 
     def _finish_request(self) -> None:
         self.finished = not self._options.responses_full
 
 
 def _request_id(headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The request's id, and the header to set where the client gave none that can be kept."""
-    given = headers.get(REQUEST_ID_HEADER, "")
-    # Envoy's access log would spell any other id differently, and never end its request.
-    if 0 < len(given) <= _REQUEST_ID_MAX and given.isascii() and given.isprintable():
-        return given, {}
-    made = str(uuid.uuid4())
-    return made, {REQUEST_ID_HEADER: made}
+    """The request's id, and the header to set where it had to be made."""
+    request_id, is_given = kept_request_id(headers)
+    return request_id, {} if is_given else {REQUEST_ID_HEADER: request_id}

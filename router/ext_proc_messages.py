@@ -6,47 +6,20 @@ The forms are those of the endpoint picker protocol v1.0.0 (Gateway API Inferenc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 
 from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
-from google.protobuf import struct_pb2
 
-from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.envoy_headers import DESTINATION_HEADER, destination_metadata, error_headers, system_owned
+from router.errors import RequestError
+from router.explain_header import EXPLAIN_HEADER
 
 BodyMode = processing_mode_pb2.ProcessingMode
-DESTINATION_HEADER = "x-gateway-destination-endpoint"
-REQUEST_ID_HEADER = "x-request-id"
 
 # Envoy accepts at most 64 KiB in one streamed answer.
 CHUNK_BYTES_MAX = 62_000
-
-_SUBSET_NAMESPACE, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-_DESTINATION_NAMESPACE = "envoy.lb"
-
-# Headers that only gateway and picker may set: a client's are taken off. (The destination is overwritten.)
-_SYSTEM_OWNED = frozenset(
-    {
-        _SUBSET_KEY,
-        DROPPED_REASON_HEADER,
-        "x-gateway-destination-endpoint-served",
-        "x-llm-d-inference-fairness-id",
-        "x-gateway-inference-fairness-id",
-        "x-llm-d-inference-objective",
-        "x-gateway-inference-objective",
-        "x-llm-d-model-name-rewrite",
-        "x-gateway-model-name-rewrite",
-        "x-llm-d-slo-ttft-ms",
-        "x-slo-ttft-ms",
-        "x-llm-d-slo-tpot-ms",
-        "x-slo-tpot-ms",
-        "x-llm-d-video-fps",
-        "x-llm-d-video-duration-seconds",
-        "x-llm-d-video-resolution",
-    }
-)
 
 
 def header_values(message: pb.HttpHeaders) -> dict[str, str]:
@@ -57,23 +30,13 @@ def header_values(message: pb.HttpHeaders) -> dict[str, str]:
     }
 
 
-def subset_hint(message: pb.ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints that the gateway allows, from a message's metadata; None when it says nothing."""
-    hint = message.metadata_context.filter_metadata.get(_SUBSET_NAMESPACE)
-    if hint is None or _SUBSET_KEY not in hint.fields:
-        return None
-    value = hint.fields[_SUBSET_KEY]
-    texts = [item.string_value for item in value.list_value.values] or [value.string_value]
-    return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
-
-
 def request_headers_answer(
     destination: str, set_headers: Mapping[str, str], incoming: Iterable[str]
 ) -> pb.ProcessingResponse:
     """The routing result on the headers' answer, as header and as metadata."""
     return pb.ProcessingResponse(
         request_headers=pb.HeadersResponse(response=_routed(destination, set_headers, incoming)),
-        dynamic_metadata=_destination_metadata(destination),
+        dynamic_metadata=destination_metadata(destination),
     )
 
 
@@ -83,13 +46,19 @@ def request_body_routed_answer(
     """The routing result on the body's answer, where the headers had to be answered before the body came."""
     return pb.ProcessingResponse(
         request_body=pb.BodyResponse(response=_routed(destination, set_headers, incoming)),
-        dynamic_metadata=_destination_metadata(destination),
+        dynamic_metadata=destination_metadata(destination),
     )
 
 
-def response_headers_answer() -> pb.ProcessingResponse:
-    """The answer to response headers, with the reference's mark that they passed here."""
+def response_headers_answer(explained: str | None = None) -> pb.ProcessingResponse:
+    """The answer to response headers, with the reference's mark that they passed here.
+
+    Args:
+        explained: What they shall say of the decision; None: nothing.
+    """
     mutation = pb.HeaderMutation(set_headers=[_set("x-went-into-resp-headers", "true")])
+    if explained is not None:
+        mutation.set_headers.append(_set(EXPLAIN_HEADER, explained))
     return pb.ProcessingResponse(
         response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
     )
@@ -109,9 +78,7 @@ def streamed(body: bytes, *, end_of_stream: bool) -> Iterator[pb.BodyResponse]:
 
 def immediate_answer(error: RequestError) -> pb.ProcessingResponse:
     """The router's own answer to the client."""
-    headers = [_set("content-type", "application/json")]
-    if error.dropped_reason is not None:
-        headers.append(_set(DROPPED_REASON_HEADER, error.dropped_reason))
+    headers = [_set(name, value) for name, value in error_headers(error).items()]
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
             status=http_status_pb2.HttpStatus(code=error.status),
@@ -128,7 +95,7 @@ def _routed(destination: str, set_headers: Mapping[str, str], incoming: Iterable
             _set(DESTINATION_HEADER, destination),
             *(_set(name, value) for name, value in set_headers.items()),
         ],
-        remove_headers=[name for name in incoming if name in _SYSTEM_OWNED],
+        remove_headers=system_owned(incoming),
     )
     return pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
@@ -138,10 +105,3 @@ def _set(name: str, value: str) -> base_pb2.HeaderValueOption:
         header=base_pb2.HeaderValue(key=name, raw_value=value.encode()),
         append_action=base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
     )
-
-
-@lru_cache(maxsize=4096)
-def _destination_metadata(destination: str) -> struct_pb2.Struct:
-    metadata = struct_pb2.Struct()
-    metadata.update({_DESTINATION_NAMESPACE: {DESTINATION_HEADER: destination}})
-    return metadata

@@ -21,36 +21,27 @@ class ResponsePhase:
 
     Attributes:
         request_id: The request that was picked for, as long as it is not over; None before and after.
+        pod: The picked pod.
+        explained: What the response says of the decision; None: nothing.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
         self.request_id: str | None = None
+        self.pod: str | None = None
+        self.explained: str | None = None
         self._usage: UsageReader | None = None
         self._failed = True
         self._awaits_first_token = False
 
     def headers(self, message: pb.HttpHeaders) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's headers."""
-        headers = header_values(message)
-        is_event_stream = "text/event-stream" in headers.get("content-type", "")
-        # Of an answer in one piece, the first byte is no earlier than the last token.
-        self._awaits_first_token = is_event_stream
-        self._failed = headers.get(":status", "200") >= "500"
-        self._usage = UsageReader(is_event_stream=is_event_stream)
-        if message.end_of_stream:
-            self._end()
-        yield response_headers_answer()
+        self.note_headers(message)
+        yield response_headers_answer(self.explained)
 
     def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
         """Echoes a chunk of the response's body."""
-        if self._awaits_first_token and self.request_id is not None:
-            self._awaits_first_token = False
-            self._outcomes.first_token(self.request_id, RESPONSE, time.monotonic())
-        if self._usage is not None:
-            self._usage.feed(message.body)
-        if message.end_of_stream:
-            self._end()
+        self.note_body(message)
         if mode == BodyMode.FULL_DUPLEX_STREAMED:
             for answer in streamed(message.body, end_of_stream=message.end_of_stream):
                 yield pb.ProcessingResponse(response_body=answer)
@@ -59,14 +50,42 @@ class ResponsePhase:
 
     def trailers(self) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's trailers, which end it."""
-        self._end()
+        self.note_end()
         yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+    def note_headers(self, message: pb.HttpHeaders) -> dict[str, str]:
+        """Reads the response's headers without answering them."""
+        headers = header_values(message)
+        is_event_stream = "text/event-stream" in headers.get("content-type", "")
+        # Of an answer in one piece, the first byte is no earlier than the last token.
+        self._awaits_first_token = is_event_stream
+        self._failed = headers.get(":status", "200") >= "500"
+        self._usage = UsageReader(is_event_stream=is_event_stream)
+        if message.end_of_stream:
+            self.note_end()
+        return headers
+
+    def note_body(self, message: pb.HttpBody) -> None:
+        """Reads a chunk of the response's body without answering it."""
+        if self._awaits_first_token and self.request_id is not None:
+            self._awaits_first_token = False
+            self._outcomes.first_token(self.request_id, RESPONSE, time.monotonic(), pod=self.pod)
+        if self._usage is not None:
+            self._usage.feed(message.body)
+        if message.end_of_stream:
+            self.note_end()
+
+    @property
+    def usage_json(self) -> bytes | None:
+        """The usage that the response tells, as it is written there; None: none as yet."""
+        return self._usage.usage_json if self._usage is not None else None
 
     def cut(self) -> None:
         """The stream is over; unless the response was, it was cut."""
         self._ended(failed=True)
 
-    def _end(self) -> None:
+    def note_end(self) -> None:
+        """The response is complete."""
         if self._usage is not None:
             self._usage.end()
         self._ended(failed=self._failed)
@@ -79,6 +98,7 @@ class ResponsePhase:
             request_id,
             RESPONSE,
             time.monotonic(),
+            pod=self.pod,
             failed=failed,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
         )

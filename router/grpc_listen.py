@@ -39,6 +39,7 @@ def listen(
     message_bytes_max: int,
     services: Sequence[Callable[[grpc.Server], object]],
     service_names: Sequence[str] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> tuple[grpc.Server, int]:
     """Makes a server that is bound but not started.
 
@@ -48,6 +49,7 @@ def listen(
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
         message_bytes_max: Largest body that one message may carry.
         service_names: What reflection shows; none: no reflection.
+        credentials: For TLS; None: plaintext.
 
     Returns:
         The server and its port.
@@ -72,7 +74,10 @@ def listen(
         reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ListenError(f"{flag} {port}: cannot listen on {address}: {error}") from error
     return server, bound

@@ -8,10 +8,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from router._pb import endpoint_picker_pb2
 
 EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+CHECK_SERVICE = "envoy.service.auth.v3.Authorization"
 ACCESS_LOG_SERVICE = "envoy.service.accesslog.v3.AccessLogService"
 PICK_SERVICE = endpoint_picker_pb2.DESCRIPTOR.services_by_name["EndpointPicker"].full_name
+EXPLAIN_SERVICE = endpoint_picker_pb2.DESCRIPTOR.services_by_name["DecisionLog"].full_name
 
-_FOLLOW_READINESS = ("", "readiness", "inference-extension", EXT_PROC_SERVICE, PICK_SERVICE)
+_FOLLOW_READINESS = ("", "readiness", "inference-extension", EXT_PROC_SERVICE, CHECK_SERVICE, PICK_SERVICE)
 _ALWAYS_SERVING = "liveness"
 
 

@@ -7,10 +7,16 @@ while calling out, so it may be called from any thread, also under others' locks
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
+from typing import TypeVar
+
+from indexer.keys import Keys
+from router.board import PodBoard, PodWork
+
+_Key = TypeVar("_Key", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,9 @@ class LedgerParameters:
         patience: A prefill whose end no event will announce is taken for ended after this many times its
             expected seconds, and `slack_s`; one whose event is awaited after five times as long again, and
             `event_slack_s`.
+        reuse: Requests in flight under one id; beyond it the oldest of them is taken for ended.
+        remembered: Ended requests whose ids are still known.
+        travel_s: A request that was sent so shortly before an engine told its load may not be in it yet.
     """
 
     capacity: int = 100_000
@@ -30,6 +39,9 @@ class LedgerParameters:
     patience: float = 2.0
     slack_s: float = 0.1
     event_slack_s: float = 5.0
+    reuse: int = 64
+    remembered: int = 10_000
+    travel_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,7 @@ class Dispatch:
         confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
             None where no such announcement is to be expected.
         found_idle: Whether nobody awaited a first token there.
+        slowdown: By how much the requests that decoded there slowed its prefill, 1 or more.
     """
 
     request_id: str
@@ -51,16 +64,7 @@ class Dispatch:
     confirm_key: int | None
     found_idle: bool
     dispatched_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PodWork:
-    """What a pod has to do, as far as this router caused it."""
-
-    awaiting: int = 0
-    awaiting_tokens: int = 0
-    decoding: int = 0
-    held_tokens: int = 0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +76,26 @@ class Expired:
 
 
 class Ledger:
-    """In-flight requests with per-pod sums."""
+    """In-flight requests, and what they add up to on the board.
 
-    def __init__(self, parameters: LedgerParameters) -> None:
+    Each dispatch is an entry of its own: clients reuse request ids, also while the first use is in flight.
+    News of an id concerns its oldest entry, or the oldest on the pod that the news names.
+
+    Args:
+        board: Where the sums of each pod are kept; nobody else enters requests there.
+    """
+
+    def __init__(self, parameters: LedgerParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
-        self._entries: dict[str, _Entry] = {}
-        self._pods: dict[str, _Sums] = {}
+        self._board = board or PodBoard()
+        # Oldest first, as are the entries of each id and of each pod.
+        self._entries: dict[int, _Entry] = {}
+        self._by_id: dict[str, list[_Entry]] = {}
+        self._by_pod: dict[str, dict[int, _Entry]] = {}
+        self._ended_s: OrderedDict[str, float] = OrderedDict()
+        # By pod and key: the requests whose prefill that key's announcement ends.
+        self._confirming: dict[str, dict[int, list[_Entry]]] = {}
         self._due: list[tuple[float, int, bool]] = []
-        self._by_number: dict[int, _Entry] = {}
         self._numbers = count()
         self._lock = Lock()
 
@@ -87,59 +103,89 @@ class Ledger:
         return len(self._entries)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._entries
+        return request_id in self._by_id
 
     def work(self, pod: str) -> PodWork:
         """The pod's sums, in constant time."""
-        with self._lock:
-            sums = self._pods.get(pod)
-            if sums is None:
-                return PodWork()
-            return PodWork(sums.awaiting, sums.awaiting_tokens, sums.decoding, sums.held_tokens)
+        return self._board.work(pod)
 
     def dispatch(self, dispatch: Dispatch) -> list[Dispatch]:
         """Enters a request.
 
         Returns:
-            What it took the place of: an older request of the same id, or the oldest when the ledger is full.
+            The requests that had to go: the oldest when the ledger is full, or when its id has too many.
         """
+        now_s = dispatch.dispatched_s
         with self._lock:
-            displaced = [self._remove(old)] if (old := self._entries.get(dispatch.request_id)) else []
+            namesakes = self._by_id.get(dispatch.request_id, [])
+            displaced = []
+            if len(namesakes) >= self._parameters.reuse:
+                displaced.append(self._remove(namesakes[0], now_s))
             if len(self._entries) >= self._parameters.capacity:
-                displaced.append(self._remove(next(iter(self._entries.values()))))
-            entry = _Entry(dispatch, next(self._numbers))
-            self._entries[dispatch.request_id] = self._by_number[entry.number] = entry
-            self._pods.setdefault(dispatch.pod, _Sums()).add(entry)
+                displaced.append(self._remove(next(iter(self._entries.values())), now_s))
+            slot = self._board.begin(dispatch.pod, dispatch.uncached_tokens, now_s)
+            entry = _Entry(dispatch, next(self._numbers), slot)
+            self._entries[entry.number] = entry
+            self._by_id.setdefault(dispatch.request_id, []).append(entry)
+            self._by_pod.setdefault(dispatch.pod, {})[entry.number] = entry
+            if dispatch.confirm_key is not None:
+                confirming = self._confirming.setdefault(dispatch.pod, {})
+                confirming.setdefault(dispatch.confirm_key, []).append(entry)
             self._schedule(entry)
             return displaced
 
-    def stored(self, pod: str, keys: Sequence[int]) -> list[Dispatch]:
+    def stored(self, pod: str, keys: Keys, now_s: float) -> list[Dispatch]:
         """The pod announced these blocks; returns the requests whose prefill this ends."""
         with self._lock:
-            sums = self._pods.get(pod)
-            if sums is None or not sums.confirming:
+            confirming = self._confirming.get(pod)
+            if confirming is None:
                 return []
-            ended = []
-            for key in keys:
-                for entry in list(sums.confirming.get(key, ())):
-                    sums.to_decoding(entry)
-                    ended.append(entry.dispatch)
-            return ended
+            ended = [entry for key in confirming.keys() & set(keys.tolist()) for entry in confirming[key]]
+            for entry in ended:
+                self._end_prefill(entry, now_s)
+            return [entry.dispatch for entry in ended]
 
-    def first_token(self, request_id: str) -> Dispatch | None:
+    def first_token(self, request_id: str, now_s: float, pod: str | None = None) -> Dispatch | None:
         """Its first token was seen; returns the request if that was news."""
         with self._lock:
-            entry = self._entries.get(request_id)
-            if entry is None or entry.decoding:
+            entry = self._find(request_id, pod)
+            if entry is None or entry.slot is None:
                 return None
-            self._pods[entry.dispatch.pod].to_decoding(entry)
+            self._end_prefill(entry, now_s)
             return entry.dispatch
 
-    def end(self, request_id: str) -> Dispatch | None:
+    def end(self, request_id: str, now_s: float, pod: str | None = None) -> Dispatch | None:
         """It is done or has failed; returns the request if it was in flight."""
         with self._lock:
-            entry = self._entries.get(request_id)
-            return self._remove(entry) if entry else None
+            entry = self._find(request_id, pod)
+            return self._remove(entry, now_s) if entry else None
+
+    def prefill_ended_s(self, request_id: str, pod: str | None = None) -> float | None:
+        """Since when the request is past its prefill; None while it is not, and after its end."""
+        with self._lock:
+            entry = self._find(request_id, pod)
+            return entry.prefill_ended_s if entry else None
+
+    def ended_s(self, request_id: str) -> float | None:
+        """When the last request of this id ended; None when none did, or it is forgotten."""
+        with self._lock:
+            return self._ended_s.get(request_id)
+
+    def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> list[Dispatch]:
+        """Ends the oldest requests beyond those that the pod's engine has: news of their ends was lost.
+
+        Others may send requests there, too, so the engine's number is never too small.
+
+        Args:
+            engine_requests: Waiting and running there.
+            told_s: When the engine said so.
+        """
+        with self._lock:
+            sent_s = told_s - self._parameters.travel_s
+            entries = self._by_pod.get(pod, {}).values()
+            arrived = [entry for entry in entries if entry.dispatch.dispatched_s < sent_s]
+            surplus = len(arrived) - engine_requests
+            return [self._remove(entry, now_s) for entry in arrived[: max(0, surplus)]]
 
     def expire(self, now_s: float) -> Expired:
         """Ends what is over by the clock."""
@@ -147,13 +193,13 @@ class Ledger:
         with self._lock:
             while self._due and self._due[0][0] <= now_s:
                 _, number, is_life = heapq.heappop(self._due)
-                entry = self._by_number.get(number)
+                entry = self._entries.get(number)
                 if entry is None:
                     continue
                 if is_life:
-                    expired.lives.append(self._remove(entry))
-                elif not entry.decoding:
-                    self._pods[entry.dispatch.pod].to_decoding(entry)
+                    expired.lives.append(self._remove(entry, now_s))
+                elif entry.slot is not None:
+                    self._end_prefill(entry, now_s)
                     expired.prefills.append(entry.dispatch)
         return expired
 
@@ -169,59 +215,63 @@ class Ledger:
         heapq.heappush(self._due, (start_s + known.lifetime_s, entry.number, True))
         # Ended requests leave their deadlines behind; now and then they are swept out.
         if len(self._due) > 4 * len(self._entries) + 1024:
-            self._due = [due for due in self._due if due[1] in self._by_number]
+            self._due = [due for due in self._due if due[1] in self._entries]
             heapq.heapify(self._due)
 
-    def _remove(self, entry: _Entry) -> Dispatch:
-        del self._entries[entry.dispatch.request_id], self._by_number[entry.number]
-        sums = self._pods[entry.dispatch.pod]
-        sums.remove(entry)
-        if not sums.awaiting and not sums.decoding:
-            del self._pods[entry.dispatch.pod]
-        return entry.dispatch
+    def _end_prefill(self, entry: _Entry, now_s: float) -> None:
+        assert entry.slot is not None
+        self._board.end_prefill(entry.slot, now_s)
+        entry.slot, entry.prefill_ended_s = None, now_s
+        self._stop_confirming(entry)
+
+    def _remove(self, entry: _Entry, now_s: float) -> Dispatch:
+        dispatch = entry.dispatch
+        del self._entries[entry.number]
+        _remove_from(self._by_id, dispatch.request_id, entry)
+        on_pod = self._by_pod[dispatch.pod]
+        del on_pod[entry.number]
+        if not on_pod:
+            del self._by_pod[dispatch.pod]
+        self._remember(dispatch.request_id, now_s)
+        self._board.end(dispatch.pod, entry.slot, dispatch.uncached_tokens, now_s)
+        if entry.slot is not None:
+            self._stop_confirming(entry)
+        return dispatch
+
+    def _stop_confirming(self, entry: _Entry) -> None:
+        pod, key = entry.dispatch.pod, entry.dispatch.confirm_key
+        if key is None:
+            return
+        confirming = self._confirming[pod]
+        _remove_from(confirming, key, entry)
+        if not confirming:
+            del self._confirming[pod]
+
+    def _find(self, request_id: str, pod: str | None) -> _Entry | None:
+        entries = self._by_id.get(request_id)
+        if entries is None:
+            return None
+        return next((entry for entry in entries if entry.dispatch.pod == pod), entries[0])
+
+    def _remember(self, request_id: str, now_s: float) -> None:
+        self._ended_s[request_id] = now_s
+        self._ended_s.move_to_end(request_id)
+        if len(self._ended_s) > self._parameters.remembered:
+            self._ended_s.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A request in flight; its slot on the board while it awaits its first token."""
+
     dispatch: Dispatch
     number: int
-    decoding: bool = False
+    slot: int | None
+    prefill_ended_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Sums:
-    """One pod's sums, and by key the requests that await that key's announcement."""
-
-    awaiting: int = 0
-    awaiting_tokens: int = 0
-    decoding: int = 0
-    held_tokens: int = 0
-    confirming: dict[int, list[_Entry]] = field(default_factory=dict)
-
-    def add(self, entry: _Entry) -> None:
-        self.awaiting += 1
-        self.awaiting_tokens += entry.dispatch.uncached_tokens
-        self.held_tokens += entry.dispatch.uncached_tokens
-        if (key := entry.dispatch.confirm_key) is not None:
-            self.confirming.setdefault(key, []).append(entry)
-
-    def to_decoding(self, entry: _Entry) -> None:
-        self._stop_awaiting(entry)
-        entry.decoding = True
-        self.decoding += 1
-
-    def remove(self, entry: _Entry) -> None:
-        if entry.decoding:
-            self.decoding -= 1
-        else:
-            self._stop_awaiting(entry)
-        self.held_tokens -= entry.dispatch.uncached_tokens
-
-    def _stop_awaiting(self, entry: _Entry) -> None:
-        self.awaiting -= 1
-        self.awaiting_tokens -= entry.dispatch.uncached_tokens
-        if (key := entry.dispatch.confirm_key) is not None:
-            waiting = self.confirming[key]
-            waiting.remove(entry)
-            if not waiting:
-                del self.confirming[key]
+def _remove_from(lists: dict[_Key, list[_Entry]], key: _Key, entry: _Entry) -> None:
+    entries = lists[key]
+    entries.remove(entry)
+    if not entries:
+        del lists[key]

@@ -6,9 +6,10 @@ ours. Per-pod gauges are read from the live state when scraped, so nothing has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache, partial
 from threading import Lock
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -26,6 +27,8 @@ _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
+_Labelled = TypeVar("_Labelled", Counter, Histogram)
+
 
 class RouterMetrics:
     """All counters and histograms of one router."""
@@ -33,6 +36,10 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(name, text, labels, registry=registry)
+
+        def cached(metric: _Labelled) -> Callable[..., _Labelled]:
+            # To look a child up by its labels costs more than to count; these labels have few values.
+            return lru_cache(maxsize=256)(metric.labels)
 
         def histogram(
             name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
@@ -53,8 +60,12 @@ class RouterMetrics:
             epp + "scheduler_e2e_duration_seconds", "Time from a parsed request to its pick.", _SECONDS
         )
         self._input = histogram(epp + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
-        self._picks = counter(
-            ours + "picks_total", "Picks; `degraded` says why the cache's view was not used.", ("degraded",)
+        self._picks = cached(
+            counter(
+                ours + "picks_total",
+                "Picks; `degraded` says why the cache's view was not used.",
+                ("degraded",),
+            )
         )
         self._predicted = counter(
             ours + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."
@@ -67,36 +78,54 @@ class RouterMetrics:
         self._delivered = counter(
             ours + "delivered_cached_tokens_total", "Cached tokens that pods said they served."
         )
-        self._prefill_ends = histogram(
-            ours + "prefill_end_seconds",
-            "Dispatch to end of prefill, by who told.",
-            _TTFT_SECONDS,
-            ("source",),
+        self._prefill_ends = cached(
+            histogram(
+                ours + "prefill_end_seconds",
+                "Dispatch to end of prefill, by who told.",
+                _TTFT_SECONDS,
+                ("source",),
+            )
         )
-        self._ends = counter(
-            ours + "request_ends_total", "Ended requests, by who told.", ("source", "outcome")
+        self._ends = cached(
+            counter(ours + "request_ends_total", "Ended requests, by who told.", ("source", "outcome"))
         )
-        self._dropped = counter(
-            ours + "dropped_messages_total", "Messages from outside that made no sense.", ("door", "reason")
+        self._late = cached(
+            histogram(
+                ours + "told_late_seconds",
+                "How late an event was told: by the source's own account, or after the first to tell.",
+                _TTFT_SECONDS,
+                ("event", "source"),
+            )
         )
-        self._logged = counter(
-            ours + "access_log_entries_total", "Access log entries by what they joined.", ("join",)
+        self._dropped = cached(
+            counter(
+                ours + "dropped_messages_total",
+                "Messages from outside that made no sense.",
+                ("door", "reason"),
+            )
+        )
+        self._logged = cached(
+            counter(ours + "access_log_entries_total", "Access log entries by what they joined.", ("join",))
         )
         self._open = Gauge(ours + "open_requests", "Requests inside a door.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
-        self._inside = 0
+        self._pods: frozenset[str] | None = None
+        self._attempted: dict[tuple[str, str], Counter] = {}
+        self._model_children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._insides: dict[str, Inside] = {}
         self._lock = Lock()
 
     def decided(self, decision: Decision, took_s: float) -> None:
         """Counts a pick."""
         model = self._models.admit(decision.model or "")
         best = decision.primary
-        self._requests.labels(model, model, "", "0").inc()
-        self._attempts.labels("success", model, best.pod, "", best.pod.rpartition(":")[2]).inc()
+        requests, input_tokens = self._of_model(model, decision.priority)
+        requests.inc()
+        self._attempts_on(model, best.pod).inc()
         self._picking.observe(took_s)
-        self._picks.labels(decision.degraded or "").inc()
+        self._picks(decision.degraded or "").inc()
         if decision.degraded is None:
-            self._input.labels(model, model, "", "0").observe(decision.prompt_tokens)
+            input_tokens.observe(decision.prompt_tokens)
             self._predicted.inc(best.cached_tokens)
             self._best.inc(decision.best_cached_tokens)
 
@@ -107,13 +136,25 @@ class RouterMetrics:
             self._attempts.labels("failure", "", "", "", "").inc()
             self._picking.observe(took_s)
 
+    def keep(self, pods: Collection[str]) -> None:
+        """Drops the series of every pod but these."""
+        with self._lock:
+            self._pods = frozenset(pods)
+            for model, pod in [known for known in self._attempted if known[1] not in self._pods]:
+                del self._attempted[model, pod]
+                self._attempts.remove(*_attempt_labels(model, pod))
+
     def prefill_ended(self, source: str, after_s: float) -> None:
         """Counts the end of a prefill."""
-        self._prefill_ends.labels(source).observe(after_s)
+        self._prefill_ends(source).observe(after_s)
 
     def ended(self, source: str, *, failed: bool) -> None:
         """Counts the end of a request."""
-        self._ends.labels(source, "failed" if failed else "done").inc()
+        self._ends(source, "failed" if failed else "done").inc()
+
+    def told_late(self, event: str, source: str, late_s: float) -> None:
+        """Notes how late a source told of an event."""
+        self._late(event, source).observe(max(0.0, late_s))
 
     def delivered(self, predicted_tokens: int, delivered_tokens: int) -> None:
         """Counts a prediction together with what came true of it."""
@@ -122,28 +163,67 @@ class RouterMetrics:
 
     def dropped(self, door: str, reason: str) -> None:
         """Counts a message that was ignored."""
-        self._dropped.labels(door, reason).inc()
+        self._dropped(door, reason).inc()
 
     def logged(self, join: str) -> None:
         """Counts an access log entry."""
-        self._logged.labels(join).inc()
+        self._logged(join).inc()
 
-    @contextmanager
-    def inside(self, door: str) -> Iterator[None]:
+    def inside(self, door: str) -> Inside:
         """Counts a request as inside a door while the context lasts."""
-        with self._lock:
-            self._inside += 1
-        with self._open.labels(door).track_inprogress():
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._inside -= 1
+        inside = self._insides.get(door)
+        if inside is None:
+            with self._lock:
+                inside = self._insides.setdefault(door, Inside())
+                self._open.labels(door).set_function(partial(getattr, inside, "requests"))
+        return inside
+
+    def _of_model(self, model: str, priority: int) -> tuple[Counter, Histogram]:
+        children = self._model_children.get((model, priority))
+        if children is None:
+            labels = (model, model, "", str(priority))
+            children = self._requests.labels(*labels), self._input.labels(*labels)
+            self._model_children[model, priority] = children
+        return children
+
+    def _attempts_on(self, model: str, pod: str) -> Counter:
+        child = self._attempted.get((model, pod))
+        if child is None:
+            with self._lock:
+                child = self._attempts.labels(*_attempt_labels(model, pod))
+                # A pick that is older than the pod's end must not bring its series back for good.
+                if self._pods is None or pod in self._pods:
+                    self._attempted[model, pod] = child
+                else:
+                    self._attempts.remove(*_attempt_labels(model, pod))
+        return child
 
     @property
     def requests_inside(self) -> int:
         """Requests inside the doors now."""
-        return self._inside
+        return sum(inside.requests for inside in list(self._insides.values()))
+
+
+class Inside:
+    """Counts who is inside; one for all who enter the same door.
+
+    Attributes:
+        requests: How many are inside now.
+    """
+
+    __slots__ = ("_lock", "requests")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._lock = Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.requests += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self.requests -= 1
 
 
 class StateCollector(Collector):
@@ -185,6 +265,11 @@ class StateCollector(Collector):
         yield _per_pod(
             "pod_prefill_tokens_per_second", "Learnt speed.", {a: self._rates.tokens_per_s(a) for a in pods}
         )
+        yield GaugeMetricFamily(
+            "kvroute_router_fleet_prefill_tokens_per_second",
+            "Speed believed of a pod of which nothing is known.",
+            value=self._rates.fleet_tokens_per_s,
+        )
         yield _per_pod(
             "pod_kv_usage", "Scraped share of the KV cache in use.", {a: s.kv_usage for a, s in loads.items()}
         )
@@ -211,6 +296,10 @@ class _CappedLabels:
                 return "other"
             self._known.add(value)
             return value
+
+
+def _attempt_labels(model: str, pod: str) -> tuple[str, ...]:
+    return "success", model, pod, "", pod.rpartition(":")[2]
 
 
 def _per_pod(name: str, text: str, values: dict[str, float]) -> GaugeMetricFamily:

@@ -1,21 +1,26 @@
 """How requests go on after their pick: news from every source in, ledger, rates and accounts up to date.
 
 Sources are named: "blocks" (the pod announced the prompt's last block), "access_log", "response", "report",
-"clock". Knows no protocol; callable from any thread, holds no lock of its own.
+"scrape" (the engine has fewer requests than it was sent), "clock". The first to tell counts; how late each is
+goes to the metrics. Knows no protocol; callable from any thread, holds no lock of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from indexer import StreamState
+from indexer.keys import Keys
 from router.decision import Decision
 from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Dispatch, Ledger
 from router.metrics import RouterMetrics
+from router.promises import Promises
 from router.rates import PrefillRates
 
-BLOCKS, ACCESS_LOG, RESPONSE, REPORT, CLOCK = "blocks", "access_log", "response", "report", "clock"
+BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
+SCRAPE, CLOCK = "scrape", "clock"
 
 
 class Outcomes:
@@ -23,6 +28,10 @@ class Outcomes:
 
     Args:
         settle: Ends a request's speculative index entries (request id, now_s).
+        drop: Told of a request whose blocks need not be awaited; before it is settled.
+
+    Attributes:
+        promises: What was predicted of each pod's cache.
     """
 
     def __init__(
@@ -32,41 +41,51 @@ class Outcomes:
         explain: Explain,
         metrics: RouterMetrics,
         settle: Callable[[str, float], None],
+        drop: Callable[[str], None],
     ) -> None:
+        self.promises = Promises()
         self._ledger = ledger
         self._rates = rates
         self._explain = explain
         self._metrics = metrics
         self._settle = settle
+        self._drop = drop
 
     def decided(self, decision: Decision, displaced: Sequence[Dispatch], took_s: float) -> None:
         """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
         self._explain.decided(decision)
         self._metrics.decided(decision, took_s)
+        best = decision.primary
+        if best.view == StreamState.EXACT:
+            self.promises.made(decision.request_id, best.pod, best.cached_tokens)
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
             if dispatch.request_id != decision.request_id:
-                self._settle(dispatch.request_id, decision.decided_s)
+                self._lost(dispatch.request_id, decision.decided_s)
 
     def refused(self, error: RequestError, took_s: float) -> None:
         """No pod was picked."""
         self._metrics.refused(error, took_s)
 
-    def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
+    def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
-        for dispatch in self._ledger.stored(pod, keys):
-            if dispatch.found_idle:
-                self._rates.observe(pod, dispatch.uncached_tokens, now_s - dispatch.dispatched_s)
+        for dispatch in self._ledger.stored(pod, keys, now_s):
+            self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, BLOCKS, now_s)
 
-    def first_token(self, request_id: str, source: str, now_s: float) -> bool:
-        """Its first token was seen; answers whether the request is in flight."""
-        dispatch = self._ledger.first_token(request_id)
+    def first_token(self, request_id: str, source: str, now_s: float, *, pod: str | None = None) -> bool:
+        """Its first token was seen; answers whether the request is in flight.
+
+        Args:
+            pod: Where, if known: it tells apart requests in flight under one id.
+        """
+        dispatch = self._ledger.first_token(request_id, now_s, pod)
         if dispatch is not None:
-            if dispatch.found_idle:
-                self._rates.observe(dispatch.pod, dispatch.uncached_tokens, now_s - dispatch.dispatched_s)
+            self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, source, now_s)
-        return dispatch is not None or request_id in self._ledger
+        elif (known_s := self._ledger.prefill_ended_s(request_id, pod)) is not None:
+            self._metrics.told_late("first_token", source, now_s - known_s)
+        return request_id in self._ledger
 
     def ended(
         self,
@@ -74,14 +93,29 @@ class Outcomes:
         source: str,
         now_s: float,
         *,
+        pod: str | None = None,
         failed: bool = False,
         cached_tokens: int | None = None,
+        late_s: float | None = None,
     ) -> Dispatch | None:
-        """The request is over; answers what it was, if it was in flight."""
-        dispatch = self._ledger.end(request_id)
+        """The request is over; answers what it was, if it was in flight.
+
+        Args:
+            pod: Where, if known: it tells apart requests in flight under one id.
+            late_s: How long ago it was over, if the source tells; else it is late by what another was earlier.
+        """
+        known_s = self._ledger.ended_s(request_id)
+        dispatch = self._ledger.end(request_id, now_s, pod)
         if dispatch is not None:
-            self._settle(request_id, now_s)
+            if failed:
+                self._lost(request_id, now_s)
+            else:
+                self.promises.due(request_id)
+                self._settle(request_id, now_s)
             self._metrics.ended(source, failed=failed)
+            self._metrics.told_late("end", source, late_s or 0.0)
+        elif known_s is not None:
+            self._metrics.told_late("end", source, now_s - known_s)
         predicted = self._explain.predicted(request_id)
         if cached_tokens is not None and predicted is not None:
             self._metrics.delivered(predicted, cached_tokens)
@@ -97,11 +131,35 @@ class Outcomes:
             self._metrics.prefill_ended(CLOCK, now_s - dispatch.dispatched_s)
             self._explain.prefill_ended(dispatch.request_id, CLOCK, now_s)
         for dispatch in expired.lives:
-            self._settle(dispatch.request_id, now_s)
+            self._lost(dispatch.request_id, now_s)
             self._metrics.ended(CLOCK, failed=True)
             self._explain.ended(dispatch.request_id, CLOCK, now_s, failed=True, cached_tokens=None)
 
+    def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:
+        """An engine told how many requests it has: what was sent there beyond that is over."""
+        for dispatch in self._ledger.reconcile(pod, engine_requests, told_s, now_s):
+            self._lost(dispatch.request_id, now_s)
+            self._metrics.ended(SCRAPE, failed=True)
+            self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, cached_tokens=None)
+
+    def remembers(self, request_id: str) -> bool:
+        """Whether a request of this id is in flight, or was not long ago."""
+        return request_id in self._ledger or self._ledger.ended_s(request_id) is not None
+
+    def _learn(self, dispatch: Dispatch, now_s: float) -> None:
+        # Whoever found others waiting tells their prefills' time, too.
+        if dispatch.found_idle:
+            tokens = dispatch.uncached_tokens * dispatch.slowdown
+            self._rates.observe(dispatch.pod, tokens, now_s - dispatch.dispatched_s)
+
+    def _lost(self, request_id: str, now_s: float) -> None:
+        """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""
+        self.promises.void(request_id)
+        self._drop(request_id)
+        self._settle(request_id, now_s)
+
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        self.promises.due(dispatch.request_id)
         self._settle(dispatch.request_id, now_s)
         self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
         self._explain.prefill_ended(dispatch.request_id, source, now_s)

@@ -1,30 +1,29 @@
-"""Priced candidates in, the order in which to try them out, and why in one sentence.
+"""Prices in, the order in which to try the candidates out, and why in one sentence.
 
 Pure: the random source is passed in; knows nothing of how a price came about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
+import numpy as np
+from numpy.typing import NDArray
 
-from router.cost import Candidate
+from router.ranking import Candidate, Ranking
 
 
-def least_cost_first(candidates: Sequence[Candidate], random: Random) -> list[Candidate]:
+def least_cost_first(costs_s: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
     """Orders candidates by cost; equals in random order, so that concurrent routers do not herd."""
-    shuffled = random.sample(candidates, len(candidates))
-    return sorted(shuffled, key=lambda candidate: candidate.cost_s)
+    return np.lexsort((random.random(len(costs_s)), costs_s))
 
 
-def reason_for(ranked: Sequence[Candidate], prompt_tokens: int, degraded: str | None) -> str:
+def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str:
     """One sentence for a person: why the first of `ranked`."""
     best = ranked[0]
     if degraded is not None:
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:
         return f"the only candidate: {_cached(best, prompt_tokens)}"
-    longest = max(candidate.cached_tokens for candidate in ranked)
+    longest = ranked.most_cached_tokens
     if best.cached_tokens < longest:
         holder = next(candidate for candidate in ranked if candidate.cached_tokens == longest)
         return (

@@ -16,8 +16,8 @@ import msgspec
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.decision import Decision
+from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.ext_proc_messages import REQUEST_ID_HEADER
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pods import PodSet
@@ -31,6 +31,7 @@ _REQUEST_ID_MAX = 256
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
 _CHAT_OPTIONS = frozenset(
@@ -66,18 +67,20 @@ class PickDoor(pb_grpc.EndpointPickerServicer):
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
         """Takes note of how a picked request went on."""
-        request_id, outcome = request.request_id, request.outcome
+        request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
+        known = self._outcomes.remembers(request_id)
+        pod = request.address or None
         if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
-            known = self._outcomes.first_token(request_id, REPORT, time.monotonic())
+            self._outcomes.first_token(request_id, REPORT, now_s, pod=pod)
         elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
-            ended = self._outcomes.ended(
+            self._outcomes.ended(
                 request_id,
                 REPORT,
-                time.monotonic(),
+                now_s,
+                pod=pod,
                 failed=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
                 cached_tokens=request.cached_tokens if request.HasField("cached_tokens") else None,
             )
-            known = ended is not None
         else:
             _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
         return pb.ReportOutcomeResponse(known=known)
@@ -130,9 +133,16 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
         case _:
             model = request.model or None
             kind, size_bytes = RequestKind.PASSTHROUGH, request.ByteSize()
-            return RouteRequest(request_id, kind, model, body_bytes=size_bytes, candidates=candidates)
+            return RouteRequest(
+                request_id,
+                kind,
+                model,
+                body_bytes=size_bytes,
+                candidates=candidates,
+                headers=request.headers,
+            )
     kind = RequestKind.CHAT if "messages" in body else RequestKind.COMPLETIONS
-    return api_request(request_id, kind, body, request.ByteSize(), candidates)
+    return api_request(request_id, kind, body, request.ByteSize(), candidates, request.headers)
 
 
 def _chat_options(text: bytes) -> dict[str, Any]:

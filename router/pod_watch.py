@@ -1,18 +1,18 @@
 """The edge that keeps the pod set true: the pods file, probes and link news in, changes of PodSet out.
 
-One thread decides, so nothing here needs an order of locks; a small pool of threads waits for HTTP answers.
-News from other threads is coalesced per pod, so what waits is never more than there are pods.
+One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs an order
+of locks. News from other threads is coalesced per pod, so what waits is never more than there are pods.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import random
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from threading import Condition, Thread
+from threading import Lock, Thread
 
 from indexer import PodStream
 from indexer.pods_file import MODEL_LABEL, PodEntry
@@ -22,36 +22,42 @@ from router.probe import Prober, ProbeResult
 
 _log = logging.getLogger(__name__)
 
-_PROBE_THREADS = 8
+_PROBES_AT_ONCE = 64
+_BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
 
 
 @dataclass(slots=True)
-class _Schedule:
-    """When one pod is probed.
+class _Watched:
+    """One pod's probing.
 
     Attributes:
-        due_s: Next probe.
+        poke: Set when the pod is to be probed at once.
         models_due_s: From when on the next probe asks for the models too.
         running: Whether a probe is out.
         void: Whether the probe that is out began before bad news and must not make the pod ready.
+        task: Probes it again and again.
     """
 
-    due_s: float
-    models_due_s: float
+    poke: asyncio.Event = field(default_factory=asyncio.Event)
+    models_due_s: float = 0.0
     running: bool = False
     void: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
 class _News:
     suspects: dict[str, str] = field(default_factory=dict)
     urgent: set[str] = field(default_factory=set)
-    results: list[ProbeResult] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.suspects or self.urgent or self.results)
+        return bool(self.suspects or self.urgent)
+
+
+def _ignore(_pods: Collection[str]) -> None:
+    """For those who do not care who is declared."""
 
 
 class PodWatch:
@@ -62,6 +68,7 @@ class PodWatch:
         pods: The set to keep; only this object writes to it.
         prober: How a pod is asked.
         follow: Told the full set of event streams whenever it changes, always by the same thread.
+        declared: Told the addresses of all pods whenever the pods were declared.
         interval_s: Mean time between two probes of a pod.
     """
 
@@ -73,34 +80,38 @@ class PodWatch:
         follow: Callable[[Iterable[PodStream]], None],
         *,
         interval_s: float,
+        declared: Callable[[Collection[str]], None] = _ignore,
     ) -> None:
         self._source = source
         self._pods = pods
         self._prober = prober
         self._follow = follow
+        self._declared = declared
         self._interval_s = interval_s
-        self._schedules: dict[str, _Schedule] = {}
+        self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
         self._news = _News()
-        self._wake = Condition()
+        self._lock = Lock()
         self._closing = False
-        self._pool = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="probe")
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._probes = asyncio.Semaphore(_PROBES_AT_ONCE)
         self._thread = Thread(target=self._run, name="pod-watch", daemon=True)
 
     def start(self, entries: Iterable[PodEntry]) -> None:
         """Declares the first pods and begins to probe them."""
-        self._declare(entries)
+        self._pods.declare(entries)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the threads; idempotent."""
-        with self._wake:
+        """Ends the thread; idempotent."""
+        with self._lock:
             self._closing = True
-            self._wake.notify()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._changed.set)
         if self._thread.is_alive():
             self._thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._prober.close()
+        self._loop.close()
 
     @property
     def synced(self) -> bool:
@@ -119,63 +130,97 @@ class PodWatch:
         self._tell(lambda news: news.suspects.update({pod: why}))
 
     def _tell(self, change: Callable[[_News], object]) -> None:
-        with self._wake:
-            if not self._closing:
-                change(self._news)
-                self._wake.notify()
+        with self._lock:
+            if self._closing:
+                return
+            if not self._news:
+                self._loop.call_soon_threadsafe(self._changed.set)
+            change(self._news)
 
     def _run(self) -> None:
-        reload_s = time.monotonic() + self._interval_s
-        while True:
-            with self._wake:
-                if not self._news and not self._closing:
-                    self._wake.wait(max(0.0, self._next_s(reload_s) - time.monotonic()))
-                news, self._news = self._news, _News()
-                if self._closing:
-                    return
-            self._apply(news)
-            if time.monotonic() >= reload_s:
-                reload_s = time.monotonic() + self._interval_s
-                if (entries := self._source.changed()) is not None:
-                    self._declare(entries)
-            self._probe_due(time.monotonic())
+        self._loop.run_until_complete(self._main())
 
-    def _next_s(self, reload_s: float) -> float:
-        return min([reload_s, *(known.due_s for known in self._schedules.values() if not known.running)])
+    async def _main(self) -> None:
+        self._watch_declared()
+        reload_s = self._loop.time() + self._interval_s
+        try:
+            while not self._closing:
+                wake = self._loop.call_at(reload_s, self._changed.set)
+                await self._changed.wait()
+                wake.cancel()
+                self._changed.clear()
+                with self._lock:
+                    news, self._news = self._news, _News()
+                self._apply(news)
+                if self._loop.time() >= reload_s:
+                    reload_s = self._loop.time() + self._interval_s
+                    if (entries := self._source.changed()) is not None:
+                        self._pods.declare(entries)
+                        self._watch_declared()
+        finally:
+            tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._prober.close()
 
-    def _declare(self, entries: Iterable[PodEntry]) -> None:
-        self._pods.declare(entries)
+    def _watch_declared(self) -> None:
         pods = self._pods.snapshot()
-        self._schedules = {
-            address: self._schedules.get(address) or _Schedule(due_s=0.0, models_due_s=0.0)
-            for address in pods
-        }
+        for address in self._watched.keys() - pods.keys():
+            if (task := self._watched.pop(address).task) is not None:
+                task.cancel()
+            self._prober.forget(address)
+        for address in pods.keys() - self._watched.keys():
+            watched = self._watched[address] = _Watched()
+            watched.task = self._loop.create_task(self._watch(address, watched))
         _log.info("%d pods declared", len(pods))
+        self._declared(pods.keys())
         self._follow_streams()
 
     def _apply(self, news: _News) -> None:
         for address, why in news.suspects.items():
             if self._pods.suspect(address, why):
                 _log.warning("pod %s is not ready: %s", address, why)
-            if schedule := self._schedules.get(address):
-                schedule.due_s, schedule.void = 0.0, schedule.running
+            if watched := self._watched.get(address):
+                watched.void = watched.running
+                watched.poke.set()
         for address in news.urgent:
-            if schedule := self._schedules.get(address):
-                schedule.due_s = 0.0
-        for result in news.results:
-            self._take(result)
-        if news.results:
-            self._follow_streams()
+            if watched := self._watched.get(address):
+                watched.poke.set()
 
-    def _take(self, result: ProbeResult) -> None:
-        pod, schedule = self._pods.snapshot().get(result.address), self._schedules.get(result.address)
-        if pod is None or schedule is None:
+    async def _watch(self, address: str, watched: _Watched) -> None:
+        """Probes one pod until cancelled."""
+        while True:
+            pod = self._pods.snapshot()[address]
+            now_s = self._loop.time()
+            with_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
+            if with_models:
+                watched.models_due_s = now_s + _MODELS_EVERY_S
+            watched.poke.clear()
+            async with self._probes:
+                watched.running = True
+                result = await self._probe(address, with_models)
+                watched.running = False
+            self._take(result, watched)
+            # Jitter keeps many routers from asking in step; a pod that starts is waited for more eagerly.
+            interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
+            wake = self._loop.call_at(_grid(now_s + interval_s * random.uniform(0.8, 1.2)), watched.poke.set)
+            await watched.poke.wait()
+            wake.cancel()
+
+    async def _probe(self, address: str, with_models: bool) -> ProbeResult:
+        try:
+            return await self._prober.probe(address, with_models=with_models)
+        except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
+            _log.exception("probe of %s", address)
+            return ProbeResult(address, False, why=f"probe failed: {error!r}")
+
+    def _take(self, result: ProbeResult, watched: _Watched) -> None:
+        pod = self._pods.snapshot()[result.address]
+        if watched.void and result.healthy:
+            watched.void = False
             return
-        schedule.running = False
-        if schedule.void and result.healthy:
-            schedule.void = False
-            return
-        schedule.void = False
+        watched.void = False
         judged = judge(pod, result)
         self._pods.put(judged)
         if judged.ready and not pod.ready:
@@ -184,28 +229,8 @@ class PodWatch:
             )
         elif not judged.ready and (pod.ready or not pod.probed):
             _log.warning("pod %s is not ready: %s", pod.address, judged.why)
-
-    def _probe_due(self, now_s: float) -> None:
-        for address, schedule in self._schedules.items():
-            if schedule.running or schedule.due_s > now_s:
-                continue
-            pod = self._pods.snapshot()[address]
-            with_models = not pod.ready or pod.models is None or now_s >= schedule.models_due_s
-            if with_models:
-                schedule.models_due_s = now_s + _MODELS_EVERY_S
-            schedule.running = True
-            # Jitter keeps many routers from asking in step; a pod that starts is waited for more eagerly.
-            interval_s = self._interval_s if pod.ready else self._interval_s / 4
-            schedule.due_s = now_s + interval_s * random.uniform(0.8, 1.2)
-            self._pool.submit(self._probe, address, with_models)
-
-    def _probe(self, address: str, with_models: bool) -> None:
-        try:
-            result = self._prober.probe(address, with_models=with_models)
-        except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
-            _log.exception("probe of %s", address)
-            result = ProbeResult(address, False, why=f"probe failed: {error!r}")
-        self._tell(lambda news: news.results.append(result))
+        if judged.models != pod.models:
+            self._follow_streams()
 
     def _follow_streams(self) -> None:
         streams = frozenset(
@@ -239,3 +264,8 @@ def pod_stream(pod: Pod) -> PodStream | None:
     if pod.models is None:
         return pod.entry.stream()
     return replace(pod.entry, labels={**pod.entry.labels, MODEL_LABEL: pod.models.base}).stream()
+
+
+def _grid(due_s: float) -> float:
+    """The next of the moments at which probes begin: a few together cost less than each on its own."""
+    return math.ceil(due_s * _BEGINNINGS_PER_S) / _BEGINNINGS_PER_S

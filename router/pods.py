@@ -1,6 +1,7 @@
 """The pods and what is known of each: declarations and probe results in, immutable snapshots out.
 
-One writer (pod_watch) changes it; readers take `snapshot()` at any time from any thread. No I/O, no clock.
+One writer (pod_watch) changes it; readers take `snapshot()` at any time from any thread. What engines tell of
+their load goes on to the board. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from indexer.pods_file import PodEntry
+from router.board import PodBoard
 from router.scrape import EngineLoad
 
 
@@ -63,8 +65,15 @@ PodSnapshot = Mapping[str, Pod]
 
 @dataclass(slots=True)
 class PodSet:
-    """The current pods by address."""
+    """The current pods by address.
 
+    Attributes:
+        board: Where their loads are kept for pricing.
+        generation: Grows whenever something changed that decides who may take a request.
+    """
+
+    board: PodBoard = field(default_factory=PodBoard)
+    generation: int = 0
     _pods: dict[str, Pod] = field(default_factory=dict)
 
     def snapshot(self) -> PodSnapshot:
@@ -81,11 +90,19 @@ class PodSet:
             else:
                 pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
         self._pods = pods
+        self.board.declare(pods)
+        self.generation += 1
 
     def put(self, pod: Pod) -> None:
         """Replaces what is known of one pod, unless it is gone by now."""
-        if pod.address in self._pods:
-            self._pods = {**self._pods, pod.address: pod}
+        known = self._pods.get(pod.address)
+        if known is None:
+            return
+        self._pods = {**self._pods, pod.address: pod}
+        if pod.load is not None and pod.load is not known.load:
+            self.board.scraped(pod.address, pod.load)
+        if (pod.ready, pod.why, pod.models, pod.entry) != (known.ready, known.why, known.models, known.entry):
+            self.generation += 1
 
     def suspect(self, address: str, why: str) -> Pod | None:
         """Takes a pod out until a probe succeeds; returns it if that changed anything."""

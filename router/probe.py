@@ -1,22 +1,21 @@
 """One pod asked over HTTP how it is: an address in, health, served models and load out.
 
-Every exchange has the deadline; called from pod_watch's small pool of threads. Decides nothing.
+Every exchange has the deadline, from connecting to the last byte. Decides nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
 import msgspec
-import urllib3
-from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
+from router.http_get import HttpGetError, HttpGetter
 from router.pods import ServedModels
-from router.scrape import EngineLoad, engine_load
+from router.scrape import COST_POLICY, EngineLoad, Wanted, engine_load
 
 _PAGE_BYTES_MAX = 4 << 20
-_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,72 +39,56 @@ class ProbeResult:
 
 
 class Prober:
-    """Keeps connections to pods alive between probes; safe to share between threads.
+    """Keeps connections to pods alive between probes; to be used by one asyncio loop.
 
     Args:
         timeout_s: Deadline of one HTTP exchange.
-        pods_max: Pods whose connections are kept.
+        wanted: What is looked for on the metrics page; nothing: it is not asked for.
     """
 
-    def __init__(self, *, timeout_s: float, pods_max: int) -> None:
+    def __init__(self, *, timeout_s: float, wanted: frozenset[Wanted] = COST_POLICY) -> None:
         self._timeout_s = timeout_s
-        self._http = urllib3.PoolManager(num_pools=pods_max, maxsize=1, retries=False, timeout=timeout_s)
+        self._wanted = wanted
+        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
 
-    def probe(self, address: str, *, with_models: bool) -> ProbeResult:
+    async def probe(self, address: str, *, with_models: bool) -> ProbeResult:
         """Asks one pod."""
         try:
-            status, _ = self._get(address, "/health")
-        except NewConnectionError as error:  # which urllib3 takes for a kind of timeout
-            return ProbeResult(address, False, False, f"/health: {error}")
+            status, _ = await self._get(address, "/health")
         except TimeoutError:
             return ProbeResult(address, False, True, f"/health not answered within {self._timeout_s:g} s")
-        except HTTPError as error:
+        except (OSError, HttpGetError) as error:
             return ProbeResult(address, False, False, f"/health: {error}")
-        if status != 200:
+        # An engine without such a page is asked in vain, but it answers.
+        if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
-        models = self._page(address, "/v1/models") if with_models else None
-        metrics = self._page(address, "/metrics")
+        models = await self._page(address, "/v1/models") if with_models else None
+        metrics = await self._page(address, "/metrics") if self._wanted else None
         return ProbeResult(
             address,
             True,
             models=served_models(models) if models is not None else None,
-            load=engine_load(metrics, time.monotonic()) if metrics is not None else None,
+            load=engine_load(metrics, time.monotonic(), self._wanted) if metrics is not None else None,
         )
+
+    def forget(self, address: str) -> None:
+        """The pod is gone: drops its connection."""
+        self._http.forget(address)
 
     def close(self) -> None:
         """Drops all connections."""
-        self._http.clear()
+        self._http.close()
 
-    def _page(self, address: str, path: str) -> bytes | None:
+    async def _page(self, address: str, path: str) -> bytes | None:
         try:
-            status, body = self._get(address, path)
-        except HTTPError:
+            status, body = await self._get(address, path)
+        except (OSError, HttpGetError):
             return None
         return body if status == 200 else None
 
-    def _get(self, address: str, path: str) -> tuple[int, bytes]:
-        try:
-            return self._exchange(address, path)
-        except ProtocolError:
-            # A kept connection that the pod has closed meanwhile says nothing about the pod.
-            return self._exchange(address, path)
-
-    def _exchange(self, address: str, path: str) -> tuple[int, bytes]:
-        deadline_s = time.monotonic() + self._timeout_s
-        response = self._http.request("GET", f"http://{address}{path}", preload_content=False, redirect=False)
-        try:
-            body = b""
-            for chunk in response.stream(_CHUNK_BYTES):
-                body += chunk
-                if len(body) > _PAGE_BYTES_MAX:
-                    raise HTTPError(f"more than {_PAGE_BYTES_MAX} bytes")
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError("body too slow")
-        except BaseException:
-            response.close()
-            raise
-        response.release_conn()
-        return response.status, body
+    async def _get(self, address: str, path: str) -> tuple[int, bytes]:
+        async with asyncio.timeout(self._timeout_s):
+            return await self._http.get(address, path)
 
 
 def served_models(page: bytes) -> ServedModels | None:

@@ -1,16 +1,21 @@
 """How fast each pod prefills, in tokens per second: observed prefills in, one robust estimate per pod out.
 
 Pure. Only requests that found an empty queue are to be observed: their time is their own prefill's and
-nobody else's.
+nobody else's. The estimates are kept on the board, where pricing reads them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 from threading import Lock
+
+from router.board import PodBoard
+
+# A smaller change of the fleet's median is not worth estimating every pod anew.
+_FLEET_CHANGE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,48 +23,87 @@ class RateParameters:
     """How rates are learnt.
 
     Attributes:
-        prior_tokens_per_s: Believed of a pod that has not been observed enough.
-        window: Observations kept per pod; the estimate is their median, so that outliers do not move it.
-        observations_min: Observations from which on the prior is no longer believed.
+        prior_tokens_per_s: Believed of a fleet that has neither told nor been observed.
+        window: Observations kept per pod; their median counts, so that outliers do not move it.
+        observations_min: Observations from which on a pod's median is believed at all.
+        belief: As many observations the fleet's median (or what the pod itself tells) is worth.
         tokens_min: Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
-        bound: The estimate stays within [prior / bound, prior * bound].
+        bound: Estimates stay within [prior / bound, prior * bound].
     """
 
     prior_tokens_per_s: float = 15_000.0
     window: int = 64
     observations_min: int = 4
+    belief: float = 4.0
     tokens_min: int = 128
     bound: float = 100.0
 
 
 class PrefillRates:
-    """Per-pod estimates; safe to share between threads."""
+    """Per-pod estimates; safe to share between threads.
 
-    def __init__(self, parameters: RateParameters) -> None:
+    A pod's estimate is the geometric mean of its own median, weighted with the number of its observations,
+    and of what the pod tells or, if it does not, of the fleet's median. One pod that is wrong about itself
+    moves neither the fleet's median nor other pods.
+
+    Args:
+        board: Where the estimates are kept.
+    """
+
+    def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
+        self._board = board or PodBoard()
         self._observed: dict[str, deque[float]] = {}
-        self._estimates: dict[str, float] = {}
+        self._medians: dict[str, float] = {}
         self._lock = Lock()
+        self._fleet = parameters.prior_tokens_per_s
+        self._board.learnt({}, self._fleet)
 
     def tokens_per_s(self, pod: str) -> float:
         """The pod's speed as far as is known."""
-        return self._estimates.get(pod, self._parameters.prior_tokens_per_s)
+        return self._board.prefill_tokens_per_s(pod)
 
-    def observe(self, pod: str, tokens: int, seconds: float) -> None:
+    @property
+    def fleet_tokens_per_s(self) -> float:
+        """The speed believed of a pod of which nothing is known."""
+        return self._fleet
+
+    def observe(self, pod: str, tokens: float, seconds: float) -> None:
         """Takes one prefill of `tokens` uncached tokens that took `seconds` on an idle pod."""
         known = self._parameters
         if tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
-            observed.append(tokens / seconds)
+            observed.append(self._bounded(tokens / seconds))
             if len(observed) >= known.observations_min:
-                prior = known.prior_tokens_per_s
-                self._estimates[pod] = min(max(median(observed), prior / known.bound), prior * known.bound)
+                self._medians[pod] = median(observed)
+                self._tell([pod])
 
     def keep(self, pods: Collection[str]) -> None:
         """Forgets every pod but these."""
         with self._lock:
-            for pod in self._observed.keys() - set(pods):
+            gone = self._observed.keys() - set(pods)
+            for pod in gone:
                 del self._observed[pod]
-                self._estimates.pop(pod, None)
+                self._medians.pop(pod, None)
+            if gone:
+                self._board.learnt(dict.fromkeys(gone, 0.0), self._fleet)
+                self._tell(self._medians)
+
+    def _tell(self, pods: Iterable[str]) -> None:
+        # What is configured counts as one pod more.
+        fleet = median([*self._medians.values(), self._parameters.prior_tokens_per_s])
+        if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
+            self._fleet, pods = fleet, self._medians
+        self._board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
+
+    def _estimate(self, pod: str) -> float:
+        observations = len(self._observed[pod])
+        share = observations / (observations + self._parameters.belief)
+        belief = self._board.reported_tokens_per_s(pod) or self._fleet
+        return self._bounded(self._medians[pod] ** share * belief ** (1.0 - share))
+
+    def _bounded(self, tokens_per_s: float) -> float:
+        prior, bound = self._parameters.prior_tokens_per_s, self._parameters.bound
+        return min(max(tokens_per_s, prior / bound), prior * bound)

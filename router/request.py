@@ -5,9 +5,10 @@ Knows the OpenAI API's fields that routing needs and leaves the rest alone; know
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,11 +30,14 @@ class RouteRequest:
 
     Attributes:
         request_id: Joins this request with what is later heard of it.
-        model: As the client names it: a base model or a LoRA adapter; None where the API is not known.
+        model: As the pod is asked for it: a base model or a LoRA adapter; None where the API is not known.
         body: The decoded JSON body of a known API, checked only in the fields named here; else empty.
         body_bytes: Size of the body as it came.
         cache_salt: vLLM's field that keeps this request's cache apart from others'.
         candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
+        headers: By lower-case name; objective, session and trace context are read from them.
+        abandoned: Whether the client is gone; None: nobody can tell.
+        client_model: As the client named the model, where it was rewritten; "" where it named none.
     """
 
     request_id: str
@@ -43,10 +47,17 @@ class RouteRequest:
     body_bytes: int = 0
     cache_salt: str | None = None
     candidates: frozenset[str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    client_model: str | None = None
+    abandoned: Callable[[], bool] | None = None
 
 
 def http_request(
-    request_id: str, path: str, body: bytes, candidates: frozenset[str] | None = None
+    request_id: str,
+    path: str,
+    body: bytes,
+    candidates: frozenset[str] | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
     """Reads an HTTP request.
 
@@ -59,8 +70,8 @@ def http_request(
     """
     kind = request_kind(path)
     if kind is RequestKind.PASSTHROUGH:
-        return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates)
-    return api_request(request_id, kind, _json_object(body), len(body), candidates)
+        return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
+    return api_request(request_id, kind, _json_object(body), len(body), candidates, headers)
 
 
 def api_request(
@@ -69,6 +80,7 @@ def api_request(
     body: Mapping[str, Any],
     body_bytes: int,
     candidates: frozenset[str] | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
     """Checks the decoded body of a known API.
 
@@ -84,7 +96,7 @@ def api_request(
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise RequestError(400, "stream must be true or false", "stream")
-    return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates)
+    return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
 
 
 def request_kind(path: str) -> RequestKind:

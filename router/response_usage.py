@@ -18,6 +18,7 @@ class UsageReader:
 
     Attributes:
         cached_tokens: `usage.prompt_tokens_details.cached_tokens` as far as seen; None if not told.
+        usage_json: All of `usage`, as it is written; None if not told.
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
@@ -25,6 +26,7 @@ class UsageReader:
         self._kept = b""
         self._lost = False
         self.cached_tokens: int | None = None
+        self.usage_json: bytes | None = None
 
     def feed(self, chunk: bytes) -> None:
         """Takes the next bytes."""
@@ -51,11 +53,21 @@ class UsageReader:
 
     def _answer(self, text: bytes) -> None:
         try:
-            usage = msgspec.json.decode(text, type=_Answer).usage
+            answer = msgspec.json.decode(text, type=_Answer)
+            nested = answer.response.usage if answer.response is not None else _UNTOLD
+            told = bytes(answer.usage) or bytes(nested)
+            usage = msgspec.json.decode(told, type=_Usage | None) if told else None
         except (ValueError, RecursionError):
             return
-        if usage is not None and usage.prompt_tokens_details is not None:
-            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if usage is None:
+            return
+        self.usage_json = told
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        if details is not None:
+            self.cached_tokens = details.cached_tokens
+
+
+_UNTOLD = msgspec.Raw()
 
 
 class _Details(msgspec.Struct):
@@ -64,7 +76,14 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Told(msgspec.Struct):
+    usage: msgspec.Raw = _UNTOLD
 
 
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: msgspec.Raw = _UNTOLD
+    # The Responses API tells its usage in its last event.
+    response: _Told | None = None

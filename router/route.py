@@ -7,25 +7,28 @@ into the ledger are one short critical section, so that concurrent picks see eac
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from random import Random
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Protocol
 
-from indexer import PodMatch, StreamState, TokenError
-from indexer.tiers import GPU_TIER
-from router.candidates import Candidates, candidates_for
-from router.cost import CostParameters, PodFacts, price
+import numpy as np
+
+from indexer import PodMatches, TokenError
+from indexer.dispatched import DispatchedPrompt
+from indexer.keys import Keys, Tokens
+from router.admission import Admission
+from router.candidates import Candidates
 from router.decision import Decision
 from router.errors import RequestError
-from router.ledger import Dispatch, Ledger
-from router.pick import least_cost_first, reason_for
-from router.pods import Pod, PodSet
-from router.rates import PrefillRates
+from router.flow import FlowControl
+from router.ledger import Dispatch
+from router.lineup import Lineup, Lineups
+from router.pods import PodSet
 from router.request import RouteRequest
+from router.schedule import Prompted, Scheduler
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
+from router.traces import RequestTrace, Traces
 
-_LOAD_AGE_MAX_S = 5.0
 # Each prompt of a request is matched on its own, while other picks wait.
 _PROMPTS_MAX = 64
 
@@ -38,14 +41,16 @@ class Index(Protocol):
         """Tokens of one block."""
 
     def block_keys(
-        self, model: str, token_ids: Sequence[int], *, lora_name: str | None, cache_salt: str | None
-    ) -> list[int]:
+        self, model: str, token_ids: Tokens, *, lora_name: str | None, cache_salt: str | None
+    ) -> Keys:
         """Keys of the full blocks of a prompt."""
 
-    def match(self, keys: Sequence[int], pods: Collection[str]) -> Mapping[str, PodMatch]:
+    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None) -> PodMatches:
         """How much of `keys` each pod holds."""
 
-    def speculate(self, request_id: str, pod: str, keys: Sequence[int], now_s: float) -> None:
+    def speculate(
+        self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None
+    ) -> None:
         """Assumes that the pod will soon hold `keys`."""
 
 
@@ -60,7 +65,13 @@ class DecisionSink(Protocol):
 
 
 class Router:
-    """Routes requests; safe to call from any number of threads."""
+    """Routes requests; safe to call from any number of threads.
+
+    Args:
+        flow: Has requests wait for room; None: nobody waits.
+        traces: None: nothing is traced.
+        clock: Measures what passes inside, in seconds.
+    """
 
     def __init__(
         self,
@@ -68,49 +79,76 @@ class Router:
         pods: PodSet,
         tokenizers: TokenizerRegistry,
         index: Index,
-        ledger: Ledger,
-        rates: PrefillRates,
-        cost: CostParameters,
+        admission: Admission,
+        scheduler: Scheduler,
         sink: DecisionSink,
-        random: Random,
+        flow: FlowControl | None = None,
+        traces: Traces | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pods = pods
+        self._lineups = Lineups(pods)
         self._tokenizers = tokenizers
         self._index = index
-        self._ledger = ledger
-        self._rates = rates
-        self._cost = cost
+        self._admission = admission
+        self._scheduler = scheduler
         self._sink = sink
-        self._random = random
+        self._flow = flow
+        self._traces = traces
+        self._clock = clock
         self._picking = Lock()
 
     def route(self, request: RouteRequest, now_s: float) -> Decision:
         """Picks a pod and enters the request into the ledger.
 
+        Args:
+            now_s: When the request came.
+
         Raises:
             RequestError: The request cannot be routed; carries the answer for the client.
         """
-        started_s = time.perf_counter()
+        started_s = self._clock()
+        trace = self._traces.begin(request) if self._traces is not None else None
         try:
-            candidates = candidates_for(request, self._pods.snapshot())
-            tokens = self._tokenizers.prompt_tokens(request, candidates.base_model, candidates.context_tokens)
-            keys, degraded = self._keys(request, tokens, candidates)
+            if self._flow is None:
+                decision, displaced = self._routed(request, started_s, now_s, trace)
+            else:
+                with self._flow.turn(request):
+                    waited_s = self._clock() - started_s
+                    decision, displaced = self._routed(request, started_s + waited_s, now_s + waited_s, trace)
         except RequestError as error:
-            self._sink.refused(error, time.perf_counter() - started_s)
+            self._sink.refused(error, self._clock() - started_s)
+            if trace is not None:
+                trace.refused(error)
             raise
-        addresses = [pod.address for pod in candidates.pods]
-        with self._picking:
-            # Pods of another base model (two bases may share a name) hold none of these keys, truly.
-            matches = [self._index.match(prompt, addresses) for prompt in keys]
-            facts = self._facts(candidates.pods, tokens, matches, now_s)
-            decision = self._decide(request, tokens, degraded, candidates, facts, now_s)
-            displaced = self._commit(decision, keys, matches)
-        self._sink.decided(decision, displaced, time.perf_counter() - started_s)
+        self._sink.decided(decision, displaced, self._clock() - started_s)
+        if trace is not None:
+            trace.decided(decision)
         return decision
+
+    def _routed(
+        self, request: RouteRequest, started_s: float, now_s: float, trace: RequestTrace | None
+    ) -> tuple[Decision, Sequence[Dispatch]]:
+        lineup = self._lineups.of(request)
+        priority = self._admission.admit(request.headers, lineup.rows, now_s)
+        if trace is not None:
+            trace.filtered()
+        prompted = self._prompted(request, lineup.candidates, priority)
+        with self._picking:
+            return self._pick(prompted, lineup, started_s, now_s, trace)
+
+    def _prompted(self, request: RouteRequest, candidates: Candidates, priority: int) -> Prompted:
+        tokens = self._tokenizers.prompt_tokens(
+            request, candidates.base_model, candidates.context_tokens, candidates.pods
+        )
+        keys, degraded = self._keys(request, tokens, candidates)
+        prompts = tokens.prompts if keys else ()
+        base, lora = candidates.base_model, candidates.lora_name
+        return Prompted(request, tokens.total, prompts, keys, degraded, priority, base, lora)
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
-    ) -> tuple[list[list[int]], str | None]:
+    ) -> tuple[list[Keys], str | None]:
         """Block keys per prompt, and why there are none."""
         if tokens.degraded is not None or candidates.base_model is None:
             return [], tokens.degraded or "no_model"
@@ -128,104 +166,25 @@ class Router:
         except TokenError:
             return [], "token_error"
 
-    def _facts(
-        self,
-        pods: Sequence[Pod],
-        tokens: PromptTokens,
-        matches: Sequence[Mapping[str, PodMatch]],
-        now_s: float,
-    ) -> list[PodFacts]:
-        return [
-            self._pod_facts(pod, tokens, [match[pod.address] for match in matches], now_s) for pod in pods
+    def _pick(
+        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, trace: RequestTrace | None
+    ) -> tuple[Decision, Sequence[Dispatch]]:
+        # Pods of another base model (two bases may share a name) hold none of these keys, truly.
+        matches = [
+            self._index.match(keys, lineup.asked, prompt_tokens=length)
+            for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
         ]
-
-    def _pod_facts(
-        self, pod: Pod, tokens: PromptTokens, matches: Sequence[PodMatch], now_s: float
-    ) -> PodFacts:
-        work = self._ledger.work(pod.address)
-        block = self._index.block_tokens
-        cached = host = 0
-        for match, prompt in zip(matches, tokens.prompts, strict=False):
-            # An engine computes at least the last token, and serves only whole blocks.
-            servable = min(match.cached_blocks * block, max(0, len(prompt) - 1) // block * block)
-            cached += servable
-            # Whatever is not on the device has to be brought there first.
-            host += max(0, servable - match.blocks_by_tier.get(GPU_TIER, 0) * block)
-        used, capacity = _kv_use(pod, work.held_tokens, now_s)
-        return PodFacts(
-            pod=pod.address,
-            cached_tokens=cached,
-            host_tokens=host,
-            queued_tokens=work.awaiting_tokens,
-            awaiting=work.awaiting,
-            decoding=work.decoding,
-            prefill_tokens_per_s=self._rates.tokens_per_s(pod.address),
-            kv_used_tokens=used,
-            kv_capacity_tokens=capacity,
-            view=(matches[0].state if matches else StreamState.STALE).value,
+        if trace is not None:
+            trace.matched()
+        # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
+        decided_s = now_s + self._clock() - started_s
+        decision, displaced = self._scheduler.schedule(
+            prompted, lineup, self._pods.snapshot(), matches, decided_s
         )
-
-    def _decide(
-        self,
-        request: RouteRequest,
-        tokens: PromptTokens,
-        degraded: str | None,
-        candidates: Candidates,
-        facts: Sequence[PodFacts],
-        now_s: float,
-    ) -> Decision:
-        priced, weight = price(tokens.total, facts, self._cost)
-        ranked = least_cost_first(priced, self._random)
-        return Decision(
-            request_id=request.request_id,
-            kind=request.kind.value,
-            model=request.model,
-            ranked=ranked,
-            excluded=candidates.excluded,
-            own_weight=weight,
-            prompt_tokens=tokens.total,
-            degraded=degraded,
-            reason=reason_for(ranked, tokens.total, degraded),
-            decided_s=now_s,
-        )
-
-    def _commit(
-        self, decision: Decision, keys: list[list[int]], matches: Sequence[Mapping[str, PodMatch]]
-    ) -> Sequence[Dispatch]:
-        """Enters the pick into the ledger and the index, so that the next pick sees it."""
-        if not decision.prompt_tokens:
-            return ()
-        best = decision.primary
-        displaced = self._ledger.dispatch(
-            Dispatch(
-                request_id=decision.request_id,
-                pod=best.pod,
-                uncached_tokens=best.uncached_tokens,
-                queued_prefill_s=best.queued_prefill_s,
-                own_prefill_s=best.own_prefill_s,
-                confirm_key=_confirm_key(keys, [match[best.pod] for match in matches]),
-                found_idle=best.awaiting == 0,
-                dispatched_s=decision.decided_s,
-            )
-        )
-        if keys:
-            every_key = [key for prompt in keys for key in prompt]
-            self._index.speculate(decision.request_id, best.pod, every_key, decision.decided_s)
-        return displaced
-
-
-def _confirm_key(keys: list[list[int]], matches: Sequence[PodMatch]) -> int | None:
-    """The key whose announcement ends the prefill: the last full block's, where the pod will announce it."""
-    if len(keys) != 1 or not keys[0] or matches[0].state is not StreamState.EXACT:
-        return None
-    return keys[0][-1] if matches[0].cached_blocks < len(keys[0]) else None
-
-
-def _kv_use(pod: Pod, held_tokens: int, now_s: float) -> tuple[float, int | None]:
-    """Tokens that running requests hold in a pod's KV cache (the greater of two accounts), and its size."""
-    load = pod.load
-    if load is None or load.kv_capacity_tokens is None:
-        return float(held_tokens), None
-    if now_s - load.scraped_s > _LOAD_AGE_MAX_S:
-        return float(held_tokens), load.kv_capacity_tokens
-    return max(load.kv_usage * load.kv_capacity_tokens, held_tokens), load.kv_capacity_tokens
+        if prompted.keys:
+            every_key = prompted.keys[0] if len(prompted.keys) == 1 else np.concatenate(prompted.keys)
+            pod = decision.primary.pod
+            # The pod's events are held against the prompt, to see that both sides mean the same by it.
+            prompt = prompted.sent_to(pod, matches[0]) if len(prompted.keys) == 1 else None
+            self._index.speculate(decision.request_id, pod, every_key, decided_s, prompt)
+        return decision, displaced

@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import random
-import signal
+import math
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
+from indexer import KvIndexer, PodStream, StreamState
 from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
+from router.admission import Admission, AdmissionParameters
+from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
-from router.cost import CostParameters
 from router.debug_http import DebugServer
 from router.debug_pages import DebugPages
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
+from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.flow import FlowControl
+from router.flow_config import flow_of
+from router.flow_metrics import FlowMetrics
+from router.gateway_pick import GatewayPick
 from router.grpc_listen import check_free, listen
-from router.health import ACCESS_LOG_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
+from router.health import (
+    ACCESS_LOG_SERVICE,
+    CHECK_SERVICE,
+    EXPLAIN_SERVICE,
+    EXT_PROC_SERVICE,
+    PICK_SERVICE,
+    Health,
+)
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
+from router.plugins.build import build_pipeline
 from router.pod_watch import PodWatch
 from router.pods import PodSet
 from router.pods_source import PodsSource
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
+from router.reconcile import Reconciler
+from router.reference_wiring import reference_door
+from router.resources import Resources, read_resources
 from router.route import Router
-from router.tokens import TokenizerRegistry
+from router.schedule import Scheduler
+from router.sessions import SessionParameters, Sessions
+from router.stop_signals import StopSignals
+from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.traces import Traces
 
 _log = logging.getLogger(__name__)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
-_PODS_MAX = 1024
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
 _STOP_S = 2.0
 _HEALTH_THREADS = 8
+_COLLECT_AFTER = (20_000, 20, 20)
 
 
 class RouterServer:
@@ -65,39 +86,52 @@ class RouterServer:
         check_free("--metrics-port", config.host, config.metrics_port)
         self._source = PodsSource(config.pods_file, watch=config.watch_pods_file)
         self._entries = self._source.read()
-        tokenizers = TokenizerRegistry.load(dict(config.tokenizers))
+        self._resources = read_resources(config.resources_file) if config.resources_file else Resources()
+        self._tokenizers = TokenizerRegistry.load(
+            dict(config.tokenizers), TokenizeOptions(deadline_s=config.tokenize_deadline_s)
+        )
+        self._traces = Traces.to_collector() if config.tracing else None
         registry = CollectorRegistry()
         self.pods = PodSet()
-        self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s))
-        self._rates = PrefillRates(RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s))
+        self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.board)
+        self._rates = PrefillRates(
+            RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
+        )
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, self._rates, time.monotonic))
         self.explain = Explain(config.decisions_kept, self._pod_name)
         self._outcomes = Outcomes(self._ledger, self._rates, self.explain, self._metrics, self._settle)
-        prober = Prober(timeout_s=_PROBE_TIMEOUT_S, pods_max=_PODS_MAX)
+        prober = Prober(timeout_s=_PROBE_TIMEOUT_S)
         self.watch = PodWatch(
-            self._source, self.pods, prober, self._follow, interval_s=config.refresh_interval_s
+            self._source,
+            self.pods,
+            prober,
+            self._follow,
+            interval_s=config.refresh_interval_s,
+            declared=self._forget_others,
         )
         self.index = KvIndexer(
-            IndexerConfig(block_tokens=config.block_tokens, capacity_blocks=config.index_blocks),
+            config.index,
             registry=registry,
             on_stored=self._outcomes.stored,
             on_link=self.watch.link,
         )
+        admission, self._flow = self._entrance(registry)
         self.router = Router(
             pods=self.pods,
-            tokenizers=tokenizers,
+            tokenizers=self._tokenizers,
             index=self.index,
-            ledger=self._ledger,
-            rates=self._rates,
-            cost=CostParameters(),
+            admission=admission,
+            scheduler=self._scheduler(),
             sink=self._outcomes,
-            random=random.Random(),
+            flow=self._flow,
+            traces=self._traces,
         )
         self.health = Health()
         pages = DebugPages(self.pods, self.index, self._ledger, self._rates, self.explain, self.health)
         self._listen(registry, pages)
         self._stopping = threading.Event()
+        self._reconciler = Reconciler(self._outcomes)
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
 
     @property
@@ -120,6 +154,8 @@ class RouterServer:
         self.index.start()
         self.watch.start(self._entries)
         self._housekeeper.start()
+        if self._flow is not None:
+            self._flow.start()
         self._grpc.start()
         self._grpc_health.start()
         self._debug.start()
@@ -135,12 +171,54 @@ class RouterServer:
     def close(self) -> None:
         """Ends everything; idempotent."""
         self._stop_housekeeping()
+        if self._flow is not None:
+            self._flow.close()
         for server in (self._grpc, self._grpc_health):
             # gRPC never ends a call whose message it could not read, and would wait for it for ever.
             server.stop(grace=0).wait(_STOP_S)
         self._debug.close()
         self.watch.close()
         self.index.close()
+        self._tokenizers.close()
+        if self._traces is not None:
+            self._traces.close()
+
+    def _entrance(self, registry: CollectorRegistry) -> tuple[Admission, FlowControl | None]:
+        """Who sheds requests: admission by priority, or flow control, which then does it alone."""
+        config, board = self._config, self.pods.board
+        priorities = dict(config.priorities) | dict(self._resources.priorities)
+        found = flow_of(config.picker, config.refresh_interval_s) if config.picker is not None else None
+        if found is None:
+            return Admission(AdmissionParameters(priorities=priorities), board), None
+        admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), board)
+        metrics = FlowMetrics(registry)
+        flow = FlowControl(*found, self.pods, metrics, priority_of=admission.priority_of)
+        metrics.watch(lambda: len(flow), lambda: flow.size_bytes, flow.saturation)
+        return admission, flow
+
+    def _scheduler(self) -> Scheduler:
+        config, sessions = self._config, None
+        if config.session_header or config.session_cookie:
+            parameters = SessionParameters(
+                config.session_header, config.session_cookie, stay_s=config.session_stay_s
+            )
+            sessions = Sessions(parameters)
+        random, ranker = np.random.default_rng(), None
+        if config.picker is not None and config.picker.picks:
+            ranker = build_pipeline(
+                config.picker,
+                block_tokens=config.index.block_tokens,
+                strict=config.compat == "strict",
+                random=random,
+            )
+        return Scheduler(
+            self.pods.board,
+            self._ledger,
+            random,
+            block_tokens=config.index.block_tokens,
+            sessions=sessions,
+            ranker=ranker,
+        )
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -151,15 +229,22 @@ class RouterServer:
 
     def _listen(self, registry: CollectorRegistry, pages: DebugPages) -> None:
         config = self._config
-        options = ExtProcOptions(
-            max_request_bytes=config.max_request_bytes,
-            fallback_endpoints=config.fallback_endpoints,
-            responses_full=config.responses_full,
+        gateway = GatewayPick(
+            self.router, self._metrics, config.fallback_endpoints, explains=config.explain_header
         )
-        ext_proc = ExtProcDoor(self.router, self._outcomes, self._metrics, options)
+        if config.compat == "off":
+            options = ExtProcOptions(config.max_request_bytes, config.responses_full)
+            ext_proc: Any = ExtProcDoor(gateway, self._outcomes, self._metrics, options)
+        else:
+            ext_proc = reference_door(
+                config, self._resources.rules, gateway, self._outcomes, self._metrics, self.pods
+            )
+        check = CheckDoor(gateway, self._metrics, config.max_request_bytes)
         picks = PickDoor(self.router, self._outcomes, self._metrics, self.pods)
         # The generated function has no types.
         add_picker: Any = endpoint_picker_pb2_grpc.add_EndpointPickerServicer_to_server
+        add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
+        explain = ExplainDoor(self.explain)
         access_log = AccessLogDoor(self._outcomes, self._metrics, self.watch.distrust)
         self._grpc, self._grpc_port = listen(
             "--grpc-port",
@@ -173,11 +258,20 @@ class RouterServer:
                 lambda server: external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
                     ext_proc, server
                 ),
+                check.add_to,
                 lambda server: add_picker(picks, server),
+                lambda server: add_explain(explain, server),
                 access_log.add_to,
                 self.health.add_to,
             ),
-            service_names=(EXT_PROC_SERVICE, PICK_SERVICE, ACCESS_LOG_SERVICE, "grpc.health.v1.Health"),
+            service_names=(
+                EXT_PROC_SERVICE,
+                CHECK_SERVICE,
+                PICK_SERVICE,
+                EXPLAIN_SERVICE,
+                ACCESS_LOG_SERVICE,
+                "grpc.health.v1.Health",
+            ),
         )
         self._grpc_health, self._health_port = listen(
             "--grpc-health-port",
@@ -192,7 +286,9 @@ class RouterServer:
 
     def _keep_house(self) -> None:
         while not self._stopping.wait(_HOUSEKEEPING_S):
-            self._outcomes.expire(time.monotonic())
+            now_s = time.monotonic()
+            self._outcomes.expire(now_s)
+            self._reconciler.look(self.pods.snapshot(), now_s)
             if not self.health.ready and self._synced():
                 self.health.set_ready(True)
                 _log.info("ready")
@@ -213,7 +309,10 @@ class RouterServer:
 
     def _follow(self, streams: Iterable[PodStream]) -> None:
         self.index.follow(streams)
-        self._rates.keep(self.pods.snapshot().keys())
+
+    def _forget_others(self, pods: Collection[str]) -> None:
+        self._rates.keep(pods)
+        self._metrics.keep(pods)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,9 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             level=logging.DEBUG if flags.v > 0 else logging.INFO,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        return _serve(RouterServer(config))
+        stop = StopSignals()
+        return _serve(RouterServer(config), stop)
     except ConfigError as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
         return 2
@@ -235,11 +333,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _serve(server: RouterServer) -> int:
+def _serve(server: RouterServer, stop: StopSignals) -> int:
     server.start()
-    signal.sigwait(_STOP_SIGNALS)
+    _calm_collector()
+    stop.wait()
     _log.info("draining")
     server.drain()
     server.close()
     _log.info("ended")
     return 0
+
+
+def _calm_collector() -> None:
+    """Lets Python's cycle collector look less often, and never at what lives as long as the process."""
+    # Requests leave no cycles behind; what is looked for is only what went wrong.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)

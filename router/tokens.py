@@ -1,124 +1,182 @@
 """A request's prompts as the engine's own token ids, or the reason why they are not known.
 
-Knows which model has which tokenizer; knows nothing of pods or keys. Never fails a request for its own lack:
-routing then goes by load alone, and says why.
+Knows which model has which tokenizer and how long a pick may wait for it; knows nothing of pods or keys.
+Never fails a request for its own lack: routing then goes by load alone, and says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from router.errors import ConfigError, RequestError
+from router.errors import RequestError, TokenizerUnavailableError
+from router.pods import Pod
+from router.prompt_tokens import LONGER_THAN_CONTEXT, PromptTokens, begin, given, refused, unknown
 from router.request import RequestKind, RouteRequest
-from tokenization import (
-    PromptError,
-    PromptTokenizer,
-    PromptTooLongError,
-    TokenizerLoadError,
-    UnsupportedPromptError,
-)
-from tokenization.openai_prompts import chat_prompt, completion_prompts
+from router.tokenizer_pool import PoolFullError, TokenizerPool
+from router.tokenizer_sources import RemoteTokenizer, open_source
+from tokenization import PromptError, PromptTokenizer
+from tokenization.openai_prompts import PromptLimits
+
+__all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
 
 _log = logging.getLogger(__name__)
 
-LONGER_THAN_CONTEXT = "longer_than_context"
-"""Why a prompt that every engine will refuse is routed by load alone."""
-
-_BYTES_PER_TOKEN = 4
-_TOKEN_ID_MAX = 2**32 - 1
+# About what the tokenizer library does alone; encoding at once may take a tenth of the deadline by that.
+_CHARS_PER_S = 1_500_000
+_INLINE_SHARE = 0.1
+# Reading and rendering so much takes a few milliseconds; templates write out tools in slow ways.
+_INLINE_BODY_BYTES = 1 << 20
+_INLINE_TOOLS_BODY_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """What is known of a request's prompts.
+class TokenizeOptions:
+    """How long a pick may wait for its tokens, and what goes on at once.
 
     Attributes:
-        prompts: Token ids of every prompt (a completions request may hold several); empty when unknown.
-        total: Number of prompt tokens, estimated from the body's size when unknown.
-        degraded: Why the ids are not known; None when they are.
+        deadline_s: Later than this the request is picked by load alone.
+        threads: Prompts tokenized at once, beside those that are known or short.
+        waiting_max: Prompts that may wait for one of these threads.
     """
 
-    prompts: tuple[list[int], ...]
-    total: int
-    degraded: str | None = None
+    deadline_s: float = 0.05
+    threads: int = 2
+    waiting_max: int = 64
 
 
 class TokenizerRegistry:
-    """Tokenizers by base model name."""
+    """Tokenizers by base model; safe to call from any thread.
 
-    def __init__(self, tokenizers: Mapping[str, PromptTokenizer]) -> None:
+    Args:
+        tokenizers: Those in this process.
+        remotes: Those elsewhere.
+        options: Deadline and bounds.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Mapping[str, PromptTokenizer],
+        remotes: Mapping[str, RemoteTokenizer] | None = None,
+        options: TokenizeOptions | None = None,
+    ) -> None:
         self._tokenizers = dict(tokenizers)
+        self._remotes = dict(remotes or {})
+        self._options = options or TokenizeOptions()
+        self._inline_chars = int(_INLINE_SHARE * self._options.deadline_s * _CHARS_PER_S)
+        self._pool = TokenizerPool(self._options.threads, self._options.waiting_max)
+        self._missed: set[str] = set()
 
     @classmethod
-    def load(cls, directories: Mapping[str, Path]) -> TokenizerRegistry:
-        """Loads one tokenizer directory per model.
+    def load(
+        cls, sources: Mapping[str, Path | str], options: TokenizeOptions | None = None
+    ) -> TokenizerRegistry:
+        """Opens the tokenizer of every base model; see `tokenizer_sources` for what may be named.
 
         Raises:
-            ConfigError: A directory holds no usable tokenizer.
+            ConfigError: A source is misspelled or cannot be used.
         """
-        tokenizers = {}
-        for model, directory in directories.items():
-            try:
-                tokenizers[model] = PromptTokenizer.from_directory(directory)
-            except TokenizerLoadError as error:
-                raise ConfigError(f"--tokenizer {model}={directory}: {error}") from error
-        return cls(tokenizers)
+        tokenizers: dict[str, PromptTokenizer] = {}
+        remotes: dict[str, RemoteTokenizer] = {}
+        for model, source in sources.items():
+            opened = open_source(model, str(source))
+            if isinstance(opened, PromptTokenizer):
+                tokenizers[model] = opened
+            else:
+                remotes[model] = opened
+        return cls(tokenizers, remotes, options)
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        self._pool.close()
+        for remote in self._remotes.values():
+            remote.close()
 
     def prompt_tokens(
-        self, request: RouteRequest, base_model: str | None, context_tokens: int | None = None
+        self,
+        request: RouteRequest,
+        base_model: str | None,
+        context_tokens: int | None = None,
+        pods: Sequence[Pod] = (),
     ) -> PromptTokens:
-        """Tokenizes a request.
+        """Tokenizes a request, or tells within the deadline why not.
 
         Args:
+            request: The request.
             base_model: The base of the request's model, whose tokenizer its adapters share.
             context_tokens: Longest prompt that any pod takes; longer text is not encoded. None: unknown.
+            pods: Pods that serve the model, which may be asked for its tokens.
 
         Raises:
             RequestError: 400, when the prompt is not what the API allows.
         """
         if request.kind is RequestKind.PASSTHROUGH:
-            return _unknown(request, "passthrough")
-        if (given := _given_ids(request)) is not None:
-            return _known(given)
-        tokenizer = self._tokenizers.get(base_model or "")
-        if tokenizer is None:
-            return _unknown(request, "no_tokenizer")
-        chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
+            return unknown(request, "passthrough")
+        if (ids := given(request)) is not None:
+            return ids
         try:
-            if request.kind is RequestKind.CHAT:
-                return _known((chat_prompt(request.body, tokenizer, chars_max=chars_max),))
-            return _known(tuple(completion_prompts(request.body, tokenizer, chars_max=chars_max)))
-        except PromptTooLongError:
-            return _unknown(request, LONGER_THAN_CONTEXT)
-        except UnsupportedPromptError:
-            return _unknown(request, "unsupported_prompt")
+            if (tokenizer := self._tokenizers.get(base_model or "")) is not None:
+                return self._local(request, tokenizer, context_tokens)
+            if (remote := self._remotes.get(base_model or "")) is not None:
+                tokens = self._remote(request, remote, context_tokens, pods)
+                self._missed.discard(base_model or "")
+                return tokens
+            return unknown(request, "no_tokenizer")
         except PromptError as error:
-            raise RequestError(400, str(error), error.param) from error
+            return refused(request, error)
+        except RequestError:
+            raise
+        except TimeoutError:
+            return unknown(request, "tokenize_deadline")
+        except PoolFullError:
+            return unknown(request, "tokenize_queue_full")
+        except TokenizerUnavailableError as error:
+            self._miss(base_model or "", error)
+            return unknown(request, "tokenizer_unavailable")
         except Exception:
             # Whatever a tokenizer trips over must cost this request its cache, not its answer.
             _log.debug("request %s cannot be tokenized", request.request_id, exc_info=True)
-            return _unknown(request, "tokenize_error")
+            return unknown(request, "tokenize_error")
 
+    def _local(
+        self, request: RouteRequest, tokenizer: PromptTokenizer, context_tokens: int | None
+    ) -> PromptTokens:
+        """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
+        started_s = time.monotonic()
+        chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
+        limits = PromptLimits(chars_max, context_tokens)
+        tools = request.body.get("tools") or request.body.get("documents")
+        if request.body_bytes > (_INLINE_TOOLS_BODY_BYTES if tools else _INLINE_BODY_BYTES):
+            return self._pool.run(
+                lambda: begin(request, tokenizer, limits).tokens(), self._options.deadline_s
+            )
+        begun = begin(request, tokenizer, limits)
+        if begun.missing_chars <= self._inline_chars:
+            return begun.tokens()
+        left_s = self._options.deadline_s - (time.monotonic() - started_s)
+        return self._pool.run(begun.tokens, max(0.0, left_s))
 
-def _given_ids(request: RouteRequest) -> tuple[list[int], ...] | None:
-    """The ids of a completions prompt that is given as ids, which needs no tokenizer."""
-    prompt = request.body.get("prompt") if request.kind is RequestKind.COMPLETIONS else None
-    if not isinstance(prompt, list) or not prompt:
-        return None
-    prompts = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
-    for ids in prompts:
-        if not all(type(item) is int and 0 <= item <= _TOKEN_ID_MAX for item in ids):
-            return None
-    return tuple(cast("list[list[int]]", prompts))
+    def _remote(
+        self,
+        request: RouteRequest,
+        remote: RemoteTokenizer,
+        context_tokens: int | None,
+        pods: Sequence[Pod],
+    ) -> PromptTokens:
+        timeout_s = self._options.deadline_s
+        if remote.keeps_deadline:
+            return remote.prompt_tokens(request, context_tokens, pods, timeout_s)
+        return self._pool.run(
+            lambda: remote.prompt_tokens(request, context_tokens, pods, timeout_s), timeout_s
+        )
 
-
-def _known(prompts: tuple[list[int], ...]) -> PromptTokens:
-    return PromptTokens(prompts, sum(map(len, prompts)))
-
-
-def _unknown(request: RouteRequest, reason: str) -> PromptTokens:
-    return PromptTokens((), request.body_bytes // _BYTES_PER_TOKEN, reason)
+    def _miss(self, model: str, error: TokenizerUnavailableError) -> None:
+        """Tells of the first of several requests that get no answer; all are counted by their reason."""
+        if model not in self._missed:
+            self._missed.add(model)
+            _log.warning(
+                "no tokens for the model %s, its requests are picked by load alone: %s", model, error
+            )

@@ -59,7 +59,7 @@ class EndpointPickerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportOutcome(self, request, context):
-        """Tells how a picked request went on, so that its load is known. Unknown ids are answered known=false.
+        """Tells how a picked request went on, so that its load is known. Said again, it changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +133,82 @@ class EndpointPicker:
             '/kvroute.v1.EndpointPicker/ReportOutcome',
             router_dot___pb_dot_endpoint__picker__pb2.ReportOutcomeRequest.SerializeToString,
             router_dot___pb_dot_endpoint__picker__pb2.ReportOutcomeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class DecisionLogStub:
+    """Why requests went where they went: the last decisions with their grounds, put into words when asked for.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Explain = channel.unary_unary(
+                '/kvroute.v1.DecisionLog/Explain',
+                request_serializer=router_dot___pb_dot_endpoint__picker__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=router_dot___pb_dot_endpoint__picker__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+
+
+class DecisionLogServicer:
+    """Why requests went where they went: the last decisions with their grounds, put into words when asked for.
+    """
+
+    def Explain(self, request, context):
+        """Answers the newest first. No decision of that id is known any more: none are answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DecisionLogServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=router_dot___pb_dot_endpoint__picker__pb2.ExplainRequest.FromString,
+                    response_serializer=router_dot___pb_dot_endpoint__picker__pb2.ExplainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvroute.v1.DecisionLog', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvroute.v1.DecisionLog', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DecisionLog:
+    """Why requests went where they went: the last decisions with their grounds, put into words when asked for.
+    """
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvroute.v1.DecisionLog/Explain',
+            router_dot___pb_dot_endpoint__picker__pb2.ExplainRequest.SerializeToString,
+            router_dot___pb_dot_endpoint__picker__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,7 @@
 """The Envoy configuration of the local stack: addresses in, a bootstrap (as a JSON-like dict) out.
 
-Two listeners: the gateway, where ext_proc asks the router for a pod, and a round-robin one for contrast.
-Knows nothing of processes or files.
+Two listeners: the gateway, where ext_authz (`check`) or ext_proc asks the router for a pod, and a round-robin
+one for contrast. Knows nothing of processes or files.
 """
 
 from __future__ import annotations
@@ -20,30 +20,43 @@ _PROCESSING_S = "30s"
 _ACCESS_LOG_FLUSH_S = "0.05s"
 _UNLIMITED = 1_000_000_000
 
+Door = Literal["check", "ext_proc"]
+
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
     """What the configuration depends on; all addresses are (host, port).
 
     Attributes:
-        responses: "skip" leaves responses to Envoy, "full" streams them through the router as well.
+        door: "check" asks once with the whole body; "ext_proc" streams, as Gateway API gateways do.
+        responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
+            well.
+        max_request_bytes: The router's limit; Envoy answers larger bodies with 413.
+        failure_mode_allow: While the router is away: False answers 5xx, True (check only) sends requests
+            round-robin. A body that was streamed to ext_proc cannot be had back.
     """
 
     gateway: tuple[str, int]
     router_grpc: tuple[str, int]
     pods: Sequence[tuple[str, int]]
     round_robin: tuple[str, int] | None = None
+    door: Door = "check"
     responses: Literal["skip", "full"] = "skip"
+    max_request_bytes: int = 8 << 20
+    failure_mode_allow: bool = False
 
 
 def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     """Builds the bootstrap configuration (Envoy v3 API, written for 1.40)."""
-    listeners = [
-        _listener("gateway", settings.gateway, "picked_pod", _gateway_filters(settings), _access_log())
-    ]
+    round_robin = {"cluster": "round_robin", "timeout": "0s"}
+    routes = _gateway_routes(round_robin if settings.failure_mode_allow else None)
+    door = _check_filter(settings) if settings.door == "check" else _ext_proc_filter(settings)
+    listeners = [_listener("gateway", settings.gateway, routes, [door], _access_log())]
     clusters = [_original_dst_cluster(), _router_cluster(settings.router_grpc)]
     if settings.round_robin is not None:
-        listeners.append(_listener("round_robin", settings.round_robin, "round_robin", [], []))
+        routes = [{"match": {"prefix": "/"}, "route": round_robin}]
+        listeners.append(_listener("round_robin", settings.round_robin, routes, [], []))
+    if settings.round_robin is not None or settings.failure_mode_allow:
         clusters.append(_round_robin_cluster(settings.pods))
     return {
         "node": {"id": "kvroute-local", "cluster": "kvroute"},
@@ -51,34 +64,66 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     }
 
 
-def _gateway_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    full = settings.responses == "full"
-    return [
-        {
-            "name": "envoy.filters.http.ext_proc",
-            "typed_config": {
-                "@type": f"{_API}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-                "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
-                # ORIGINAL_DST has no other pod to offer, so a request without a pick can only fail.
-                "failure_mode_allow": False,
-                "message_timeout": _PROCESSING_S,
-                "processing_mode": {
-                    "request_header_mode": "SEND",
-                    "request_body_mode": "FULL_DUPLEX_STREAMED",
-                    "request_trailer_mode": "SEND",
-                    "response_header_mode": "SEND" if full else "SKIP",
-                    "response_body_mode": "FULL_DUPLEX_STREAMED" if full else "NONE",
-                    "response_trailer_mode": "SEND" if full else "SKIP",
-                },
+def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
+    return {
+        "name": "envoy.filters.http.ext_authz",
+        "typed_config": {
+            "@type": f"{_API}.extensions.filters.http.ext_authz.v3.ExtAuthz",
+            "transport_api_version": "V3",
+            "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
+            "failure_mode_allow": settings.failure_mode_allow,
+            "status_on_error": {"code": "ServiceUnavailable"},
+            "with_request_body": {
+                "max_request_bytes": settings.max_request_bytes,
+                # A part of a prompt would be routed as if it were the whole.
+                "allow_partial_message": False,
+                "pack_as_bytes": True,
             },
-        }
+            "clear_route_cache": True,
+            "metadata_context_namespaces": ["envoy.lb.subset_hint"],
+        },
+    }
+
+
+def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
+    full = settings.responses == "full"
+    return {
+        "name": "envoy.filters.http.ext_proc",
+        "typed_config": {
+            "@type": f"{_API}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+            "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
+            "failure_mode_allow": False,
+            "message_timeout": _PROCESSING_S,
+            "processing_mode": {
+                "request_header_mode": "SEND",
+                "request_body_mode": "FULL_DUPLEX_STREAMED",
+                "request_trailer_mode": "SEND",
+                "response_header_mode": "SEND" if full else "SKIP",
+                "response_body_mode": "FULL_DUPLEX_STREAMED" if full else "NONE",
+                "response_trailer_mode": "SEND" if full else "SKIP",
+            },
+        },
+    }
+
+
+def _gateway_routes(unpicked: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Requests go to the pod that the router has set; `unpicked` is where others go, if anywhere."""
+    # A generation may take minutes: its client, not the route, says when to give up.
+    picked = {"cluster": "picked_pod", "timeout": "0s"}
+    if unpicked is None:
+        # ORIGINAL_DST has no other pod to offer, so a request without a pick can only fail.
+        return [{"match": {"prefix": "/"}, "route": picked}]
+    has_pod = {"name": DESTINATION_HEADER, "present_match": True}
+    return [
+        {"match": {"prefix": "/", "headers": [has_pod]}, "route": picked},
+        {"match": {"prefix": "/"}, "route": unpicked},
     ]
 
 
 def _listener(
     name: str,
     address: tuple[str, int],
-    cluster: str,
+    routes: list[dict[str, Any]],
     filters: list[dict[str, Any]],
     access_log: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -90,6 +135,9 @@ def _listener(
         "generate_request_id": True,
         "always_set_request_id_in_response": True,
         "stream_idle_timeout": "300s",
+        # Only the router may name a pod.
+        "early_header_mutation_extensions": [_without_header(DESTINATION_HEADER)],
+        "local_reply_config": {"mappers": [_too_large_reply()]},
         "http_filters": [
             *filters,
             {
@@ -105,14 +153,38 @@ def _listener(
                     "response_headers_to_add": [
                         {"header": {"key": POD_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
                     ],
-                    # A generation may take minutes: its client, not the route, says when to give up.
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": cluster, "timeout": "0s"}}],
+                    "routes": routes,
                 }
             ]
         },
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {"name": name, "address": _address(address), "filter_chains": [chain]}
+
+
+def _without_header(name: str) -> dict[str, Any]:
+    return {
+        "name": "envoy.http.early_header_mutation.header_mutation",
+        "typed_config": {
+            "@type": f"{_API}.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
+            "mutations": [{"remove": name}],
+        },
+    }
+
+
+def _too_large_reply() -> dict[str, Any]:
+    """Envoy's own 413 in OpenAI's form."""
+    error = {
+        "message": "the request body is larger than this gateway's limit",
+        "type": "RequestEntityTooLargeError",
+        "param": None,
+        "code": 413,
+    }
+    status = {"comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "unused"}}}
+    return {
+        "filter": {"status_code_filter": status},
+        "body_format_override": {"json_format": {"error": error}},
+    }
 
 
 def _access_log() -> list[dict[str, Any]]:

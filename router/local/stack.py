@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL
-from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.envoy_config import Door, EnvoySettings, bootstrap
 from router.local.errors import LocalStackError
 
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"
-REPLICAS_MAX = 64
+REPLICAS_MAX = 100
 # Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay.
 _POD_HTTP, _POD_EVENTS, _POD_REPLAY = 100, 200, 300
 
@@ -32,13 +32,16 @@ class StackOptions:
     Attributes:
         port: Of the gateway; the round-robin listener and the inner ports follow from `base_port`.
         model: "kvroute-tiny" or a Hugging Face checkpoint directory.
+        door: How Envoy asks the router; see EnvoySettings, as for the two below.
     """
 
     replicas: int = 2
     port: int = 8080
     base_port: int = 18000
     model: str = TINY_MODEL
+    door: Door = "check"
     responses: Literal["skip", "full"] = "skip"
+    failure_mode_allow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,10 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     base = options.base_port
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_REPLAY - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
+    if options.responses == "full" and options.door != "ext_proc":
+        raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
+    if options.failure_mode_allow and options.door != "check":
+        raise LocalStackError("--failure-mode-allow needs --door check: what ext_proc streamed is lost")
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin = base, base + 1, base + 2, base + 3
     numbers = range(1, options.replicas + 1)
@@ -95,7 +102,9 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         router_grpc=(HOST, grpc),
         pods=pods,
         round_robin=(HOST, round_robin),
+        door=options.door,
         responses=options.responses,
+        failure_mode_allow=options.failure_mode_allow,
     )
     children = [_model_server(options, number, model_name) for number in numbers]
     children.append(_router(options, directory, model_name, (grpc, health, metrics)))

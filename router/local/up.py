@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         port=arguments.port,
         base_port=arguments.base_port,
         model=arguments.model,
+        door=arguments.door,
         responses=arguments.responses,
+        failure_mode_allow=arguments.failure_mode_allow,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -73,10 +75,21 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="kvroute-tiny", help="kvroute-tiny, or a Hugging Face checkpoint directory"
     )
     parser.add_argument(
+        "--door",
+        choices=("check", "ext_proc"),
+        default="check",
+        help="check: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask",
+    )
+    parser.add_argument(
         "--responses",
         choices=("skip", "full"),
         default="skip",
         help="skip: responses do not pass through the router; full: ext_proc sees both phases",
+    )
+    parser.add_argument(
+        "--failure-mode-allow",
+        action="store_true",
+        help="while the router is away, send requests round-robin instead of answering 503 (check only)",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--demo-only", action="store_true", help="end after the demonstration")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.events import AllBlocksCleared, BlockRemoved, KVEvent
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput
 from model_server.scheduler import Chunk
 
 VOCAB_SIZE = 50
@@ -30,7 +30,7 @@ class CheckingRunner:
         self.chunks: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
 
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         """Write all slots of the step, then read each sampling request's whole context."""
         self.chunks.append([(chunk.live.request_id, chunk.start, chunk.length) for chunk in chunks])
         if self.fail_next:
@@ -41,12 +41,12 @@ class CheckingRunner:
                 token = chunk.live.token_ids[position]
                 before = self._read(chunk, position - 1) if position else ()
                 self._slots[self._slot(chunk, position)] = (*before, token)
-        tokens: dict[str, int] = {}
+        tokens: dict[str, ChosenToken] = {}
         for chunk in chunks:
             if chunk.samples:
                 text = self._read(chunk, chunk.stop - 1)
                 assert list(text) == chunk.live.token_ids, "the KV is not that of the request's tokens"
-                tokens[chunk.live.request_id] = next_token(text)
+                tokens[chunk.live.request_id] = ChosenToken(next_token(text))
         return tokens
 
     def _slot(self, chunk: Chunk, position: int) -> int:

@@ -15,6 +15,7 @@ import urllib3
 from router.config import RouterConfig
 from router.server import RouterServer
 
+STREAM_PIECE_BYTES = 700
 METRICS = """vllm:num_requests_waiting{engine="0"} 0.0
 vllm:num_requests_running{engine="0"} 0.0
 vllm:kv_cache_usage_perc{engine="0"} 0.5
@@ -28,16 +29,19 @@ class FakePod:
     Attributes:
         healthy: Whether /health says so.
         may_answer: While cleared, nothing is answered.
+        may_finish: While cleared, answers to POSTs are begun and not ended.
         models: Ids on /v1/models, as (id, parent).
         seen: Headers of the posted requests.
         bodies: Their bodies.
-        answer: What a POST is answered.
+        answer: What a POST is answered; one that asks for a stream gets it as events in pieces.
     """
 
     def __init__(self, port: int = 0) -> None:
         self.healthy = True
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.may_finish = threading.Event()
+        self.may_finish.set()
         self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
@@ -57,6 +61,7 @@ class FakePod:
     def stop(self) -> None:
         """Dies: the port is closed."""
         self.may_answer.set()
+        self.may_finish.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -145,7 +150,23 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             pod.bodies.append(self._body())
             pod.seen.append({name.lower(): value for name, value in self.headers.items()})
-            self._answer(200, pod.answer)
+            if b'"stream": true' in pod.bodies[-1] or not pod.may_finish.is_set():
+                self._stream(pod.answer)
+            else:
+                self._answer(200, pod.answer)
+
+        def _stream(self, data: bytes) -> None:
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("connection", "close")
+            self.end_headers()
+            for start in range(0, len(data), STREAM_PIECE_BYTES):
+                piece = data[start : start + STREAM_PIECE_BYTES]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                pod.may_finish.wait()
+            self.wfile.write(b"0\r\n\r\n")
+            self.close_connection = True
 
         def _body(self) -> bytes:
             if self.headers.get("transfer-encoding") != "chunked":

@@ -103,7 +103,8 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     block = engine._pool.find(_first_digest(item))
     assert block is not None
     assert isinstance(engine._runner, TorchRunner)
-    engine._runner.attention.values[0][block.block_id] += 1.0
+    for tensor in engine._runner.attention.block_tensors():
+        tensor[block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 
 

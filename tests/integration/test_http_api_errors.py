@@ -26,6 +26,7 @@ from tests.integration.model_server_support import (
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT_TOKENS = 256
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +81,25 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5000]}, 400, "stop_token_ids"),
         (COMPLETIONS, {"prompt": "x", "stream": "yes"}, 400, "stream"),
         (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-        (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo"),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 0}, 400, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 0}, 400, "echo"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"4096": 1}}, 400, "logit_bias"),
+        (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, 400, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {}}, 400, "structured_outputs"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "response_format": {"type": "json_object"}, "ignore_eos": True},
+            400,
+            "ignore_eos",
+        ),
         (COMPLETIONS, {"prompt": "x", "cache_salt": ""}, 400, "cache_salt"),
         (CHAT, {}, 400, "messages"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, 400, "messages[0].content"),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True}, 400, "logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, 400, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format"),
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, None),
@@ -256,6 +269,12 @@ FIELDS = [
     "continue_final_message",
     "chat_template_kwargs",
     "response_format",
+    "structured_outputs",
+    "logit_bias",
+    "allowed_token_ids",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_logprobs",
 ]
 GOOD = st.fixed_dictionaries(
     {"prompt": st.text(max_size=20) | st.lists(st.integers(0, 4095), max_size=5)},
@@ -276,6 +295,14 @@ GOOD = st.fixed_dictionaries(
         "stream": st.booleans(),
         "min_tokens": st.integers(0, 3),
         "cache_salt": st.text(max_size=3),
+        "echo": st.booleans(),
+        "presence_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(1e-3, 1e3),
+        "logit_bias": st.dictionaries(st.integers(0, 4095).map(str), st.floats(-100, 100), max_size=3),
+        "allowed_token_ids": st.lists(st.integers(0, 4095), min_size=1, max_size=3),
+        "structured_outputs": st.fixed_dictionaries(
+            {}, optional={"regex": st.text(max_size=6), "choice": st.lists(st.text(max_size=4), max_size=2)}
+        ),
     },
 )
 

@@ -1,4 +1,4 @@
-"""The router behind a real Envoy over fake pods: both response modes, forgeries, large bodies, lost pods."""
+"""The router behind a real Envoy over fake pods: each door and response mode, forgeries, lost peers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ from tests.integration.router_server_support import (
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
+Mode = Literal["check", "ext_proc skip", "ext_proc full"]
 BODY = {"model": TINY, "prompt": "hello " * 100}
 
 
 class Gateway:
     """A running Envoy in front of a router."""
 
-    def __init__(self, port: int, router: RouterServer, pods: list[FakePod]) -> None:
+    def __init__(
+        self, port: int, router: RouterServer, pods: list[FakePod], envoy: subprocess.Popen[bytes]
+    ) -> None:
+        self.address = ("127.0.0.1", port)
+        self.envoy = envoy
         self._url = f"http://127.0.0.1:{port}"
         self._http = urllib3.PoolManager(maxsize=64, retries=False, timeout=30)
         self.router = router
@@ -57,8 +62,9 @@ class Gateway:
 
 
 @contextmanager
-def gateway(directory: Path, responses: Literal["skip", "full"], **settings: Any) -> Iterator[Gateway]:
+def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings: Any) -> Iterator[Gateway]:
     """Two fake pods, a router and an Envoy."""
+    responses: Literal["skip", "full"] = "full" if mode == "ext_proc full" else "skip"
     with fake_pods(2) as pods:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
         with running_router(pods_file, responses_full=responses == "full", **settings) as router:
@@ -68,15 +74,17 @@ def gateway(directory: Path, responses: Literal["skip", "full"], **settings: Any
                 gateway=("127.0.0.1", port),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
                 pods=[("127.0.0.1", pod.port) for pod in pods],
+                door="check" if mode == "check" else "ext_proc",
                 responses=responses,
+                failure_mode_allow=fail_open,
             )
-            with _envoy(directory, envoy_settings, port):
-                yield Gateway(port, router, pods)
+            with _envoy(directory, envoy_settings, port) as envoy:
+                yield Gateway(port, router, pods, envoy)
 
 
-@pytest.fixture(params=["skip", "full"])
+@pytest.fixture(params=["check", "ext_proc skip", "ext_proc full"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
-    """A gateway in each response mode."""
+    """A gateway with each door and response mode."""
     with gateway(tmp_path, request.param) as running:
         yield running
 
@@ -125,22 +133,69 @@ def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
     assert served.post(b"anything", path="/tokenize").status == 200
 
 
-def test_parallel_requests_are_neither_cut_nor_lost(served: Gateway) -> None:
-    """Of 300 requests from 32 clients every response is whole and every ledger entry ends."""
+def test_parallel_responses_are_neither_cut_nor_lost(served: Gateway) -> None:
+    """Of 1,500 plain and streamed responses to 64 clients each is whole, and every ledger entry ends."""
+    answer = json.dumps({"text": "x" * 20_000}).encode()
     for pod in served.pods:
-        pod.answer = json.dumps({"text": "x" * 50_000}).encode()
+        pod.answer = answer
 
-    def one(number: int) -> int:
-        return len(served.post({**BODY, "prompt": f"{number} hello"}).json()["text"])
+    def one(number: int) -> bytes:
+        return served.post({**BODY, "prompt": f"{number} hello", "stream": number % 3 > 0}).data
 
-    with ThreadPoolExecutor(32) as pool:
-        assert set(pool.map(one, range(300))) == {50_000}
+    with ThreadPoolExecutor(64) as pool:
+        assert set(pool.map(one, range(1500))) == {answer}
     wait_until(lambda: served.router.requests_in_flight == 0, "all requests' ends")
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(served: Gateway) -> None:
+    """A request whose client disconnects in the middle of the answer ends as failed."""
+    for pod in served.pods:
+        pod.may_finish.clear()
+    with socket.create_connection(served.address) as client:
+        client.sendall(_request({**BODY, "stream": True}))
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert served.router.requests_in_flight == 1
+    wait_until(lambda: served.router.requests_in_flight == 0, "the request's end")
+    (record,) = served.router.explain.latest(1)
+    assert record["end"]["failed"] is True
+
+
+def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
+    """Nobody tells of a killed Envoy's requests; the engines' own counts show that they are over."""
+    for pod in served.pods:
+        pod.may_finish.clear()
+    with socket.create_connection(served.address) as client:
+        client.sendall(_request({**BODY, "stream": True}))
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        served.envoy.kill()
+        served.envoy.wait()
+    wait_until(lambda: served.router.requests_in_flight == 0, "the engines' counts")
+    (record,) = served.router.explain.latest(1)
+    assert record["end"]["source"] in ("scrape", "response")
+
+
+@pytest.mark.parametrize(
+    ("mode", "fail_open"),
+    [("check", False), ("check", True), ("ext_proc skip", False), ("ext_proc full", False)],
+)
+def test_while_the_router_is_away_envoy_refuses_or_balances(
+    tmp_path: Path, mode: Mode, fail_open: bool
+) -> None:
+    """Without a router requests fail with 5xx, or go round-robin where allowed; forged pods are never used."""
+    with gateway(tmp_path, mode, fail_open=fail_open) as served:
+        assert served.post(BODY).status == 200
+        served.router.close()
+        answers = [served.post(BODY, x_gateway_destination_endpoint="127.0.0.1:1") for _ in range(4)]
+        if fail_open:
+            assert {answer.status for answer in answers} == {200}
+            assert len({answer.headers["x-kvroute-pod"] for answer in answers}) == 2
+        else:
+            assert {answer.status for answer in answers} <= {500, 503}
 
 
 def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
     """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
-    with gateway(tmp_path, "skip", refresh_interval_s=3600.0) as served:
+    with gateway(tmp_path, "check", refresh_interval_s=3600.0) as served:
         one, two = served.pods
         one.stop()
         answers = [served.post({**BODY, "prompt": f"{n} hello"}).status for n in range(20)]
@@ -150,17 +205,24 @@ def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[None]:
+def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[subprocess.Popen[bytes]]:
     config = directory / "envoy.json"
     config.write_text(json.dumps(bootstrap(settings)))
     command = [envoy_command(), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
             wait_until(lambda: _listens(port), "Envoy")
-            yield
+            yield process
         finally:
             process.terminate()
             process.wait(10)
+
+
+def _request(body: object) -> bytes:
+    """A POST as bytes, for clients that do not stay."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
 
 
 def _listens(port: int) -> bool:

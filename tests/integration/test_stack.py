@@ -20,10 +20,11 @@ MODEL = "kvroute-tiny"
 BLOCK_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=["skip", "full"])
+@pytest.fixture(scope="module", params=[("check", "skip"), ("ext_proc", "skip"), ("ext_proc", "full")])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Two model servers, the router and Envoy, in each response mode."""
-    with running_stack(tmp_path_factory.mktemp("stack"), responses=request.param) as running:
+    """Two model servers, the router and Envoy, with each door and response mode."""
+    door, responses = request.param
+    with running_stack(tmp_path_factory.mktemp("stack"), door=door, responses=responses) as running:
         yield running
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
-from indexer import PodMatch, StreamState
+from indexer import PodMatches, StreamState
+from indexer.index import MatchTable
+from indexer.keys import Keys, Tokens
 from indexer.pods_file import PodEntry
-from router.cost import CostParameters
+from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
+from router.admission import Admission, AdmissionParameters
 from router.explain import Explain
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
@@ -19,7 +23,10 @@ from router.pods import Pod, PodSet, ServedModels
 from router.rates import PrefillRates, RateParameters
 from router.request import RequestKind, RouteRequest
 from router.route import Router
+from router.schedule import Scheduler
+from router.sessions import Sessions
 from router.tokens import TokenizerRegistry
+from router.traces import Traces
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TINY = "kvroute-tiny"
@@ -43,56 +50,70 @@ class PlainIndex:
     """The indexer's seam over plain sets; `hold` is what a test's pods announce."""
 
     block_tokens = 16
+    tiers = Tiers()
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
-        self.speculative: dict[str, tuple[str, Sequence[int]]] = {}
+        self.speculative: dict[str, tuple[str, set[int]]] = {}
         self.settled: list[str] = []
+        self.lost: list[str] = []
         self.state = StreamState.EXACT
 
     def block_keys(
         self,
         model: str,
-        token_ids: Sequence[int],
+        token_ids: Tokens,
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
-    ) -> list[int]:
+    ) -> Keys:
         """Chained hashes of full blocks."""
         keys, parent = [], hash((model, lora_name, cache_salt))
         for start in range(0, len(token_ids) - self.block_tokens + 1, self.block_tokens):
-            parent = hash((parent, *token_ids[start : start + self.block_tokens]))
+            parent = hash((parent, *map(int, token_ids[start : start + self.block_tokens])))
             keys.append(parent)
-        return keys
+        return np.array(keys, np.int64).view(np.uint64)
 
-    def hold(self, pod: str, keys: Sequence[int], *, host: bool = False) -> None:
+    def hold(self, pod: str, keys: Keys, *, host: bool = False) -> None:
         """The pod has these blocks."""
-        (self.host if host else self.held).setdefault(pod, set()).update(keys)
+        (self.host if host else self.held).setdefault(pod, set()).update(keys.tolist())
 
-    def match(self, keys: Sequence[int], pods: Collection[str]) -> dict[str, PodMatch]:
+    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
         """Longest unbroken prefix per pod."""
-        return {pod: self._match(keys, pod) for pod in pods}
+        rows = {pod: row for row, pod in enumerate(sorted(pods))}
+        by_tier = np.zeros((len(rows), len(self.tiers.names)), np.int32)
+        for pod, row in rows.items():
+            for tier, blocks in self._prefix(keys.tolist(), pod).items():
+                by_tier[row, self.tiers.number(tier)] = blocks
+        table = MatchTable(rows, self.tiers, by_tier.sum(axis=1, dtype=np.int32), by_tier)
+        return PodMatches(table, dict.fromkeys(rows, self.state), frozenset(rows))
 
-    def speculate(self, request_id: str, pod: str, keys: Sequence[int], now_s: float) -> None:
+    def speculate(self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: object = None) -> None:
         """Counts as held until settled."""
-        self.speculative[request_id] = (pod, keys)
+        self.speculative[request_id] = (pod, set(keys.tolist()))
 
     def settle(self, request_id: str, now_s: float) -> None:
         """Ends a speculation."""
         self.speculative.pop(request_id, None)
         self.settled.append(request_id)
 
-    def _match(self, keys: Sequence[int], pod: str) -> PodMatch:
-        device = set(self.held.get(pod, ()))
-        for where, assumed in self.speculative.values():
-            if where == pod:
-                device.update(assumed)
-        host = self.host.get(pod, set())
-        length = next((at for at, key in enumerate(keys) if key not in device | host), len(keys))
-        on_host = sum(key not in device for key in keys[:length])
-        tiers = {"gpu": length - on_host, "cpu": on_host}
-        return PodMatch(pod, length, tiers, length - 0.2 * on_host, self.state)
+    def dropped(self, request_id: str) -> None:
+        """Nothing is awaited of it."""
+        self.lost.append(request_id)
+
+    def _prefix(self, keys: Sequence[int], pod: str) -> dict[str, int]:
+        """Blocks of the pod's longest prefix by the tier that is best."""
+        assumed = {key for where, keys in self.speculative.values() if where == pod for key in keys}
+        holders = {GPU_TIER: self.held.get(pod, set()), SPECULATIVE_TIER: assumed}
+        holders[CPU_TIER] = self.host.get(pod, set())
+        found = dict.fromkeys(holders, 0)
+        for key in keys:
+            tier = next((tier for tier, held in holders.items() if key in held), None)
+            if tier is None:
+                break
+            found[tier] += 1
+        return found
 
 
 @dataclass
@@ -102,24 +123,38 @@ class Bench:
     pods: PodSet = field(default_factory=PodSet)
     index: PlainIndex = field(default_factory=PlainIndex)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-    ledger: Ledger = field(default_factory=lambda: Ledger(LedgerParameters()))
-    rates: PrefillRates = field(default_factory=lambda: PrefillRates(RateParameters()))
     tokenizers: TokenizerRegistry = field(default_factory=lambda: TokenizerRegistry({TINY: TOKENIZER}))
     seed: int = 7
+    sessions: Sessions | None = None
+    admission: AdmissionParameters = field(default_factory=AdmissionParameters)
+    traces: Traces | None = None
+    clock: Callable[[], float] = lambda: 0.0  # tests' times are theirs alone
 
     def __post_init__(self) -> None:
+        board = self.pods.board
+        self.ledger = Ledger(LedgerParameters(), board)
+        self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
         self.explain = Explain(100, lambda address: f"pod-{address.rpartition(':')[2]}")
-        self.outcomes = Outcomes(self.ledger, self.rates, self.explain, self.metrics, self.index.settle)
+        self.outcomes = Outcomes(
+            self.ledger, self.rates, self.explain, self.metrics, self.index.settle, self.index.dropped
+        )
+        self.scheduler = Scheduler(
+            board,
+            self.ledger,
+            np.random.default_rng(self.seed),
+            block_tokens=self.index.block_tokens,
+            sessions=self.sessions,
+        )
         self.router = Router(
             pods=self.pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            ledger=self.ledger,
-            rates=self.rates,
-            cost=CostParameters(),
+            admission=Admission(self.admission, board),
+            scheduler=self.scheduler,
             sink=self.outcomes,
-            random=Random(self.seed),
+            traces=self.traces,
+            clock=self.clock,
         )
 
     def with_pods(self, *pods: Pod) -> Bench:
@@ -129,7 +164,7 @@ class Bench:
             self.pods.put(pod)
         return self
 
-    def keys(self, text: str, model: str = TINY) -> list[int]:
+    def keys(self, text: str, model: str = TINY) -> Keys:
         """Block keys of a completions prompt."""
         return self.index.block_keys(model, TOKENIZER.encode(text))
 

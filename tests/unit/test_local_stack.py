@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,22 @@ def test_no_two_processes_share_a_port(replicas: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"replicas": 0}, {"replicas": 65}, {"port": 0}, {"base_port": 65200}, {"base_port": 80}]
+    "options", [{"replicas": 0}, {"replicas": 101}, {"port": 0}, {"base_port": 65200}, {"base_port": 80}]
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
     """Bad numbers are named before anything is started."""
     with pytest.raises(LocalStackError, match=str(next(iter(options.values())))):
         plan_stack(StackOptions(**options), Path())
+
+
+@pytest.mark.parametrize(
+    ("option", "needed"),
+    [({"responses": "full"}, "ext_proc"), ({"door": "ext_proc", "failure_mode_allow": True}, "check")],
+)
+def test_options_that_exclude_each_other_are_refused(option: dict[str, Any], needed: str) -> None:
+    """What a door cannot do is said before anything is started, with the door that can."""
+    with pytest.raises(LocalStackError, match=f"needs --door {needed}"):
+        plan_stack(StackOptions(**option), Path())
 
 
 @pytest.mark.parametrize("model", ["my-llama", "/models/my-llama"])
@@ -75,11 +86,19 @@ def test_the_pods_file_is_what_the_router_reads() -> None:
     assert {pod.pod for pod in pods} == set(plan.pod_urls)
 
 
-@pytest.mark.parametrize("responses", ["skip", "full"])
-def test_envoy_accepts_its_configuration(tmp_path: Path, responses: str) -> None:
-    """The real Envoy validates the bootstrap in both response modes."""
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"failure_mode_allow": True},
+        {"door": "ext_proc"},
+        {"door": "ext_proc", "responses": "full"},
+    ],
+)
+def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    """The real Envoy validates the bootstrap with each door and mode."""
     here = "127.0.0.1"
-    settings = EnvoySettings((here, 8080), (here, 9002), [(here, 8001)], (here, 8081), responses)
+    settings = EnvoySettings((here, 8080), (here, 9002), [(here, 8001)], (here, 8081), **chosen)
     path = tmp_path / "envoy.json"
     path.write_text(json.dumps(bootstrap(settings)))
     done = subprocess.run(

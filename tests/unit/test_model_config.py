@@ -16,6 +16,8 @@ def test_defaults_are_usable() -> None:
     "changes",
     [
         {"dtype": "int4"},
+        {"kv_cache_dtype": "fp4"},
+        {"max_loras": -1},
         {"block_tokens": 0},
         {"gpu_blocks": -1},
         {"max_num_seqs": 0},

@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
+from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.sampler import SamplingRow, sample, uniform
+from model_server.sampler import sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 

@@ -16,6 +16,8 @@ from model_server import cli
         (["--port", "70000"], "70000 is not a port"),
         (["--block-size", "0"], "block_tokens is 0"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--kv-cache-dtype", "fp4"], "invalid choice: 'fp4'"),
+        (["--max-loras", "-1"], "max_loras is -1; it must be at least 0"),
         (["--max-body-bytes", "0"], "0 is less than 1"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),

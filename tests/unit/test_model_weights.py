@@ -108,15 +108,6 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
     load_checkpoint(checkpoint, "auto", CPU)
 
 
-def test_mistral_without_a_window_is_llama(checkpoint: Path) -> None:
-    """MistralForCausalLM loads when its sliding window is off, and is refused when it is on."""
-    change_config(checkpoint, architectures=["MistralForCausalLM"], sliding_window=None)
-    load_checkpoint(checkpoint, "auto", CPU)
-    change_config(checkpoint, architectures=["MistralForCausalLM"], sliding_window=16)
-    with pytest.raises(ModelError, match="sliding_window"):
-        load_checkpoint(checkpoint, "auto", CPU)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -128,8 +119,46 @@ def test_mistral_without_a_window_is_llama(checkpoint: Path) -> None:
         ({"num_key_value_heads": 3}, "divisor of the 2 attention heads"),
         ({"head_dim": 3}, "head_dim.*even"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: field 'rope_type' is 'yarn'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "lacks 8 tensors.*self_attn.k_proj.bias"),
+        ({"num_hidden_layers": 10**9}, "at most 1024"),
+        ({"vocab_size": 10**17}, "config.json: no memory for such a model on cpu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is 'gptq'.*quantized"),
+        ({"quantization_config": 4}, "'quantization_config' is 4; it must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling: field 'rope_type' is 'dynamic'.*yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: field 'factor' is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' is 0; it must be a positive number"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "high_freq_factor.*above low_freq_factor",
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 4}, "lacks 4 tensors.*self_attn.k_norm.weight"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["full_attention"]},
+            "layer_types.*2 times",
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "layer_types.*2 times",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal"),
         ({"rope_scaling": {"type": "llama3"}}, "rope_scaling: field 'factor' is missing"),
         ({"rope_parameters": 5}, "'rope_parameters' is 5; it must be an object"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),

@@ -7,50 +7,59 @@ from typing import Any
 import pytest
 
 from model_server.api_errors import ApiError
-from model_server.openai_types import decode_body, generation_body
+from model_server.openai_types import Api, decode_body, generation_body
 
 
 def test_all_fields_may_be_null() -> None:
     """Clients that send every optional field as null mean that it is not given."""
     names = "max_tokens temperature top_p top_k stop stream stream_options seed n user echo logprobs suffix"
-    fields = generation_body(dict.fromkeys(names.split()))
+    fields = generation_body("completion", dict.fromkeys(names.split()))
     assert (fields.max_tokens, fields.n, fields.stop_strings) == (None, None, ())
 
 
 def test_unknown_fields_are_ignored() -> None:
     """A field of another server's does no harm."""
-    assert generation_body({"priority": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
+    assert generation_body("chat", {"priority": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "count"),
+    [
+        ("completion", {}, None),
+        ("completion", {"logprobs": False}, None),
+        ("completion", {"logprobs": 0}, 0),
+        ("completion", {"logprobs": 5}, 5),
+        ("chat", {"logprobs": False, "top_logprobs": 0}, None),
+        ("chat", {"logprobs": True}, 0),
+        ("chat", {"logprobs": True, "top_logprobs": 7}, 7),
+    ],
+)
+def test_both_apis_count_alternatives(api: Api, body: dict[str, Any], count: int | None) -> None:
+    """A completion gives a number, a chat a flag and a number; none, and none besides the token, differ."""
+    assert generation_body(api, body).logprob_count == count
 
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
 def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
     """Both spellings mean the same."""
-    assert generation_body({"stop": stop}).stop_strings == strings
+    assert generation_body("chat", {"stop": stop}).stop_strings == strings
 
 
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("echo", False, True),
-        ("logprobs", False, 0),
-        ("logprobs", None, True),
-        ("top_logprobs", 0, 5),
-        ("frequency_penalty", 0.0, 0.5),
-        ("presence_penalty", 0, -1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("logit_bias", {}, {"5": 1}),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("prompt_logprobs", None, 0),
+        ("bad_words", [], ["x"]),
         ("tool_choice", "auto", "required"),
         ("best_of", 1, 2),
         ("suffix", "", "end"),
-        ("truncate_prompt_tokens", None, 5),
     ],
 )
 def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object, asking: object) -> None:
     """A known field that is not supported may say its default, and is refused when it asks for something."""
-    generation_body({name: neutral})
+    generation_body("completion", {name: neutral})
     with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
-        generation_body({name: asking})
+        generation_body("completion", {name: asking})
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
@@ -59,6 +68,14 @@ def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object,
     [
         ({"max_tokens": "8"}, "max_tokens: expected `int | null`, got `str`", "max_tokens"),
         ({"temperature": -1}, "temperature: expected `float` >= 0.0", "temperature"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty: expected `float` <= 2.0", "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected `float` > 0.0", "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: expected `int` <= 20", "top_logprobs"),
+        ({"top_logprobs": 2}, "`logprobs` must be set to true", "top_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: invalid enum", "response_format"),
+        ({"structured_outputs": {"grammar": "x"}}, "unknown field `grammar`", "structured_outputs"),
         ({"stop": ["a", ""]}, r"stop\[1\]: expected `str` of length >= 1", "stop"),
         (
             {"stream_options": {"include_usage": 1}},
@@ -70,7 +87,7 @@ def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object,
 def test_a_wrong_type_names_the_field(body: dict[str, Any], message: str, param: str) -> None:
     """The message says where in the body what was expected."""
     with pytest.raises(ApiError, match=message) as caught:
-        generation_body(body)
+        generation_body("chat", body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from model_server.api_errors import ApiError
-from model_server.prepare import Api, Job, ServedModel, prepare, tokenize
+from model_server.openai_types import Api
+from model_server.prepare import Job, ServedModel, prepare, tokenize
+from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100
@@ -20,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def model() -> ServedModel:
     """The tiny model with a short context."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
-    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS)
+    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, GrammarTokenizer(tokenizer))
 
 
 def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> Job:
@@ -58,7 +60,10 @@ def test_a_chat_may_fill_the_context() -> None:
         ({"prompt": [1] * 60, "max_tokens": 41}, "60 input tokens and 41 tokens of output"),
         ({"prompt": "x" * 1_000_000}, r"at least \d+ input tokens"),
         ({"prompt": ["fine", "x" * 1_000_000]}, r"at least \d+ input tokens"),
-        ({"api": "chat", "messages": MESSAGES, "tools": [{"x": "x" * 1_000_000}]}, r"at least \d+ input"),
+        (
+            {"api": "chat", "messages": MESSAGES, "tools": [{"function": {"name": "x" * 1_000_000}}]},
+            r"at least \d+ input",
+        ),
     ],
 )
 def test_too_long_for_the_context(body: dict[str, Any], numbers: str) -> None:

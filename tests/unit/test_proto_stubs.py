@@ -10,7 +10,9 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("package", "name"), [("router", "endpoint_picker"), ("indexer", "indexer")])
+@pytest.mark.parametrize(
+    ("package", "name"), [("router", "endpoint_picker"), ("router", "tokenizer"), ("indexer", "indexer")]
+)
 def test_stubs_are_what_the_protocol_files_generate(tmp_path: Path, package: str, name: str) -> None:
     """Generating anew (make proto) changes nothing."""
     status = protoc.main(

@@ -38,6 +38,32 @@ def test_the_defaults_are_the_references_where_it_has_them() -> None:
     assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
+def test_priorities_and_sessions_are_read() -> None:
+    """Objectives have whole numbers, header names no case, a stay is a duration."""
+    config, _ = parse_flags(
+        [
+            *PODS,
+            "--objective=batch=-1",
+            "--objective=a=b=7",
+            "--session-header=X-Session",
+            "--session-stay=250ms",
+        ]
+    )
+    assert config.priorities == (("batch", -1), ("a=b", 7))
+    assert (config.session_header, config.session_stay_s) == ("x-session", 0.25)
+    assert (config.tracing, config.explain_header) == (False, False)
+
+
+@pytest.mark.parametrize("objective", ["batch", "=1", "batch=low", "batch=--1", "batch=1.5"])
+def test_an_objective_without_a_priority_is_refused(
+    objective: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no NAME=PRIORITY ends the start with what it must be."""
+    with pytest.raises(SystemExit):
+        parse_flags([*PODS, f"--objective={objective}"])
+    assert "must be NAME=PRIORITY" in capsys.readouterr().err
+
+
 def test_flags_are_read_with_their_units() -> None:
     """Durations, pairs and choices become typed settings."""
     config, _ = parse_flags(
@@ -52,11 +78,12 @@ def test_flags_are_read_with_their_units() -> None:
         ]
     )
     assert config.responses_full
-    assert dict(config.tokenizers) | {"kvroute-tiny": Path()} == {
-        "m": Path("/dir"),
-        "n": Path("/other"),
-        "kvroute-tiny": Path(),
+    assert dict(config.tokenizers) | {"kvroute-tiny": ""} == {
+        "m": "/dir",
+        "n": "/other",
+        "kvroute-tiny": "",
     }
+    assert config.tokenize_deadline_s == 0.05
     assert (config.refresh_interval_s, config.drain_timeout_s) == (0.25, 90.0)
 
 
@@ -173,7 +200,7 @@ def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[s
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A typo names itself and the commands there are."""
     assert cli.main(["rooter"]) == 2
-    assert "rooter; there are up, router, indexer, model-server" in capsys.readouterr().err
+    assert "rooter; there are up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
 
 
 def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,52 +1,49 @@
-"""The price of a pod, and the pick by it."""
+"""The price of a pod."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.cost import CostParameters, PodFacts, own_weight, price
-from router.pick import least_cost_first, reason_for
+from indexer.tiers import Tiers
+from router.cost import CREDIT, CostParameters, add_credit
+from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
 
-PARAMETERS = CostParameters()
-IDLE = PodFacts("a:1", 0, 0, 0, 0, 0, 1000.0)
-
-FACTS = st.builds(
-    PodFacts,
-    pod=st.integers(1, 9).map(lambda port: f"a:{port}"),
+POD = st.builds(
+    Known,
     cached_tokens=st.integers(0, 1000),
-    host_tokens=st.just(0),
-    queued_tokens=st.integers(0, 10_000),
-    awaiting=st.integers(0, 100),
-    decoding=st.integers(0, 100),
-    prefill_tokens_per_s=st.floats(10, 1e6),
-    kv_used_tokens=st.floats(0, 1e6),
-    kv_capacity_tokens=st.none() | st.integers(0, 10**6),
+    queue=st.lists(st.builds(Queued, tokens=st.integers(0, 10_000)), max_size=5),
+    decoding=st.integers(0, 20),
+    load=st.none()
+    | st.builds(
+        load,
+        waiting=st.integers(0, 50),
+        running=st.integers(0, 50),
+        kv_usage=st.floats(0, 1),
+        kv_capacity_tokens=st.none() | st.integers(1, 10**6),
+        orders_prefills=st.booleans(),
+    ),
+    tokens_per_s=st.floats(10, 1e6),
 )
-
-
-def cost(prompt_tokens: int, *pods: PodFacts) -> list[float]:
-    """The prices alone."""
-    return [candidate.cost_s for candidate in price(prompt_tokens, pods, PARAMETERS)[0]]
 
 
 def test_the_cost_is_queue_plus_weighted_own_prefill() -> None:
     """With one queued request of 500 tokens, a = 2: 0.5 s of queue and twice 0.6 s of own prefill."""
-    pod = replace(IDLE, cached_tokens=400, queued_tokens=500, awaiting=1)
-    (candidate,), weight = price(1000, [pod], PARAMETERS)
-    assert (weight, candidate.queued_prefill_s, candidate.own_prefill_s) == (2.0, 0.5, 0.6)
-    assert candidate.cost_s == pytest.approx(0.5 + 2 * 0.6)
-    assert candidate.uncached_tokens == 600
+    found = priced(1000, replace(IDLE, cached_tokens=400, queue=[Queued(500)]))
+    assert found.part("own_weight") == [2.0]
+    assert found.part("queued_prefill_s") == [0.5]
+    assert found.part("own_prefill_s") == [0.6]
+    assert found.part("cost_s") == [pytest.approx(0.5 + 2 * 0.6)]
 
 
 def test_the_weight_counts_the_mean_queue_and_is_capped() -> None:
     """`a` is 1 + the mean number awaiting per pod, at most 17."""
-    assert own_weight([replace(IDLE, awaiting=4), IDLE], PARAMETERS) == 3.0
-    assert own_weight([replace(IDLE, awaiting=500)], PARAMETERS) == 17.0
+    assert priced(1, replace(IDLE, queue=[Queued(0)] * 4), IDLE).part("own_weight") == [3.0, 3.0]
+    assert priced(1, replace(IDLE, queue=[Queued(0)] * 500)).part("own_weight") == [17.0]
 
 
 def test_host_tier_tokens_cost_their_copy() -> None:
@@ -54,76 +51,113 @@ def test_host_tier_tokens_cost_their_copy() -> None:
     parameters = CostParameters(copy_tokens_per_s=10_000.0)
     on_device = replace(IDLE, cached_tokens=512)
     on_host = replace(on_device, host_tokens=512)
-    prices = [candidate.cost_s for candidate in price(1024, [on_device, on_host, IDLE], parameters)[0]]
-    assert prices == sorted(prices)
-    assert prices[1] - prices[0] == pytest.approx(512 / 10_000)
+    costs = priced(1024, on_device, on_host, IDLE, parameters=parameters).part("cost_s")
+    assert costs == sorted(costs)
+    assert costs[1] - costs[0] == pytest.approx(512 / 10_000)
 
 
 def test_a_nearly_full_kv_cache_costs_the_prefill_it_would_throw_away() -> None:
     """Tokens above nine tenths of the capacity are priced as prefill, below they cost nothing."""
-    pod = replace(IDLE, kv_used_tokens=800, kv_capacity_tokens=1000)
-    fits, overflows = price(100, [pod], PARAMETERS)[0][0], price(300, [pod], PARAMETERS)[0][0]
-    assert (fits.kv_pressure_s, overflows.kv_pressure_s) == (0.0, pytest.approx(0.2))
+    pod = replace(IDLE, load=load(kv_usage=0.8, kv_capacity_tokens=1000))
+    assert priced(100, pod).part("kv_pressure_s") == [0.0]
+    assert priced(300, pod).part("kv_pressure_s") == [pytest.approx(0.2)]
 
 
-def test_decoding_requests_slow_a_pods_prefill() -> None:
-    """Of two equal pods, the one with 50 decoding requests is 40 % slower."""
-    idle, busy = cost(1000, IDLE, replace(IDLE, decoding=50))
-    assert busy == pytest.approx(1.4 * idle)
+def test_an_old_account_of_an_engine_is_not_believed() -> None:
+    """After five seconds neither a full cache nor a long queue of strangers counts; its age is told."""
+    pod = replace(IDLE, load=load(waiting=9, kv_usage=1.0, kv_capacity_tokens=1000))
+    fresh, old = priced(100, pod, now_s=5.0), priced(100, pod, now_s=5.1)
+    assert fresh.part("kv_pressure_s")[0] > 0.0 < fresh.part("queued_prefill_s")[0]
+    assert old.part("kv_pressure_s") == old.part("queued_prefill_s") == [0.0]
+    assert old.part("load_age_s") == [5.1]
+    assert priced(100, IDLE).part("load_age_s") == [float("inf")]
 
 
-@given(st.lists(FACTS, min_size=1, max_size=8), st.integers(1000, 100_000))
-def test_more_of_anything_bad_never_makes_a_pod_cheaper(pods: list[PodFacts], tokens: int) -> None:
-    """Less cache, a longer queue, more decoding or a fuller cache never lower a price."""
+def test_strangers_in_an_engines_queue_cost_their_usual_prefill() -> None:
+    """Of three in the queue two are others': each is taken for a usual request of 100 tokens."""
+    pod = replace(IDLE, load=load(waiting=3))
+    assert priced(100, pod).part("queued_prefill_s") == [pytest.approx(0.3)]
+    told = priced(100, replace(IDLE, queue=[Queued(100)]))
+    told.board.scraped("a:0", load(waiting=3))
+    assert told.board.pods["foreign_waiting"].max() == 2.0
+
+
+def test_decoding_requests_change_a_pick() -> None:
+    """Of two pods, the one with less cache wins when 50 requests decode on the other: it is 40 % slower."""
+    busy = Known(cached_tokens=100, decoding=50)
+    assert priced(1000, busy, IDLE, parameters=CostParameters(decode_slowdown=0.0)).best == 0
+    found = priced(1000, busy, IDLE)
+    assert found.best == 1
+    assert found.part("slowdown") == [pytest.approx(1.4), 1.0]
+
+
+def test_others_decoding_requests_count_too() -> None:
+    """What an engine runs beyond what this router sent slows it as much."""
+    assert priced(1000, Known(load=load(running=50)), IDLE).part("slowdown") == [pytest.approx(1.4), 1.0]
+
+
+def test_a_running_prefills_elapsed_time_changes_a_pick() -> None:
+    """Of two equal queues, the one whose head began a second ago is shorter by half of that."""
+    began, fresh = Known(queue=[Queued(2000, sent_s=0.0)]), Known(queue=[Queued(1800, sent_s=1.0)])
+    assert priced(100, began, fresh, now_s=1.0, parameters=CostParameters(elapsed_share=0.0)).best == 1
+    found = priced(100, began, fresh, now_s=1.0)
+    assert found.best == 0
+    assert found.part("queued_prefill_s") == [pytest.approx(1.5), pytest.approx(1.8)]
+
+
+def test_a_prefill_that_takes_too_long_uses_up_nobody_elses_time() -> None:
+    """However long the head runs, the queue behind it stays as long as it is, and half of the head."""
+    found = priced(100, Known(queue=[Queued(1000), Queued(700)]), now_s=100.0)
+    assert found.part("queued_prefill_s") == [pytest.approx(0.5 + 0.7)]
+
+
+def test_seconds_that_others_ask_for_are_added() -> None:
+    """Extra seconds move the price as they are, whatever their sign."""
+    plain, moved = priced(100, IDLE, IDLE), priced(100, IDLE, IDLE, extra_s=[0.5, -0.25])
+    assert moved.part("extra_s") == [0.5, -0.25]
+    assert np.subtract(moved.part("cost_s"), plain.part("cost_s")).tolist() == [0.5, -0.25]
+
+
+@given(st.lists(POD, min_size=1, max_size=6), st.integers(1000, 100_000), st.floats(0, 10))
+def test_more_of_anything_bad_never_makes_a_pod_cheaper(pods: list[Known], tokens: int, now_s: float) -> None:
+    """Less cache, more queued or more decoding requests never lower a price; every price is a number."""
     worse = [
         replace(
             pod,
             cached_tokens=pod.cached_tokens // 2,
-            queued_tokens=pod.queued_tokens + 1,
+            queue=[*pod.queue, Queued(1)],
             decoding=pod.decoding + 1,
-            kv_used_tokens=pod.kv_used_tokens + 1,
+            # Ours are among the running ones, so that as many strangers as before are left.
+            load=pod.load and replace(pod.load, scraped_s=-100.0),
         )
         for pod in pods
     ]
-    for before, after in zip(cost(tokens, *pods), cost(tokens, *worse), strict=True):
-        assert 0.0 <= before <= after < float("inf")
-
-
-@given(st.lists(FACTS, min_size=1, max_size=8), st.integers(0, 2**32))
-def test_the_pick_is_the_cheapest_and_loses_nobody(pods: list[PodFacts], seed: int) -> None:
-    """Ranking keeps every candidate and sorts by cost."""
-    candidates, _ = price(1000, pods, PARAMETERS)
-    ranked = least_cost_first(candidates, Random(seed))
-    assert sorted(map(id, ranked)) == sorted(map(id, candidates))
-    assert [candidate.cost_s for candidate in ranked] == sorted(candidate.cost_s for candidate in candidates)
-
-
-def test_equals_are_picked_in_random_order() -> None:
-    """Among three equal pods each comes first for some seed."""
-    candidates, _ = price(1000, [replace(IDLE, pod=f"a:{port}") for port in (1, 2, 3)], PARAMETERS)
-    assert {least_cost_first(candidates, Random(seed))[0].pod for seed in range(50)} == {"a:1", "a:2", "a:3"}
+    before = [replace(pod, load=pod.load and replace(pod.load, scraped_s=-100.0)) for pod in pods]
+    costs = priced(tokens, *before, now_s=now_s).part("cost_s")
+    for cheaper, dearer in zip(costs, priced(tokens, *worse, now_s=now_s).part("cost_s"), strict=True):
+        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) < float("inf")
 
 
 @pytest.mark.parametrize(
-    ("pods", "degraded", "words"),
+    ("length", "blocks", "by_tier", "credit"),
     [
-        (
-            [replace(IDLE, cached_tokens=992), replace(IDLE, pod="a:2")],
-            None,
-            "longest cached prefix: 992 of 1000",
-        ),
-        ([IDLE, replace(IDLE, pod="a:2")], None, "by chance among equals"),
-        ([replace(IDLE, pod="a:2", queued_tokens=9, awaiting=1), IDLE], None, "least work"),
-        ([IDLE], None, "the only candidate"),
-        ([IDLE, replace(IDLE, pod="a:2")], "no_tokenizer", "by load alone (no_tokenizer)"),
-        (
-            [IDLE, replace(IDLE, pod="a:2", cached_tokens=100, queued_tokens=5000, awaiting=1)],
-            None,
-            "though a:2 holds 100 of 1000 tokens",
-        ),
+        (65, 4, {"gpu": 4}, (64, 0)),
+        (64, 4, {"gpu": 4}, (48, 0)),
+        (200, 4, {"gpu": 1, "speculative": 2, "cpu": 1}, (64, 16)),
+        (64, 4, {"gpu": 3, "cpu": 1}, (48, 0)),
+        (5, 0, {}, (0, 0)),
+        (0, 0, {}, (0, 0)),
     ],
 )
-def test_the_reason_says_what_decided(pods: list[PodFacts], degraded: str | None, words: str) -> None:
-    """Each kind of pick has its own sentence."""
-    ranked = least_cost_first(price(1000, pods, PARAMETERS)[0], Random(1))
-    assert words in reason_for(ranked, 1000, degraded)
+def test_credit_is_what_an_engine_can_serve(
+    length: int, blocks: int, by_tier: dict[str, int], credit: tuple[int, int]
+) -> None:
+    """Whole blocks, never the last token; what is on the device or on its way there needs no copy."""
+    tiers = Tiers()
+    counts = np.zeros((1, len(tiers.names)), np.int32)
+    for tier, count in by_tier.items():
+        counts[0, tiers.number(tier)] = count
+    credits = np.zeros(1, CREDIT)
+    device = np.array([tiers.number("gpu"), tiers.number("speculative")])
+    add_credit(np.array([blocks], np.int32), counts, device, np.zeros(1, np.int64), length, 16, credits)
+    assert tuple(credits[0].tolist()) == credit

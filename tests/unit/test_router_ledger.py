@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.ledger import Dispatch, Ledger, LedgerParameters, PodWork
+from indexer.keys import Keys
+from router.board import PodWork
+from router.ledger import Dispatch, Ledger, LedgerParameters
 
-PARAMETERS = LedgerParameters(capacity=5, lifetime_s=60.0, patience=2.0, slack_s=0.1, event_slack_s=5.0)
+PARAMETERS = LedgerParameters(
+    capacity=5,
+    lifetime_s=60.0,
+    patience=2.0,
+    slack_s=0.1,
+    event_slack_s=5.0,
+    reuse=3,
+    remembered=4,
+    travel_s=2.0,
+)
 ONE = Dispatch("r1", "a:1", 100, 0.0, 0.5, confirm_key=77, found_idle=True, dispatched_s=0.0)
+
+
+def keys(*values: int) -> Keys:
+    """Block keys as events carry them."""
+    return np.array(values, np.uint64)
 
 
 def ledger_with(*dispatches: Dispatch) -> Ledger:
@@ -25,19 +42,19 @@ def test_a_request_awaits_then_decodes_then_is_gone() -> None:
     """Its tokens are queued until its first token, its place is held until its end."""
     ledger = ledger_with(ONE)
     assert ledger.work("a:1") == PodWork(awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100)
-    assert ledger.first_token("r1") == ONE
+    assert ledger.first_token("r1", 1.0) == ONE
     assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=1, held_tokens=100)
-    assert ledger.end("r1") == ONE
+    assert ledger.end("r1", 1.0) == ONE
     assert (ledger.work("a:1"), len(ledger)) == (PodWork(), 0)
 
 
 def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
     """Only the awaited key, announced by the right pod, counts, and only once."""
     ledger = ledger_with(ONE)
-    assert ledger.stored("a:2", [77]) == []
-    assert ledger.stored("a:1", [1, 2]) == []
-    assert ledger.stored("a:1", [1, 77]) == [ONE]
-    assert ledger.stored("a:1", [77]) == []
+    assert ledger.stored("a:2", keys(77), 1.0) == []
+    assert ledger.stored("a:1", keys(1, 2), 1.0) == []
+    assert ledger.stored("a:1", keys(1, 77), 1.0) == [ONE]
+    assert ledger.stored("a:1", keys(77), 1.0) == []
     assert ledger.work("a:1").decoding == 1
 
 
@@ -45,26 +62,74 @@ def test_two_requests_may_await_the_same_block() -> None:
     """One announcement ends the prefill of all who await it, once each even if it is repeated."""
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
-    assert ledger.stored("a:1", [77, 77]) == [ONE, other]
+    assert ledger.stored("a:1", keys(77, 77), 1.0) == [ONE, other]
     assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
 
 
 def test_unknown_and_repeated_news_change_nothing() -> None:
     """First token and end are taken once; later ones and strangers' are None."""
     ledger = ledger_with(ONE)
-    assert ledger.first_token("stranger") is None
-    ledger.first_token("r1")
-    assert ledger.first_token("r1") is None
-    ledger.end("r1")
-    assert ledger.end("r1") is None
+    assert ledger.first_token("stranger", 1.0) is None
+    ledger.first_token("r1", 1.0)
+    assert ledger.first_token("r1", 1.0) is None
+    ledger.end("r1", 1.0)
+    assert ledger.end("r1", 1.0) is None
 
 
-def test_a_repeated_request_id_takes_the_place_of_the_older_request() -> None:
-    """A retry under the same id is one request, not two."""
+def test_requests_in_flight_under_one_id_are_entries_of_their_own() -> None:
+    """A reused id displaces nothing; news goes to the pod that it names, else to the oldest of them."""
+    other = replace(ONE, pod="a:2", uncached_tokens=50)
     ledger = ledger_with(ONE)
-    retry = replace(ONE, pod="a:2", uncached_tokens=50)
-    assert ledger.dispatch(retry) == [ONE]
-    assert (ledger.work("a:1"), ledger.work("a:2").awaiting_tokens) == (PodWork(), 50)
+    assert ledger.dispatch(other) == []
+    assert (ledger.work("a:1").awaiting_tokens, ledger.work("a:2").awaiting_tokens) == (100, 50)
+    assert ledger.first_token("r1", 1.0, "a:2") == other
+    assert (ledger.work("a:1").awaiting, ledger.work("a:2").decoding) == (1, 1)
+    assert ledger.end("r1", 1.0, "elsewhere") == ONE
+    assert ledger.end("r1", 1.0) == other
+    assert (len(ledger), ledger.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
+
+
+def test_one_id_has_only_so_many_requests_in_flight() -> None:
+    """Beyond the cap the oldest under the id is given up, and nobody else's."""
+    stranger = replace(ONE, request_id="r2")
+    ledger = ledger_with(stranger, *(replace(ONE, uncached_tokens=n) for n in range(3)))
+    assert [gone.uncached_tokens for gone in ledger.dispatch(ONE)] == [0]
+    assert (len(ledger), "r2" in ledger) == (4, True)
+
+
+def test_ended_requests_are_remembered_for_a_while() -> None:
+    """The time of an end is known until enough others have ended."""
+    ledger = ledger_with(ONE)
+    assert ledger.ended_s("r1") is None
+    ledger.end("r1", 3.0)
+    assert ledger.ended_s("r1") == 3.0
+    for number in range(4):
+        ledger.dispatch(replace(ONE, request_id=f"q{number}"))
+        ledger.end(f"q{number}", 4.0)
+    assert (ledger.ended_s("r1"), ledger.ended_s("q0")) == (None, 4.0)
+
+
+def test_the_end_of_a_prefill_is_known_until_the_end() -> None:
+    """Since when a request is past its prefill is told while it is in flight."""
+    ledger = ledger_with(ONE)
+    assert ledger.prefill_ended_s("r1") is None
+    ledger.stored("a:1", keys(77), 2.5)
+    assert ledger.prefill_ended_s("r1") == 2.5
+    ledger.end("r1", 3.0)
+    assert ledger.prefill_ended_s("r1") is None
+
+
+def test_requests_that_the_engine_does_not_have_are_over() -> None:
+    """Of those sent early enough to be in an engine's count, the oldest beyond it are ended, there alone."""
+    ledger = ledger_with(
+        *(replace(ONE, request_id=f"r{n}", dispatched_s=float(n)) for n in range(4)),
+        replace(ONE, request_id="elsewhere", pod="a:2"),
+    )
+    assert ledger.reconcile("a:1", 3, 4.5, 5.0) == []
+    assert [gone.request_id for gone in ledger.reconcile("a:1", 1, 4.5, 5.0)] == ["r0", "r1"]
+    assert ledger.reconcile("a:1", 9, 100.0, 100.0) == []
+    assert [gone.request_id for gone in ledger.reconcile("a:1", 0, 100.0, 100.0)] == ["r2", "r3"]
+    assert (len(ledger), ledger.work("a:1")) == (1, PodWork())
 
 
 def test_a_full_ledger_gives_up_its_oldest_request() -> None:
@@ -92,15 +157,15 @@ def test_an_awaited_announcement_is_given_more_time() -> None:
 def test_nothing_lives_forever() -> None:
     """After its lifetime a request is gone whatever was heard of it."""
     ledger = ledger_with(ONE, replace(ONE, request_id="r2", confirm_key=None))
-    ledger.first_token("r1")
+    ledger.first_token("r1", 1.0)
     assert {dispatch.request_id for dispatch in ledger.expire(60.0).lives} == {"r1", "r2"}
     assert (len(ledger), ledger.work("a:1")) == (0, PodWork())
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["dispatch", "stored", "first_token", "end", "expire"]),
-        st.integers(0, 7),
+        st.sampled_from(["dispatch", "stored", "first_token", "end", "expire", "reconcile"]),
+        st.integers(0, 4),
         st.integers(0, 2),
         st.none() | st.integers(0, 3),
     ),
@@ -108,42 +173,55 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None]]) -> None:
     """After any history the per-pod sums equal what a plain list of the requests in flight adds up to."""
     ledger = Ledger(PARAMETERS)
-    model: dict[str, tuple[Dispatch, bool]] = {}
-    now_s = 0.0
-    for action, number, pod_number, key in steps:
-        now_s += 1.0
-        request_id, pod = f"r{number}", f"a:{pod_number}"
+    awaiting: list[Dispatch] = []
+    decoding: list[Dispatch] = []
+    for at, (action, number, pod_number, key) in enumerate(steps):
+        now_s, request_id, pod = float(at), f"r{number}", f"a:{pod_number}"
         if action == "dispatch":
+            # The time makes each dispatch one of its kind.
             dispatch = Dispatch(request_id, pod, 10 + number, 0.0, 0.1, key, True, now_s)
-            for gone in ledger.dispatch(dispatch):
-                del model[gone.request_id]
-            model[request_id] = (dispatch, False)
+            forget(ledger.dispatch(dispatch), awaiting, decoding)
+            awaiting.append(dispatch)
         elif action == "stored":
-            for told in ledger.stored(pod, [0, 1]):
-                assert told.confirm_key in (0, 1)
-                model[told.request_id] = (told, True)
-        elif action == "first_token" and (known := ledger.first_token(request_id)):
-            model[request_id] = (known, True)
-        elif action == "end" and ledger.end(request_id):
-            del model[request_id]
+            told = ledger.stored(pod, keys(0, 1), now_s)
+            assert all(one.confirm_key in (0, 1) and one.pod == pod for one in told)
+            move(told, awaiting, decoding)
+        elif action == "first_token":
+            move([one for one in [ledger.first_token(request_id, now_s, pod)] if one], awaiting, decoding)
+        elif action == "end":
+            forget([one for one in [ledger.end(request_id, now_s, pod)] if one], awaiting, decoding)
+        elif action == "reconcile":
+            forget(ledger.reconcile(pod, number, now_s, now_s), awaiting, decoding)
         elif action == "expire":
             expired = ledger.expire(now_s)
-            model |= {dispatch.request_id: (dispatch, True) for dispatch in expired.prefills}
-            for dispatch in expired.lives:
-                del model[dispatch.request_id]
-        assert_equal(ledger, model)
+            move(expired.prefills, awaiting, decoding)
+            forget(expired.lives, awaiting, decoding)
+        assert_equal(ledger, awaiting, decoding)
 
 
-def assert_equal(ledger: Ledger, model: dict[str, tuple[Dispatch, bool]]) -> None:
+def move(told: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
+    """The model's side of ended prefills."""
+    for dispatch in told:
+        awaiting.remove(dispatch)
+        decoding.append(dispatch)
+
+
+def forget(gone: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
+    """The model's side of ended requests."""
+    for dispatch in gone:
+        (awaiting if dispatch in awaiting else decoding).remove(dispatch)
+
+
+def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
     """Compares the ledger's sums with the model's."""
-    assert len(ledger) == len(model) <= PARAMETERS.capacity
+    assert len(ledger) == len(awaiting) + len(decoding) <= PARAMETERS.capacity
     for pod in ("a:0", "a:1", "a:2"):
-        mine = [(dispatch, decoding) for dispatch, decoding in model.values() if dispatch.pod == pod]
-        queued = [dispatch.uncached_tokens for dispatch, decoding in mine if not decoding]
-        held = sum(dispatch.uncached_tokens for dispatch, _ in mine)
-        assert ledger.work(pod) == PodWork(len(queued), sum(queued), len(mine) - len(queued), held)
+        queued = [one.uncached_tokens for one in awaiting if one.pod == pod]
+        decoded = [one.uncached_tokens for one in decoding if one.pod == pod]
+        work = PodWork(len(queued), sum(queued), len(decoded), sum(queued) + sum(decoded))
+        assert ledger.work(pod) == work

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from router.outcomes import ACCESS_LOG, REPORT
+from router.rates import RateParameters
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")
@@ -48,7 +49,10 @@ def test_an_idle_pods_prefills_teach_its_rate() -> None:
         bench.outcomes.stored(A.address, bench.keys(long_text(400, 100 + number)), 10.0 * number + 9.0)
         for done in (decision, queued):
             bench.outcomes.ended(done.request_id, REPORT, 10.0 * number + 9.5)
-    assert bench.rates.tokens_per_s(A.address) == pytest.approx(2 * decision.prompt_tokens, rel=0.05)
+    own, prior = 2 * decision.prompt_tokens, RateParameters().prior_tokens_per_s
+    # Six observations weigh against four of the fleet's median, which is of this pod and the prior.
+    expected = own**0.6 * ((own + prior) / 2) ** 0.4
+    assert bench.rates.tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_reported_first_token_is_known_until_the_end() -> None:

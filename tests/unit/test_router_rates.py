@@ -1,23 +1,41 @@
-"""Learnt prefill rates: robust, bounded, per pod."""
+"""Learnt prefill rates: robust, bounded, per pod, and shrunk to the fleet's median."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.board import PodBoard
 from router.rates import PrefillRates, RateParameters
+from tests.unit.pricing_support import load
 
 PARAMETERS = RateParameters(
-    prior_tokens_per_s=1000.0, window=8, observations_min=4, tokens_min=100, bound=100.0
+    prior_tokens_per_s=1000.0, window=8, observations_min=4, belief=2.0, tokens_min=100, bound=100.0
+)
+NO_BELIEF = RateParameters(
+    prior_tokens_per_s=1000.0, window=8, observations_min=4, belief=0.0, tokens_min=100, bound=100.0
 )
 
 
-def learnt(*observations: tuple[int, float]) -> float:
+def fleet(
+    parameters: RateParameters = PARAMETERS,
+    board: PodBoard | None = None,
+    **observed: list[tuple[int, float]],
+) -> PrefillRates:
+    """Rates after observations by pod."""
+    board = board or PodBoard()
+    board.declare(["a", *observed])
+    rates = PrefillRates(parameters, board)
+    for pod, observations in observed.items():
+        for tokens, seconds in observations:
+            rates.observe(pod, tokens, seconds)
+    return rates
+
+
+def learnt(*observations: tuple[int, float], parameters: RateParameters = NO_BELIEF) -> float:
     """The estimate after observations of one pod."""
-    rates = PrefillRates(PARAMETERS)
-    for tokens, seconds in observations:
-        rates.observe("a:1", tokens, seconds)
-    return rates.tokens_per_s("a:1")
+    return fleet(parameters, a=list(observations)).tokens_per_s("a")
 
 
 def test_the_prior_is_believed_until_there_are_enough_observations() -> None:
@@ -44,14 +62,40 @@ def test_short_prefills_and_impossible_times_are_not_observed() -> None:
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(allow_nan=False)), max_size=40))
 def test_the_estimate_stays_within_its_bounds(observations: list[tuple[int, float]]) -> None:
     """No sequence of observations leaves [prior / 100, prior * 100]."""
-    assert 10.0 <= learnt(*observations) <= 100_000.0
+    assert 10.0 * 0.999 <= learnt(*observations, parameters=PARAMETERS) <= 100_000.0 * 1.001
+
+
+def test_a_few_observations_are_shrunk_to_the_fleets_median() -> None:
+    """Four observations of a slow pod in a fast fleet weigh against two of the fleet's; eight weigh more."""
+    fast = {name: [(1000, 0.5)] * 8 for name in "bcd"}
+    few = fleet(a=[(1000, 4.0)] * 4, **fast).tokens_per_s("a")
+    more = fleet(a=[(1000, 4.0)] * 8, **fast).tokens_per_s("a")
+    assert few == pytest.approx(250.0 ** (4 / 6) * 2000.0 ** (2 / 6), rel=0.02)
+    assert 250.0 < more < few
+
+
+def test_one_bad_pod_neither_moves_others_nor_newcomers() -> None:
+    """A pod a thousand times too slow leaves the others' speeds, and what is believed of a new one."""
+    honest = {name: [(1000, 0.5)] * 8 for name in "bcd"}
+    for bad in ([(1000, 500.0)] * 8, [(1000, 5e-6)] * 8):
+        rates = fleet(a=bad, **honest)
+        assert [rates.tokens_per_s(pod) for pod in ("b", "c", "new")] == pytest.approx([2000.0] * 3, rel=0.06)
+
+
+def test_what_a_pod_tells_of_itself_is_believed_before_the_fleet() -> None:
+    """An engine's own account of its speed holds until it is observed, and counts as the prior then."""
+    board = PodBoard()
+    rates = fleet(board=board, b=[(1000, 0.5)] * 8)
+    board.scraped("a", load(prefill_tokens_per_s=300.0))
+    assert rates.tokens_per_s("a") == 300.0
+    for _ in range(4):
+        rates.observe("a", 1000, 1.0)
+    assert rates.tokens_per_s("a") == pytest.approx(1000.0 ** (4 / 6) * 300.0 ** (2 / 6))
 
 
 def test_pods_learn_apart_and_are_forgotten_when_gone() -> None:
-    """One pod's speed says nothing of another's, and a vanished pod starts again from the prior."""
-    rates = PrefillRates(PARAMETERS)
-    for _ in range(4):
-        rates.observe("a:1", 1000, 0.5)
-    assert rates.tokens_per_s("a:2") == 1000.0
-    rates.keep(["a:2"])
-    assert rates.tokens_per_s("a:1") == 1000.0
+    """One pod's speed is not another's, and a vanished pod starts again from what is believed of any."""
+    rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4, b=[(1000, 2.0)] * 4, c=[])
+    assert [rates.tokens_per_s(pod) for pod in "abc"] == [2000.0, 500.0, 1000.0]
+    rates.keep(["b", "c"])
+    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s == 750.0

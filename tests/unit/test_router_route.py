@@ -5,12 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from indexer import StreamState
-from router.errors import RequestError
+from router.admission import AdmissionParameters
+from router.errors import RequestError, SaturatedError
 from router.request import RequestKind, RouteRequest
-from router.scrape import EngineLoad
+from router.scrape import EngineLoad, LoraLoad
 from tests.unit.router_support import TINY, TOKENIZER, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -104,11 +106,71 @@ def test_what_no_cache_can_help_is_not_matched(prompt: object, reason: str) -> N
     assert bench.index.speculative == {}
 
 
+def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None:
+    """What is only assumed of a pod draws the next request there, until the first token ends it."""
+    bench = Bench().with_pods(A, B)
+    only_a = replace(completion("first", TEXT), candidates=frozenset({A.address}))
+    bench.router.route(only_a, 0.0)
+    bench.router.route(replace(only_a, request_id="tail", body=completion("", TEXT + " x").body), 0.0)
+    drawn = bench.router.route(completion("second", TEXT), 0.0)
+    assert (drawn.primary.pod, drawn.primary.cached_tokens > 0) == (A.address, True)
+    # The pod told of its first tokens, but never of its blocks: it had no room for them.
+    for request_id in ("first", "tail", "second"):
+        bench.outcomes.first_token(request_id, "report", 1.0)
+        bench.index.settle(request_id, 1.0)
+    late = bench.router.route(completion("third", TEXT), 1.0)
+    assert {candidate.cached_tokens for candidate in late.ranked} == {0}
+    assert late.primary.pod == B.address
+
+
+def test_the_routers_own_time_teaches_no_rate() -> None:
+    """What passes between a request's arrival and its pick is not its prefill's."""
+    seconds = iter([5.0, 7.0, 8.0])
+    bench = Bench(clock=lambda: next(seconds)).with_pods(A)
+    decision = bench.router.route(completion("r", TEXT), 100.0)
+    assert decision.decided_s == 102.0
+    bench.outcomes.stored(A.address, bench.keys(TEXT), 102.5)
+    assert bench.sample("kvroute_router_prefill_end_seconds_sum", source="blocks") == 0.5
+
+
+def test_an_adapter_goes_where_it_runs() -> None:
+    """Of two equal pods with the adapter, the one that runs it wins over the one that must load it."""
+    pods = [ready_pod(pod.address, adapters=["sql"]) for pod in (A, B)]
+    loads = [LoraLoad(frozenset(), frozenset(), 2), LoraLoad(frozenset({"sql"}), frozenset(), 2)]
+    told = [EngineLoad(0, 0, 0.0, 10_000, 0.0, lora=lora) for lora in loads]
+    bench = Bench().with_pods(*(replace(pod, load=load) for pod, load in zip(pods, told, strict=True)))
+    decision = bench.router.route(completion("r", TEXT, model="sql"), 0.0)
+    assert decision.primary.pod == B.address
+    assert [candidate.extra_s for candidate in decision.ranked] == [0.0, 0.2]
+
+
+def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:
+    """While the only pod never told its load, a request of negative priority is refused; others pass."""
+    bench = Bench(admission=AdmissionParameters(priorities={"batch": -1})).with_pods(A)
+    batch = replace(completion("r", TEXT), headers={"x-llm-d-inference-objective": "batch"})
+    with pytest.raises(SaturatedError):
+        bench.router.route(batch, 0.0)
+    assert len(bench.ledger) == 0
+    assert bench.router.route(completion("r", TEXT), 0.0).priority == 0
+
+
+def test_what_a_pod_left_behind_in_the_metrics_goes_with_it() -> None:
+    """The picks of a pod that is gone are no series any more, also if its last pick was late."""
+    bench = Bench().with_pods(A)
+    bench.router.route(completion("r", TEXT), 0.0)
+    labels = {"status": "success", "target_model_name": TINY, "namespace": "", "port": "8000"}
+    name = "llm_d_epp_scheduler_attempts_total"
+    assert bench.sample(name, endpoint_name=A.address, **labels) == 1
+    bench.metrics.keep([B.address])
+    bench.router.route(completion("late", TEXT), 0.0)
+    assert bench.registry.get_sample_value(name, {"endpoint_name": A.address, **labels}) is None
+
+
 def test_several_prompts_are_matched_each_on_its_own() -> None:
     """A request with two prompts is credited with the cached blocks of both."""
     bench = Bench().with_pods(A)
     other = long_text(100, 9)
-    bench.index.hold(A.address, bench.keys(TEXT) + bench.keys(other))
+    bench.index.hold(A.address, np.concatenate([bench.keys(TEXT), bench.keys(other)]))
     expected = sum((len(TOKENIZER.encode(text)) - 1) // 16 * 16 for text in (TEXT, other))
     assert bench.router.route(completion("r", [TEXT, other]), 0.0).primary.cached_tokens == expected
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 
-from router.scrape import EngineLoad, engine_load
+from router.scrape import EngineLoad, LoraLoad, Wanted, engine_load
 
 PAGE = b"""# HELP vllm:num_requests_waiting Waiting.
 # TYPE vllm:num_requests_waiting gauge
@@ -46,6 +46,68 @@ def test_a_page_with_a_senseless_number_tells_nothing(value: bytes) -> None:
     assert engine_load(PAGE.replace(b"0.25", value), 0.0) is None
 
 
+SGLANG = b"""sglang:num_queue_reqs{model_name="m"} 3.0
+sglang:num_running_reqs{model_name="m"} 2.0
+sglang:token_usage{model_name="m"} 0.25
+sglang:cache_config_info{page_size="16",num_pages="100"} 1.0
+"""
+TRTLLM = b"""trtllm_num_requests_waiting 3
+trtllm_num_requests_running 2
+trtllm_kv_cache_utilization 0.25
+trtllm_kv_cache_tokens_per_block 16
+trtllm_kv_cache_max_blocks 100
+"""
+TRITON = b"""nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 3
+nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 2
+nv_trt_llm_request_metrics{model="m",request_type="max",version="1"} 999
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m",version="1"} 0.25
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="m",version="1"} 16
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="m",version="1"} 100
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="m",version="1"} 25
+"""
+
+
+@pytest.mark.parametrize("page", [SGLANG, TRTLLM, TRITON])
+def test_other_engines_tell_the_same_under_their_names(page: bytes) -> None:
+    """SGLang, TensorRT-LLM and Triton name their series differently and mean the same."""
+    assert engine_load(b"up 1\n" + page, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0)
+
+
+def test_only_what_is_wanted_is_looked_for() -> None:
+    """What no policy consumes may be missing or senseless."""
+    page = PAGE.replace(b"_waiting{", b"_waiting_{").replace(b'm"} 2.0', b'm"} NaN')
+    assert engine_load(page, 5.0, frozenset({Wanted.KV_USAGE})) == EngineLoad(0, 0, 0.25, None, 5.0)
+
+
+def test_a_series_that_is_there_twice_counts_once() -> None:
+    """Of the same series with the same labels the last one is true; nothing is added up."""
+    again = PAGE.replace(b"} 3.0", b"} 7.0")
+    assert engine_load(PAGE + again, 5.0) == EngineLoad(7, 2, 0.25, 1600, 5.0)
+
+
+def test_a_page_with_endless_series_tells_nothing() -> None:
+    """Thousands of engines on one page are no page of an engine."""
+    series = (b'vllm:num_requests_waiting{engine="%d"} 1\n' % number for number in range(2000))
+    assert engine_load(PAGE + b"".join(series), 5.0) is None
+
+
+def test_the_newest_account_of_the_adapters_counts() -> None:
+    """Engines leave former adapters' series on the page; the value is a timestamp, the greatest is true."""
+    labels = b'max_lora="2",running_lora_adapters="%b",waiting_lora_adapters="%b"'
+    series = b"vllm:lora_requests_info{" + labels + b"} %b\n"
+    old, new = series % (b"old", b"", b"1.7e9"), series % (b"sql, fr", b"de", b"1.8e9")
+    load = engine_load(PAGE + new + old, 5.0)
+    assert load is not None
+    assert load.lora == LoraLoad(frozenset({"sql", "fr"}), frozenset({"de"}), 2)
+
+
+def test_our_engine_announces_its_order_and_its_speed() -> None:
+    """The cache's settings name the prefill order; the engine's own prefill speed is a series of its own."""
+    page = PAGE.replace(b'block_size="16"', b'block_size="16",prefill_order="aged"')
+    load = engine_load(page + b"kvroute_engine_prefill_tokens_per_second 1234.5\n", 5.0)
+    assert load == EngineLoad(3, 2, 0.25, 1600, 5.0, 1234.5, True)
+
+
 def test_a_page_without_engine_metrics_tells_nothing() -> None:
     """An empty or foreign page is no load of zero."""
     assert engine_load(b"", 0.0) is None
@@ -54,7 +116,9 @@ def test_a_page_without_engine_metrics_tells_nothing() -> None:
 
 @given(
     st.binary(max_size=300)
-    | st.lists(st.sampled_from(PAGE.split(b"\n")) | st.binary(max_size=40)).map(b"\n".join)
+    | st.lists(st.sampled_from((PAGE + SGLANG + TRTLLM + TRITON).split(b"\n")) | st.binary(max_size=40)).map(
+        b"\n".join
+    )
 )
 def test_any_page_is_survived(page: bytes) -> None:
     """Whatever the bytes, the answer is None or a load within its bounds."""

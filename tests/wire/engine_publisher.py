@@ -48,9 +48,9 @@ def removed(hashes: Sequence[int]) -> dict[str, object]:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}
 
 
-def batch(*events: object, ts: float | None = None) -> bytes:
+def batch(*events: object, ts: float | None = None, rank: int | None = 0) -> bytes:
     """The payload of a batch."""
-    return msgspec.msgpack.encode([time.time() if ts is None else ts, list(events), 0])
+    return msgspec.msgpack.encode([time.time() if ts is None else ts, list(events), rank])
 
 
 class EnginePublisher:

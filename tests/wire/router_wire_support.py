@@ -15,7 +15,10 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
+from router.check import CheckDoor
+from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
 from router.pick_service import PickDoor
 from tests.unit.router_support import Bench
@@ -28,11 +31,13 @@ class Doors:
     """A served bench.
 
     Attributes:
+        address: "ip:port" of the server.
         distrusted: Pods that the access log complained about.
     """
 
     bench: Bench
     channel: grpc.Channel
+    address: str
     distrusted: list[tuple[str, str]] = field(default_factory=list)
 
     def stream(self) -> Stream:
@@ -46,13 +51,25 @@ class Doors:
 
 
 @contextmanager
-def doors(bench: Bench, options: ExtProcOptions | None = None, *, threads: int = 80) -> Iterator[Doors]:
+def doors(
+    bench: Bench,
+    options: ExtProcOptions | None = None,
+    *,
+    threads: int = 80,
+    fallback_endpoints: int = 0,
+    explains: bool = False,
+    credentials: grpc.ServerCredentials | None = None,
+) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
-    ext_proc = ExtProcDoor(bench.router, bench.outcomes, bench.metrics, options or ExtProcOptions())
+    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, explains=explains)
+    options = options or ExtProcOptions()
+    ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
+    check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     add_picks: Any = endpoint_picker_pb2_grpc.add_EndpointPickerServicer_to_server
+    add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
     server, port = listen(
         "--grpc-port",
         "127.0.0.1",
@@ -63,13 +80,17 @@ def doors(bench: Bench, options: ExtProcOptions | None = None, *, threads: int =
         services=(
             lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(ext_proc, server),
             lambda server: add_picks(picks, server),
+            lambda server: add_explain(ExplainDoor(bench.explain), server),
+            check.add_to,
             logs.add_to,
         ),
+        credentials=credentials,
     )
     server.start()
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Doors(bench, channel, distrusted)
+        address = f"127.0.0.1:{port}"
+        with grpc.insecure_channel(address) as channel:
+            yield Doors(bench, channel, address, distrusted)
     finally:
         server.stop(None).wait()
 

@@ -111,7 +111,7 @@ def test_fallback_endpoints_follow_the_picked_one() -> None:
     bench = both()
     bench.index.hold(B.address, bench.keys("hello " * 50))
     data = json.dumps({"model": TINY, "prompt": "hello " * 50}).encode()
-    with doors(bench, ExtProcOptions(fallback_endpoints=3)) as served:
+    with doors(bench, fallback_endpoints=3) as served:
         answer = served.exchange(headers(path=COMPLETIONS), body(data))[0]
         assert set_headers(answer)[DESTINATION] == f"{B.address},{A.address}"
         assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == f"{B.address},{A.address}"

@@ -101,14 +101,15 @@ def test_errors_are_grpc_codes(fields: dict[str, Any], code: grpc.StatusCode) ->
 
 
 def test_outcomes_reach_the_ledger() -> None:
-    """First token and end are taken once, and strangers are not known."""
+    """First token and end are taken once, said again they are still known, and strangers are not."""
     bench = Bench().with_pods(A)
     with doors(bench) as served:
         pick(served, model=TINY, prompt=TEXT, request_id="r")
         assert report(served, "r", OUTCOME.OUTCOME_FIRST_TOKEN)
         assert bench.ledger.work(A.address).decoding == 1
         assert report(served, "r", OUTCOME.OUTCOME_DONE, cached_tokens=0)
-        assert not report(served, "r", OUTCOME.OUTCOME_DONE)
+        assert report(served, "r", OUTCOME.OUTCOME_DONE)
+        assert bench.sample("kvroute_router_request_ends_total", source="report", outcome="done") == 1
         assert not report(served, "stranger", OUTCOME.OUTCOME_FAILED)
         record = bench.explain.one("r")
         assert record is not None

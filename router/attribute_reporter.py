@@ -1,0 +1,100 @@
+"""A response's usage as dynamic metadata: the reference's request-attribute-reporter.
+
+In: `usage` as the response wrote it. Out: by namespace and name, the whole numbers that configured CEL
+expressions make of it. Needs the package's `cel` extra.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.config_fields import Fields
+from router.config_file import PickerConfig
+
+_log = logging.getLogger(__name__)
+
+TYPE = "request-attribute-reporter"
+
+_NAMESPACE = "envoy.lb"
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    namespace: str
+    name: str
+    expression: Any
+    condition: Any
+
+
+class AttributeReporter:
+    """All reporters of a configuration.
+
+    Args:
+        attributes: What they report.
+    """
+
+    def __init__(self, attributes: Sequence[_Attribute]) -> None:
+        self._attributes = tuple(attributes)
+        self._complaint = ""
+
+    @classmethod
+    def of(cls, config: PickerConfig) -> AttributeReporter | None:
+        """The reporters that a configuration names; None: none.
+
+        Raises:
+            ConfigError: An expression is wrong, or the extra is missing.
+        """
+        entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
+        attributes = [
+            _attribute(item)
+            for entry in entries
+            for item in entry.parameters.only("attributes").each("attributes", _FIELDS)
+        ]
+        return cls(attributes) if attributes else None
+
+    def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
+        """What a usage comes to; an expression that fails on it reports nothing."""
+        from celpy import CELEvalError, json_to_cel
+
+        told: dict[str, dict[str, int]] = {}
+        activation = {"usage": json_to_cel(msgspec.json.decode(usage_json))}
+        for attribute in self._attributes:
+            try:
+                if attribute.condition is None or attribute.condition.evaluate(activation):
+                    value = int(attribute.expression.evaluate(activation))
+                    told.setdefault(attribute.namespace, {})[attribute.name] = value
+            except (CELEvalError, TypeError, ValueError, OverflowError) as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    _log.warning("attribute %s is not reported: %s", attribute.name, error)
+        return told
+
+
+_FIELDS = ("key", "expression", "condition")
+
+
+def _attribute(item: Fields) -> _Attribute:
+    key = item.fields("key", ("namespace", "name"), required=True)
+    return _Attribute(
+        key.text("namespace", _NAMESPACE),
+        key.text("name"),
+        _compiled(item, "expression"),
+        _compiled(item, "condition") if "condition" in item else None,
+    )
+
+
+def _compiled(item: Fields, name: str) -> Any:
+    try:
+        from celpy import CELParseError, Environment
+    except ImportError:
+        item.fail(name, "needs CEL: pip install 'kvroute[cel]'")
+    environment = Environment()
+    try:
+        return environment.program(environment.compile(item.text(name)))
+    except CELParseError as error:
+        item.fail(name, f"is no CEL expression: {error}")

@@ -1,0 +1,258 @@
+"""The numbers of all pods, side by side in arrays, so that a request is priced on every pod in one pass.
+
+In: what the ledger enters and ends, what was scraped, what was learnt. Out: one row for each pod, one slot
+for each request that awaits its first token. No I/O and no clock; knows no prompts, keys or prices.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.jit import kernel_with_arrays
+from router.scrape import EngineLoad
+
+# What is known of one pod; times are seconds of the router's monotonic clock.
+POD = np.dtype(
+    [
+        ("awaiting", "f8"),  # requests that await their first token
+        ("awaiting_tokens", "f8"),  # their uncached prompt tokens
+        ("decoding", "f8"),  # requests past their first token
+        ("held_tokens", "f8"),  # uncached prompt tokens of both
+        ("head_tokens", "f8"),  # those of the request that is computed now; 0: none is
+        ("head_since_s", "f8"),  # since when it is
+        ("foreign_waiting", "f8"),  # requests in the engine's queue that are not ours
+        ("foreign_running", "f8"),  # and those beyond it
+        ("scraped_s", "f8"),  # when the engine was asked last; -inf: never
+        ("waiting", "f8"),  # the engine's queue then
+        ("kv_usage", "f8"),  # share of the KV cache that running requests held then, 0..1
+        ("kv_used_tokens", "f8"),  # tokens that running requests held then
+        ("kv_capacity_tokens", "f8"),  # 0: not told
+        ("reported_tokens_per_s", "f8"),  # prefill speed as the engine tells it; 0: not told
+        ("learnt_tokens_per_s", "f8"),  # prefill speed as observed; 0: not observed enough
+        ("orders_prefills", "f8"),  # 1: the engine orders its queue, see `queue_order`
+    ]
+)
+
+# One request that awaits its first token; pod: its row, -1 in a free slot.
+WAITING = np.dtype([("pod", "i8"), ("arrived_s", "f8"), ("tokens", "f8")])
+
+_ROWS_AT_FIRST = 16
+_SLOTS_AT_FIRST = 64
+# How fast the mean size of a request follows: about the last fifty count.
+_MEAN_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class PodWork:
+    """What a pod has to do, as far as this router caused it."""
+
+    awaiting: int = 0
+    awaiting_tokens: int = 0
+    decoding: int = 0
+    held_tokens: int = 0
+
+
+class PodBoard:
+    """Rows of pods and slots of waiting requests. Methods take the lock; who reads the arrays holds it.
+
+    Attributes:
+        lock: Guards all of it; held for a few microseconds, and never while taking another.
+        pods: POD [rows].
+        fleet_tokens_per_s: Prefill speed believed of a pod of which nothing is told or learnt; 0: unknown.
+        mean_tokens: Mean uncached tokens of the last requests.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.pods = _no_pods(_ROWS_AT_FIRST)
+        self.fleet_tokens_per_s = 0.0
+        self.mean_tokens = 0.0
+        self._waiting = _no_waiting(_SLOTS_AT_FIRST)
+        self._slots = 0
+        self._free_slots: list[int] = []
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(_ROWS_AT_FIRST))
+        # By row: the slots of its requests, oldest first.
+        self._queues: list[dict[int, None]] = [{} for _ in range(_ROWS_AT_FIRST)]
+        self._declared: frozenset[str] = frozenset()
+
+    @property
+    def waiting(self) -> NDArray[Any]:
+        """WAITING [slots], free ones among them."""
+        return self._waiting[: self._slots]
+
+    def rows(self, pods: Sequence[str]) -> NDArray[np.int64]:
+        """The pods' rows, which are theirs as long as they are declared."""
+        with self.lock:
+            return np.fromiter((self._row(pod) for pod in pods), np.int64, len(pods))
+
+    def declare(self, pods: Collection[str]) -> None:
+        """Gives these pods rows; others' go with their last request."""
+        with self.lock:
+            self._declared = frozenset(pods)
+            for pod in self._declared:
+                self._row(pod)
+            for pod in self._rows.keys() - self._declared:
+                self._drop_idle(pod)
+
+    def prefill_tokens_per_s(self, pod: str) -> float:
+        """The pod's prefill speed as far as is known."""
+        with self.lock:
+            if (row := self._rows.get(pod)) is None:
+                return self.fleet_tokens_per_s
+            return float(prefill_tokens_per_s(self.pods[row], self.fleet_tokens_per_s))
+
+    def reported_tokens_per_s(self, pod: str) -> float:
+        """The prefill speed that the pod's engine tells; 0: none."""
+        with self.lock:
+            row = self._rows.get(pod)
+            return 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
+
+    def work(self, pod: str) -> PodWork:
+        """What the pod has to do."""
+        with self.lock:
+            row = self._rows.get(pod)
+            if row is None:
+                return PodWork()
+            known = self.pods[row]
+            return PodWork(*(int(known[name]) for name in PodWork.__slots__))
+
+    def begin(self, pod: str, tokens: int, now_s: float) -> int:
+        """A request was sent to the pod; answers the slot that names it while it awaits its first token."""
+        with self.lock:
+            row, slot = self._row(pod), self._take_slot()
+            self._waiting[slot] = (row, now_s, tokens)
+            queue = self._queues[row]
+            queue[slot] = None
+            known = self.pods[row]
+            known["awaiting"] += 1
+            known["awaiting_tokens"] += tokens
+            known["held_tokens"] += tokens
+            if len(queue) == 1:
+                known["head_tokens"], known["head_since_s"] = tokens, now_s
+            self.mean_tokens += _MEAN_SHARE * (tokens - self.mean_tokens)
+            return slot
+
+    def end_prefill(self, slot: int, now_s: float) -> None:
+        """The request in this slot has its first token and decodes; the slot is free."""
+        with self.lock:
+            row = self._leave_queue(slot, now_s)
+            self.pods[row]["decoding"] += 1
+
+    def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
+        """The request is over; without a slot it was decoding."""
+        with self.lock:
+            known = self.pods[self._rows[pod]]
+            if slot is None:
+                known["decoding"] -= 1
+            else:
+                self._leave_queue(slot, now_s)
+            known["held_tokens"] -= tokens
+            self._drop_idle(pod)
+
+    def scraped(self, pod: str, load: EngineLoad) -> None:
+        """The engine told its load."""
+        with self.lock:
+            known = self.pods[self._row(pod)]
+            known["scraped_s"] = load.scraped_s
+            known["waiting"], known["kv_usage"] = load.waiting, load.kv_usage
+            # What is there beyond what we know of came from others, or from before our time.
+            beyond = load.waiting + load.running - known["awaiting"] - known["decoding"]
+            foreign_waiting = max(0.0, load.waiting - known["awaiting"])
+            known["foreign_waiting"] = foreign_waiting
+            known["foreign_running"] = max(0.0, beyond - foreign_waiting)
+            known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
+            known["kv_used_tokens"] = load.kv_usage * (load.kv_capacity_tokens or 0)
+            known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
+            known["orders_prefills"] = load.orders_prefills
+
+    def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
+        """Prefill speeds by pod, and of the fleet."""
+        with self.lock:
+            self.fleet_tokens_per_s = fleet_tokens_per_s
+            for pod, speed in tokens_per_s.items():
+                if (row := self._rows.get(pod)) is not None:
+                    self.pods[row]["learnt_tokens_per_s"] = speed
+
+    def _row(self, pod: str) -> int:
+        row = self._rows.get(pod)
+        if row is None:
+            if not self._free_rows:
+                self._grow_rows()
+            row = self._rows[pod] = self._free_rows.pop()
+        return row
+
+    def _grow_rows(self) -> None:
+        known = len(self.pods)
+        self.pods = np.concatenate([self.pods, _no_pods(known)])
+        self._free_rows = list(range(known, 2 * known))
+        self._queues += [{} for _ in range(known)]
+
+    def _drop_idle(self, pod: str) -> None:
+        row = self._rows[pod]
+        if pod not in self._declared and not self._queues[row] and not self.pods[row]["decoding"]:
+            del self._rows[pod]
+            self.pods[row] = _no_pods(1)[0]
+            self._free_rows.append(row)
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            # The lowest, so that what is looked through stays short after a flood.
+            return heapq.heappop(self._free_slots)
+        if self._slots == len(self._waiting):
+            self._waiting = np.concatenate([self._waiting, _no_waiting(self._slots)])
+        self._slots += 1
+        return self._slots - 1
+
+    def _leave_queue(self, slot: int, now_s: float) -> int:
+        request = self._waiting[slot]
+        row, tokens = int(request["pod"]), request["tokens"]
+        queue, known = self._queues[row], self.pods[row]
+        was_head = next(iter(queue)) == slot
+        del queue[slot]
+        known["awaiting"] -= 1
+        known["awaiting_tokens"] -= tokens
+        if was_head:
+            following = next(iter(queue), None)
+            known["head_tokens"] = 0.0 if following is None else self._waiting[following]["tokens"]
+            known["head_since_s"] = now_s
+        self._free_slot(slot)
+        return row
+
+    def _free_slot(self, slot: int) -> None:
+        self._waiting[slot]["pod"] = -1
+        heapq.heappush(self._free_slots, slot)
+        if slot == self._slots - 1:
+            while self._slots and self._waiting[self._slots - 1]["pod"] < 0:
+                self._slots -= 1
+            self._free_slots = [free for free in self._free_slots if free < self._slots]
+            heapq.heapify(self._free_slots)
+
+
+@kernel_with_arrays
+def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
+    """The believed prefill speed of a pod, which is one record of POD."""
+    if pod["learnt_tokens_per_s"] > 0.0:
+        return float(pod["learnt_tokens_per_s"])
+    if pod["reported_tokens_per_s"] > 0.0:
+        return float(pod["reported_tokens_per_s"])
+    return fleet_tokens_per_s
+
+
+def _no_pods(rows: int) -> NDArray[Any]:
+    pods = np.zeros(rows, POD)
+    pods["scraped_s"] = -np.inf
+    return pods
+
+
+def _no_waiting(slots: int) -> NDArray[Any]:
+    waiting = np.zeros(slots, WAITING)
+    waiting["pod"] = -1
+    return waiting

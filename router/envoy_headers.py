@@ -1,0 +1,84 @@
+"""The HTTP headers that pass between Envoy and the router, whichever door they take; values only.
+
+Names are those of the endpoint picker protocol v1.0.0 (Gateway API Inference Extension, proposal 004).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+from envoy.config.core.v3 import base_pb2
+from google.protobuf import struct_pb2
+
+from router.errors import DROPPED_REASON_HEADER, RequestError
+
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+REQUEST_ID_HEADER = "x-request-id"
+
+_SUBSET_NAMESPACE, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+_DESTINATION_NAMESPACE = "envoy.lb"
+_REQUEST_ID_MAX = 256
+
+# Headers that only gateway and picker may set: a client's are taken off. (The destination is overwritten.)
+_SYSTEM_OWNED = frozenset(
+    {
+        _SUBSET_KEY,
+        DROPPED_REASON_HEADER,
+        "x-gateway-destination-endpoint-served",
+        "x-llm-d-inference-fairness-id",
+        "x-gateway-inference-fairness-id",
+        "x-llm-d-inference-objective",
+        "x-gateway-inference-objective",
+        "x-llm-d-model-name-rewrite",
+        "x-gateway-model-name-rewrite",
+        "x-llm-d-slo-ttft-ms",
+        "x-slo-ttft-ms",
+        "x-llm-d-slo-tpot-ms",
+        "x-slo-tpot-ms",
+        "x-llm-d-video-fps",
+        "x-llm-d-video-duration-seconds",
+        "x-llm-d-video-resolution",
+    }
+)
+
+
+def system_owned(incoming: Iterable[str]) -> tuple[str, ...]:
+    """Those of a request's header names that must not reach a pod."""
+    return tuple(name for name in incoming if name in _SYSTEM_OWNED)
+
+
+def kept_request_id(headers: Mapping[str, str]) -> tuple[str, bool]:
+    """The request's id, and whether it is the gateway's own; one that cannot be kept is replaced (uuid4)."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    # Envoy's access log would spell any other id differently, and never end its request.
+    if 0 < len(given) <= _REQUEST_ID_MAX and given.isascii() and given.isprintable():
+        return given, True
+    return str(uuid.uuid4()), False
+
+
+def subset_hint(metadata: base_pb2.Metadata) -> frozenset[str] | None:
+    """The endpoints that the gateway allows, from a message's metadata; None when it says nothing."""
+    hint = metadata.filter_metadata.get(_SUBSET_NAMESPACE)
+    if hint is None or _SUBSET_KEY not in hint.fields:
+        return None
+    value = hint.fields[_SUBSET_KEY]
+    texts = [item.string_value for item in value.list_value.values] or [value.string_value]
+    return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
+
+
+@lru_cache(maxsize=4096)
+def destination_metadata(destination: str) -> struct_pb2.Struct:
+    """The routing result as dynamic metadata."""
+    metadata = struct_pb2.Struct()
+    metadata.update({_DESTINATION_NAMESPACE: {DESTINATION_HEADER: destination}})
+    return metadata
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """Headers of the router's own answer to a client."""
+    headers = {"content-type": "application/json"}
+    if error.dropped_reason is not None:
+        headers[DROPPED_REASON_HEADER] = error.dropped_reason
+    return headers

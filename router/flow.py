@@ -1,0 +1,240 @@
+"""Flow control: requests come in on threads of their own and go on, or wait here, or are refused.
+
+A request goes on at once while nobody waits and the pods have room; else its thread sleeps until the queue's
+order and the pods let it go, its time is over, its client is gone, or the router ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition, Event, Thread
+from typing import Protocol
+
+from router.errors import FlowError, RequestError
+from router.flow_queue import FlowQueue, QueueParameters, Waiting
+from router.pods import PodSet
+from router.request import RouteRequest
+from router.saturation import Detector
+
+_LOOK_S = 0.01
+_FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+_SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+_FLOW_CHARS_MAX = 256
+
+DISPATCHED = "Dispatched"
+
+
+@dataclass(frozen=True, slots=True)
+class FlowParameters:
+    """How long requests wait, and for what.
+
+    Attributes:
+        ttl_s: A request waits no longer.
+        no_endpoint_ttl_s: Nor longer than this while there is no pod.
+        ceiling: They wait from this saturation on.
+    """
+
+    queue: QueueParameters = field(default_factory=QueueParameters)
+    ttl_s: float = 60.0
+    no_endpoint_ttl_s: float = 60.0
+    ceiling: float = 1.0
+
+
+class FlowSink(Protocol):
+    """Is told how requests fared."""
+
+    def left(self, outcome: str, priority: int, waited_s: float) -> None:
+        """A request was let go or refused."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    waiting: Waiting
+    request: RouteRequest
+    called: Event
+    outcome: str = ""
+
+
+class FlowControl:
+    """Lets requests go on, in order; safe to call from any number of threads.
+
+    Args:
+        priority_of: A request's priority, from its headers.
+        fairness_of: A flow's id that no header names; "" for none.
+        clock: In seconds, as `route` is given them.
+    """
+
+    def __init__(
+        self,
+        parameters: FlowParameters,
+        detector: Detector,
+        pods: PodSet,
+        sink: FlowSink,
+        *,
+        priority_of: Callable[[Mapping[str, str]], int],
+        fairness_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parameters = parameters
+        self._detector = detector
+        self._pods = pods
+        self._sink = sink
+        self._priority_of = priority_of
+        self._fairness_of = fairness_of
+        self._clock = clock
+        self._queue = FlowQueue(parameters.queue)
+        self._tickets: dict[int, _Ticket] = {}
+        self._pending = 0
+        self._closing = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._run, name="flow-control", daemon=True)
+
+    def start(self) -> None:
+        """Begins to let waiting requests go."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Refuses whoever waits, and whoever still comes; idempotent."""
+        with self._changed:
+            self._closing = True
+            for ticket in list(self._tickets.values()):
+                self._leave(ticket, "shutting-down")
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._queue)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all bodies that wait."""
+        with self._changed:
+            return self._queue.size_bytes
+
+    def saturation(self) -> float:
+        """How full the pods are; 1 without any."""
+        addresses = [pod.address for pod in self._pods.snapshot().values() if pod.ready]
+        if not addresses:
+            return 1.0
+        board = self._pods.board
+        rows = board.rows(addresses)
+        with board.lock:
+            known = board.pods[rows]
+        return self._detector.saturation(known, self._pending, self._clock())
+
+    @contextmanager
+    def turn(self, request: RouteRequest) -> Iterator[None]:
+        """Waits until the request may go on; inside, it is on its way to the board.
+
+        Raises:
+            FlowError: It may not.
+        """
+        ticket = self._ticket(request)
+        with self._changed:
+            self._enter(ticket)
+        ticket.called.wait()
+        self._sink.left(ticket.outcome, ticket.waiting.priority, self._clock() - ticket.waiting.arrived_s)
+        if ticket.outcome != DISPATCHED:
+            raise _error(ticket.outcome)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pending -= 1
+
+    def _ticket(self, request: RouteRequest) -> _Ticket:
+        now_s, headers = self._clock(), request.headers
+        flow = next((headers[name] for name in _FAIRNESS_HEADERS if headers.get(name)), "")
+        waiting = Waiting(
+            flow=(flow or self._fairness_of(headers))[:_FLOW_CHARS_MAX],
+            priority=self._priority_of(headers),
+            size_bytes=request.body_bytes,
+            arrived_s=now_s,
+            deadline_s=now_s + self._parameters.ttl_s,
+            due_s=now_s + _slo_s(headers),
+        )
+        return _Ticket(waiting, request, Event())
+
+    def _enter(self, ticket: _Ticket) -> None:
+        """Lets it go, or has it wait."""
+        if self._closing:
+            self._answer(ticket, "shutting-down")
+        elif not self._tickets and self.saturation() < self._parameters.ceiling:
+            self._pending += 1
+            self._answer(ticket, DISPATCHED)
+        elif not self._queue.put(ticket.waiting):
+            self._answer(ticket, "capacity")
+        else:
+            self._tickets[ticket.waiting.sequence] = ticket
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closing:
+                if not self._tickets:
+                    self._changed.wait()
+                    continue
+                self._sweep()
+                self._dispatch()
+                if self._tickets:
+                    self._changed.wait(_LOOK_S)
+
+    def _sweep(self) -> None:
+        """Refuses whose time is over or whose client is gone."""
+        now_s, known = self._clock(), self._parameters
+        is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
+        for ticket in list(self._tickets.values()):
+            waiting, abandoned = ticket.waiting, ticket.request.abandoned
+            if abandoned is not None and abandoned():
+                self._leave(ticket, "cancelled")
+            elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + known.no_endpoint_ttl_s):
+                self._leave(ticket, "no-endpoints")
+            elif now_s >= waiting.deadline_s:
+                self._leave(ticket, "ttl")
+
+    def _dispatch(self) -> None:
+        while self._tickets and self.saturation() < self._parameters.ceiling:
+            waiting = self._queue.take()
+            if waiting is None:
+                return
+            self._pending += 1
+            self._answer(self._tickets.pop(waiting.sequence), DISPATCHED)
+
+    def _leave(self, ticket: _Ticket, outcome: str) -> None:
+        self._queue.remove(ticket.waiting)
+        del self._tickets[ticket.waiting.sequence]
+        self._answer(ticket, outcome)
+
+    def _answer(self, ticket: _Ticket, outcome: str) -> None:
+        ticket.outcome = outcome
+        ticket.called.set()
+
+
+# By outcome: status, reason and message.
+_REFUSALS = {
+    "capacity": (429, "rejected-saturated", "too many requests wait for the model servers"),
+    "no-endpoints": (503, "rejected-no-endpoints", "no model server became ready while the request waited"),
+    "ttl": (429, "rejected-ttl-expired", "the request waited too long for the model servers"),
+    "cancelled": (503, "rejected-context-cancelled", "the client went away while the request waited"),
+    "shutting-down": (503, "rejected-shutting-down", "the endpoint picker is shutting down"),
+}
+
+
+def _error(outcome: str) -> RequestError:
+    return FlowError(*_REFUSALS[outcome])
+
+
+def _slo_s(headers: Mapping[str, str]) -> float:
+    """Within how many seconds the client wants its first token; inf where it did not say."""
+    text = next((headers[name] for name in _SLO_HEADERS if headers.get(name)), "")
+    try:
+        slo_ms = float(text)
+    except ValueError:
+        return math.inf
+    return slo_ms / 1000 if slo_ms >= 0.0 else math.inf

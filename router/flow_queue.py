@@ -1,0 +1,177 @@
+"""The requests that wait for room: priority bands, fairness between flows, order within a flow; bounded.
+
+Pure: time is passed in, nothing blocks. Who is let go when is `flow`'s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+# A band's requests are unlimited in neither number nor size; these are the reference's defaults.
+_BAND_REQUESTS = 5000
+_BAND_BYTES = 1_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that waits.
+
+    Attributes:
+        flow: Its fairness id.
+        deadline_s: When it is given up.
+        due_s: When its client wants its first token; inf: it did not say.
+    """
+
+    flow: str
+    priority: int
+    size_bytes: int
+    arrived_s: float
+    deadline_s: float
+    due_s: float
+    gone: bool = False
+    sequence: int = 0
+
+
+Order = Callable[[Waiting], float]
+
+ORDERS: Mapping[str, Order] = {
+    "fcfs-ordering-policy": lambda waiting: waiting.sequence,
+    "edf-ordering-policy": lambda waiting: waiting.deadline_s,
+    "slo-deadline-ordering-policy": lambda waiting: waiting.due_s,
+}
+FAIRNESS = ("global-strict-fairness-policy", "round-robin-fairness-policy")
+
+
+@dataclass(frozen=True, slots=True)
+class BandParameters:
+    """One priority's.
+
+    Attributes:
+        requests_max, bytes_max: What may wait.
+        order: Key of ORDERS.
+        fairness: One of FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
+    """
+
+    requests_max: int = _BAND_REQUESTS
+    bytes_max: int = _BAND_BYTES
+    order: str = "fcfs-ordering-policy"
+    fairness: str = FAIRNESS[0]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueParameters:
+    """The whole queue's.
+
+    Attributes:
+        requests_max, bytes_max: What may wait in all bands; None: no limit of its own.
+        bands: By priority.
+        default, default_negative: Of other priorities.
+    """
+
+    requests_max: int | None = None
+    bytes_max: int | None = None
+    bands: Mapping[int, BandParameters] = field(default_factory=dict)
+    default: BandParameters = BandParameters()
+    default_negative: BandParameters = BandParameters()
+
+
+class FlowQueue:
+    """Everything that waits."""
+
+    def __init__(self, parameters: QueueParameters) -> None:
+        self._parameters = parameters
+        self._bands: dict[int, _Band] = {}
+        self._sequence = count()
+
+    def __len__(self) -> int:
+        return sum(band.requests for band in self._bands.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all bodies that wait."""
+        return sum(band.size_bytes for band in self._bands.values())
+
+    def put(self, waiting: Waiting) -> bool:
+        """Takes a request in; False: there is no place."""
+        known = self._parameters
+        band = self._band(waiting.priority)
+        total_max, bytes_max = known.requests_max, known.bytes_max
+        if total_max is not None and len(self) >= total_max:
+            return False
+        if bytes_max is not None and self.size_bytes + waiting.size_bytes > bytes_max:
+            return False
+        waiting.sequence = next(self._sequence)
+        return band.put(waiting)
+
+    def take(self) -> Waiting | None:
+        """The next one; None: nobody waits."""
+        for priority in sorted(self._bands, reverse=True):
+            if (waiting := self._bands[priority].take()) is not None:
+                return waiting
+            del self._bands[priority]
+        return None
+
+    def remove(self, waiting: Waiting) -> None:
+        """Takes one out that need not wait any longer."""
+        if not waiting.gone:
+            self._bands[waiting.priority].remove(waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for band in list(self._bands.values()):
+            yield from band.waiting()
+
+    def _band(self, priority: int) -> _Band:
+        band = self._bands.get(priority)
+        if band is None:
+            known = self._parameters
+            default = known.default_negative if priority < 0 else known.default
+            band = self._bands[priority] = _Band(known.bands.get(priority, default))
+        return band
+
+
+class _Band:
+    """The flows of one priority; each a heap from which those that left are dropped when they come up."""
+
+    def __init__(self, parameters: BandParameters) -> None:
+        self._parameters = parameters
+        self._order = ORDERS[parameters.order]
+        self._takes_turns = parameters.fairness == FAIRNESS[1]
+        # In turn: the flow that was served goes to the end.
+        self._flows: dict[str, list[tuple[float, int, Waiting]]] = {}
+        self.requests = 0
+        self.size_bytes = 0
+
+    def put(self, waiting: Waiting) -> bool:
+        known = self._parameters
+        if self.requests >= known.requests_max or self.size_bytes + waiting.size_bytes > known.bytes_max:
+            return False
+        self.requests += 1
+        self.size_bytes += waiting.size_bytes
+        flow = self._flows.setdefault(waiting.flow if self._takes_turns else "", [])
+        heapq.heappush(flow, (self._order(waiting), waiting.sequence, waiting))
+        return True
+
+    def take(self) -> Waiting | None:
+        for name in list(self._flows):
+            flow = self._flows.pop(name)
+            while flow and flow[0][2].gone:
+                heapq.heappop(flow)
+            if flow:
+                _, _, waiting = heapq.heappop(flow)
+                if flow:
+                    self._flows[name] = flow
+                self.remove(waiting)
+                return waiting
+        return None
+
+    def remove(self, waiting: Waiting) -> None:
+        waiting.gone = True
+        self.requests -= 1
+        self.size_bytes -= waiting.size_bytes
+
+    def waiting(self) -> Iterator[Waiting]:
+        for flow in self._flows.values():
+            yield from (waiting for _, _, waiting in list(flow) if not waiting.gone)

@@ -1,0 +1,66 @@
+"""What Envoy's doors share: a request in, the pods to try out as one header value.
+
+Knows route() and its refusals; knows no messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from router.decision import Decision
+from router.errors import RequestError
+from router.explain_header import explain_value
+from router.metrics import RouterMetrics
+from router.request import RouteRequest
+from router.route import Router
+
+_log = logging.getLogger(__name__)
+
+
+class GatewayPick:
+    """route() for a gateway.
+
+    Args:
+        fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
+            several.
+        explains: Whether responses carry the decision in a header.
+    """
+
+    def __init__(
+        self, router: Router, metrics: RouterMetrics, fallback_endpoints: int = 0, *, explains: bool = False
+    ) -> None:
+        self._explains = explains
+        self._router = router
+        self._metrics = metrics
+        self._destinations = 1 + fallback_endpoints
+
+    def pick(self, request: RouteRequest) -> tuple[str, Decision]:
+        """The destination header's value, and the decision behind it.
+
+        Raises:
+            RequestError: Counted already; 500 when routing tripped over something.
+        """
+        try:
+            decision = self._router.route(request, time.monotonic())
+        except RequestError:
+            raise
+        except Exception as error:
+            _log.exception("request %s could not be routed", request.request_id)
+            failure = RequestError(500, "the router failed to route this request")
+            self._metrics.refused(failure)
+            raise failure from error
+        if decision.routing is not None:
+            return ",".join(decision.routing.destinations), decision
+        if self._destinations == 1:
+            return decision.primary.pod, decision
+        return ",".join(pod.pod for pod in decision.ranked[: self._destinations]), decision
+
+    def explained(self, decision: Decision) -> str | None:
+        """The value of the response's header that explains the decision; None: it carries none."""
+        return explain_value(decision) if self._explains else None
+
+    def refused(self, error: RequestError) -> RequestError:
+        """Counts an error that never got to route()."""
+        self._metrics.refused(error)
+        return error

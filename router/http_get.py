@@ -1,0 +1,156 @@
+"""GETs over kept connections, on the running asyncio loop: an address and a path in, status and body out.
+
+One connection for each address, one exchange at a time on it; bodies are capped. Knows nothing of what is
+asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+
+_HEADER_BYTES_MAX = 64 << 10
+
+
+class HttpGetError(Exception):
+    """The other side answered something that is no usable HTTP answer."""
+
+
+class HttpGetter:
+    """Keeps connections alive between exchanges; to be used by one loop.
+
+    Args:
+        body_bytes_max: Longer bodies are an error.
+    """
+
+    def __init__(self, *, body_bytes_max: int) -> None:
+        self._body_bytes_max = body_bytes_max
+        self._connections: dict[str, _Connection] = {}
+
+    async def get(self, address: str, path: str) -> tuple[int, bytes]:
+        """Asks; when cancelled, the connection is dropped.
+
+        Args:
+            address: "ip:port".
+
+        Raises:
+            OSError: It cannot be connected to, or the connection broke.
+            HttpGetError: The answer is no HTTP, or too long.
+        """
+        kept = self._connections.get(address)
+        if kept is not None and kept.is_open:
+            try:
+                return await self._exchange(kept, address, path)
+            except ConnectionError:
+                pass  # a kept connection that the other side has closed meanwhile says nothing
+        loop = asyncio.get_running_loop()
+        host, _, port = address.rpartition(":")
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
+        )
+        return await self._exchange(connection, address, path)
+
+    def forget(self, address: str) -> None:
+        """Drops the connection to an address."""
+        if (connection := self._connections.pop(address, None)) is not None:
+            connection.abort()
+
+    def close(self) -> None:
+        """Drops all connections."""
+        for address in list(self._connections):
+            self.forget(address)
+
+    async def _exchange(self, connection: _Connection, address: str, path: str) -> tuple[int, bytes]:
+        self._connections[address] = connection
+        try:
+            return await connection.get(f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode("ascii"))
+        except BaseException:
+            self.forget(address)
+            raise
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; also what the parser calls while it reads an answer."""
+
+    def __init__(self, body_bytes_max: int) -> None:
+        self._body_bytes_max = body_bytes_max
+        self._transport: Any = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._parser: Any = None
+        self._body = bytearray()
+        self._header_bytes = 0
+        self._has_length = False
+        # Whether the end of the connection is the end of a body.
+        self._may_end = False
+        self.is_open = False
+
+    def get(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
+        """Sends a request; the answer is for the future."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._body.clear()
+        self._header_bytes, self._has_length, self._may_end = 0, False, False
+        if self.is_open:
+            self._transport.write(request)
+        else:
+            self._fail(ConnectionResetError("closed by the other side"))
+        return self._answer
+
+    def abort(self) -> None:
+        """Drops the connection."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio's."""
+        self._transport, self.is_open = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio's."""
+        if self._answer is None or self._answer.done():
+            self.abort()  # nothing was asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(HttpGetError(f"no HTTP answer: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """asyncio's."""
+        self.is_open = False
+        if self._may_end and error is None:
+            self.on_message_complete()
+        self._fail(ConnectionResetError(str(error or "closed by the other side")))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser's."""
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > _HEADER_BYTES_MAX:
+            self._fail(HttpGetError("headers too long"))
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        """The parser's."""
+        self._may_end = not self._has_length
+
+    def on_body(self, chunk: bytes) -> None:
+        """The parser's."""
+        self._body += chunk
+        if len(self._body) > self._body_bytes_max:
+            self._fail(HttpGetError(f"more than {self._body_bytes_max} bytes"))
+
+    def on_message_complete(self) -> None:
+        """The parser's."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((self._parser.get_status_code(), bytes(self._body)))
+            if not self._parser.should_keep_alive():
+                self.abort()
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+            self.abort()

@@ -1,0 +1,154 @@
+"""The plugin types of a configuration: a type's name in, who makes it out; ours, installed ones, and files.
+
+A type is one of the reference's that we have, an entry point of the group `kvroute.plugins`, or
+`FILE.py:CLASS`, relative to the configuration. What is neither is refused with what there is instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from router.config_fields import Fields
+from router.config_file import PluginEntry
+from router.errors import ConfigError
+from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
+from router.plugins.deciders import AlwaysMultimodal, AlwaysPd, PrefixBasedPd
+from router.plugins.labels import ByLabelFilter, HeaderTestingFilter, LabelSelectorFilter, RoleFilter
+from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
+from router.plugins.load_scorers import (
+    ActiveRequestScorer,
+    KvUsageScorer,
+    LoadAwareScorer,
+    QueueScorer,
+    RunningRequestsScorer,
+    TokenLoadScorer,
+    TtftCostScorer,
+)
+from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
+from router.plugins.session_affinity import SessionAffinity
+
+ENTRY_POINTS = "kvroute.plugins"
+
+_Maker = Callable[[Fields], object]
+
+
+def _plain(make: Callable[[], object]) -> _Maker:
+    """A plugin without parameters."""
+
+    def made(parameters: Fields) -> object:
+        parameters.only()
+        return make()
+
+    return made
+
+
+MAKERS: Mapping[str, _Maker] = {
+    "label-selector-filter": LabelSelectorFilter.read,
+    "by-label-selector": LabelSelectorFilter.read,
+    "by-label": ByLabelFilter.read,
+    "decode-filter": _plain(lambda: RoleFilter("decode")),
+    "prefill-filter": _plain(lambda: RoleFilter("prefill")),
+    "encode-filter": _plain(lambda: RoleFilter("encode")),
+    "prefix-cache-affinity-filter": PrefixAffinityFilter.read,
+    "utilization-filter": UtilizationFilter.read,
+    "session-affinity-filter": SessionAffinity.read,
+    "session-affinity-scorer": SessionAffinity.read,
+    "header-based-testing-filter": _plain(HeaderTestingFilter),
+    "queue-scorer": _plain(QueueScorer),
+    "running-requests-size-scorer": _plain(RunningRequestsScorer),
+    "kv-cache-utilization-scorer": _plain(KvUsageScorer),
+    "lora-affinity-scorer": _plain(LoraAffinityScorer),
+    "prefix-cache-scorer": PrefixScorer.read,
+    "no-hit-lru-scorer": NoHitLruScorer.read,
+    "load-aware-scorer": LoadAwareScorer.read,
+    "active-request-scorer": ActiveRequestScorer.read,
+    "token-load-scorer": TokenLoadScorer.read,
+    "context-length-aware": ContextLengthAware.read,
+    "ttft-cost-scorer": _plain(TtftCostScorer),
+    "max-score-picker": MaxScorePicker.read,
+    "random-picker": RandomPicker.read,
+    "weighted-random-picker": WeightedRandomPicker.read,
+    "prefix-based-pd-decider": PrefixBasedPd.read,
+    "always-disagg-pd-decider": _plain(AlwaysPd),
+    "always-disagg-multimodal-decider": _plain(AlwaysMultimodal),
+}
+"""Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
+
+INSTEAD: Mapping[str, str] = {
+    "pd-profile-handler": "disagg-profile-handler with deciders.prefill",
+    "disagg-headers-handler": "disagg-profile-handler, which sets the headers itself",
+    "prefill-header-handler": "disagg-profile-handler, which sets the headers itself",
+    "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
+    "latency-scorer": "ttft-cost-scorer, which needs no predictor",
+    "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
+    "latency-slo-admitter": "flowControl",
+    "probabilistic-admitter": "flowControl",
+    "burst-prefix-cache-producer": "precise-prefix-cache-producer, which knows of picks at once",
+    "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
+    "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
+}
+"""What there is in the place of types that we do not have."""
+
+
+def make(entry: PluginEntry, directory: Path) -> object:
+    """Makes a profile's plugin.
+
+    Args:
+        directory: Where relative paths begin.
+
+    Raises:
+        ConfigError: There is no such type, or its parameters are wrong; names the place.
+    """
+    if (maker := MAKERS.get(entry.type)) is not None:
+        return maker(entry.parameters)
+    parameters = entry.parameters.value()
+    try:
+        return _custom(entry, directory)(**parameters)
+    except ConfigError:
+        raise
+    except Exception as error:
+        entry.fields.fail("parameters", f"{entry.type} refuses them: {error}")
+
+
+def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
+    path, colon, name = entry.type.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(entry, directory / path, name)
+    installed = tuple(entry_points(group=ENTRY_POINTS, name=entry.type))
+    if installed:
+        return _from_entry_point(entry, installed[0])
+    instead = INSTEAD.get(entry.type)
+    advice = f"there is {instead} instead" if instead else f"there are {', '.join(sorted(known_types()))}"
+    return entry.fields.fail("type", f"{entry.type!r} is not understood; {advice}")
+
+
+def known_types() -> frozenset[str]:
+    """Names of all types that may stand in a profile."""
+    return frozenset(MAKERS) | {point.name for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _from_entry_point(entry: PluginEntry, point: EntryPoint) -> Callable[..., object]:
+    try:
+        loaded: Callable[..., object] = point.load()
+    except Exception as error:
+        entry.fields.fail("type", f"the entry point {point.value} cannot be loaded: {error}")
+    return loaded
+
+
+def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:
+    spec = importlib.util.spec_from_file_location(f"kvroute_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        entry.fields.fail("type", f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found: Any = getattr(module, name)
+    except Exception as error:
+        entry.fields.fail("type", f"{path} has no usable {name}: {error!r}")
+    if not callable(found):
+        entry.fields.fail("type", f"{name} in {path} is no class")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,194 @@
+"""The configured pipeline in the place of the cost policy: what is known of the candidates in, an order out.
+
+Runs inside the pick. Turns the scheduler's arrays into what plugins see, lets the profile handler run, and
+tells producers and observers what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.errors import NoEndpointLeftError, RequestError
+from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch
+from router.plugins.handlers import Handled, ProfileHandler
+from router.plugins.producers import (
+    ApproximatePrefix,
+    AttributeProducer,
+    PrefixProducer,
+    Prompt,
+)
+from router.plugins.profiles import PluginError
+from router.pods import Pod
+from router.routing import Routing, Situation
+
+# Parts of a message that only a multimodal model understands.
+_MEDIA = ("image_url", "input_image", "audio_url", "input_audio", "video_url", "image")
+_PARTS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Producers:
+    """Who finds out what plugins consume.
+
+    Attributes:
+        prefixes: By name.
+        attributes: By name.
+    """
+
+    prefixes: Mapping[str, PrefixProducer] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeProducer] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Orders the candidates of one request; see `routing.Ranker`.
+
+    Args:
+        observers: Are told the picks, by name.
+    """
+
+    def __init__(
+        self,
+        handler: ProfileHandler,
+        producers: Producers,
+        observers: Sequence[tuple[str, Observer]],
+        random: np.random.Generator,
+    ) -> None:
+        self._handler = handler
+        self._producers = producers
+        self._observers = tuple(observers)
+        self._random = random
+        self._approximate = [
+            producer for producer in producers.prefixes.values() if isinstance(producer, ApproximatePrefix)
+        ]
+
+    def rank(self, situation: Situation) -> tuple[NDArray[np.int64], Routing]:
+        """Picks.
+
+        Returns:
+            int64 places of the candidates that passed the filters, best first, and what else was decided.
+
+        Raises:
+            NoEndpointLeftError: 429, the filters left nobody.
+            RequestError: 500, a plugin failed.
+        """
+        keys = {id(producer): producer.keys(situation.request) for producer in self._approximate}
+        endpoints = _endpoints(situation)
+        request = self._request(situation, keys)
+        try:
+            handled = self._handler.run(request, endpoints)
+            if handled is None:
+                raise NoEndpointLeftError("no endpoints available for the given request")
+            response_headers = self._tell(request, handled)
+        except PluginError as error:
+            raise RequestError(500, str(error)) from error
+        for producer in self._approximate:
+            producer.keep(list(situation.pods))
+            for address in {target.address for target in handled.targets.values()}:
+                producer.sent(keys[id(producer)], address)
+        return _order(handled, endpoints), _routing(handled, response_headers)
+
+    def _request(self, situation: Situation, keys: Mapping[int, Sequence[int]]) -> PluginRequest:
+        request = situation.request
+        addresses = situation.addresses
+        prefixes: dict[str, Mapping[str, PrefixMatch]] = {}
+        for name, producer in self._producers.prefixes.items():
+            prompt = Prompt(keys.get(id(producer), ()), situation.prompt_blocks, situation.matches)
+            prefixes[name] = producer.matches(prompt, addresses)
+        attributes = {
+            name: value
+            for name, producer in self._producers.attributes.items()
+            if (value := producer.attribute(request.headers))
+        }
+        return PluginRequest(
+            id=request.request_id,
+            model=request.model,
+            headers=request.headers,
+            prompt_tokens=situation.prompt_tokens,
+            priority=situation.priority,
+            now_s=situation.now_s,
+            random=self._random,
+            attributes=attributes,
+            prefixes=prefixes,
+            multimodal=_is_multimodal(request.body),
+        )
+
+    def _tell(self, request: PluginRequest, handled: Handled) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        for name, observer in self._observers:
+            told = observer.picked(request, handled.targets)
+            if not isinstance(told, Mapping):
+                raise PluginError(f"plugin {name}: picked must answer a mapping of headers")
+            headers.update(told)
+        return headers
+
+
+def _endpoints(situation: Situation) -> list[Endpoint]:
+    costs = situation.prices["cost_s"].tolist()
+    cached = situation.credits["cached_tokens"].tolist()
+    known = situation.known
+    inflight = (known["awaiting"] + known["decoding"]).tolist()
+    held = known["held_tokens"].tolist()
+    pods, now_s, tokens = situation.pods, situation.now_s, situation.prompt_tokens
+    return [
+        _endpoint(pods.get(candidate.address, candidate), now_s, counts, tokens)
+        for candidate, *counts in zip(situation.candidates, costs, cached, inflight, held, strict=True)
+    ]
+
+
+def _endpoint(pod: Pod, now_s: float, counts: Sequence[float], prompt_tokens: int) -> Endpoint:
+    cost_s, cached_tokens, inflight, held_tokens = counts
+    load, entry = pod.load, pod.entry
+    return Endpoint(
+        address=pod.address,
+        id=f"{entry.namespace}/{entry.name}",
+        labels=entry.labels,
+        waiting_requests=load.waiting if load else 0,
+        running_requests=load.running if load else 0,
+        kv_usage=load.kv_usage if load else 0.0,
+        load_age_s=now_s - load.scraped_s if load else None,
+        lora=load.lora if load else None,
+        inflight_requests=int(inflight),
+        inflight_tokens=int(held_tokens),
+        uncached_tokens=max(0, prompt_tokens - int(cached_tokens)),
+        cost_s=cost_s,
+    )
+
+
+def _order(handled: Handled, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]:
+    """Places: the picks in their order, then who else was scored."""
+    places = {endpoint.address: place for place, endpoint in enumerate(endpoints)}
+    scores = handled.primary.scores
+    order = dict.fromkeys(endpoint.address for endpoint in handled.primary.endpoints)
+    order |= dict.fromkeys(sorted(scores, key=lambda address: -scores[address]))
+    return np.fromiter((places[address] for address in order), np.int64, len(order))
+
+
+def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
+    picked = handled.primary
+    best = picked.endpoints[0].address
+    parts = ", ".join(f"{name} {score:.3g}" for name, score in picked.parts)
+    return Routing(
+        destinations=tuple(endpoint.address for endpoint in picked.endpoints),
+        scores=picked.scores,
+        request_headers=dict(handled.headers),
+        response_headers=dict(response_headers),
+        also=tuple({target.address for target in handled.targets.values()} - {best}),
+        reason=f"weighted score {picked.scores[best]:.3g} ({parts or 'no scorers'})",
+    )
+
+
+def _is_multimodal(body: Mapping[str, Any]) -> bool:
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return False
+    for message in messages[:_PARTS_MAX]:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content[:_PARTS_MAX] if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") in _MEDIA:
+                return True
+    return False

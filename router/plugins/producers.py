@@ -1,0 +1,182 @@
+"""Producers: what scorers and filters consume of a request beyond its load: prefix matches and identities."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from indexer import PodMatches
+from router.config_fields import Fields
+from router.plugins.api import PrefixMatch
+from router.request import RouteRequest
+from router.sessions import cookie_value
+
+# The first of these that a request carries names its agent's session.
+AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+
+# What the reference takes for a token's size where nothing tokenizes.
+_TOKEN_BYTES = 4
+_BLOCK_TOKENS_LEAST = 64
+
+
+class PrefixProducer(Protocol):
+    """Knows how much of a prompt each pod holds."""
+
+    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
+        """Matches by address."""
+
+
+class PrecisePrefix:
+    """What the pods themselves tell, by way of the index.
+
+    Args:
+        truncates: Whether the weighted sum of blocks is cut to a whole number, as the reference does.
+    """
+
+    def __init__(self, block_tokens: int, *, truncates: bool = False) -> None:
+        self._block_tokens = block_tokens
+        self._truncates = truncates
+
+    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
+        """Sums over the prompts of a request."""
+        found = {}
+        for pod in pods:
+            told = [match[pod] for match in prompt.matches]
+            weighted = sum(match.weighted_blocks for match in told)
+            found[pod] = PrefixMatch(
+                float(int(weighted)) if self._truncates else weighted,
+                prompt.exact_blocks,
+                sum(match.cached_blocks for match in told),
+                self._block_tokens,
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a request's prompt.
+
+    Attributes:
+        keys: Chained hashes by bytes.
+        exact_blocks: Full blocks of all prompts.
+        matches: The index's, one for each prompt.
+    """
+
+    keys: Sequence[int]
+    exact_blocks: int
+    matches: Sequence[PodMatches]
+
+
+class ApproximatePrefix:
+    """What this router sent where: an LRU of prompt hashes for each pod.
+
+    Args:
+        block_tokens: Of one hashed block, at 4 bytes a token; at least 64.
+        blocks_max: Longest prefix that is looked at.
+        capacity: Blocks remembered for each pod.
+    """
+
+    def __init__(self, block_tokens: int = 16, blocks_max: int = 2048, capacity: int = 31_250) -> None:
+        self._block_tokens = max(block_tokens, _BLOCK_TOKENS_LEAST)
+        self._blocks_max = blocks_max
+        self._capacity = capacity
+        self._held: dict[str, OrderedDict[int, None]] = {}
+
+    @classmethod
+    def read(cls, parameters: Fields) -> ApproximatePrefix:
+        """From a configuration; autoTune would take the block size from the engines, whose events we have."""
+        known = parameters.only(
+            "autoTune",
+            "blockSizeTokens",
+            "maxPrefixBlocksToMatch",
+            "maxPrefixTokensToMatch",
+            "lruCapacityPerServer",
+        )
+        known.flag("autoTune", True)
+        block_tokens = known.whole("blockSizeTokens", 16, least=1, most=1 << 20)
+        by_tokens = known.whole("maxPrefixTokensToMatch", 131_072) // max(block_tokens, _BLOCK_TOKENS_LEAST)
+        blocks = known.whole("maxPrefixBlocksToMatch", 2048, least=1, most=1 << 20)
+        capacity = known.whole("lruCapacityPerServer", 31_250, least=1, most=10_000_000)
+        return cls(block_tokens, min(blocks, by_tokens) if by_tokens else blocks, capacity)
+
+    def keys(self, request: RouteRequest) -> Sequence[int]:
+        """Chained hashes of the full blocks of what the request says."""
+        said = request.body.get("messages", request.body.get("prompt", request.body.get("input")))
+        if said is None:
+            return ()
+        data = said.encode("utf-8", "replace") if isinstance(said, str) else msgspec.json.encode(said)
+        size, found = self._block_tokens * _TOKEN_BYTES, []
+        key = xxhash.xxh3_64_intdigest((request.model or "").encode("utf-8", "replace"))
+        for start in range(0, min(len(data), self._blocks_max * size) - size + 1, size):
+            key = xxhash.xxh3_64_intdigest(data[start : start + size], key)
+            found.append(key)
+        return found
+
+    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
+        """Longest unbroken prefix by pod."""
+        return {pod: self._match(prompt.keys, self._held.get(pod, {})) for pod in pods}
+
+    def sent(self, keys: Sequence[int], pod: str) -> None:
+        """A request with these keys was sent to the pod."""
+        held = self._held.setdefault(pod, OrderedDict())
+        for key in keys:
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > self._capacity:
+            held.popitem(last=False)
+
+    def keep(self, pods: Sequence[str]) -> None:
+        """Forgets every pod but these."""
+        for gone in self._held.keys() - set(pods):
+            del self._held[gone]
+
+    def _match(self, keys: Sequence[int], held: Mapping[int, None]) -> PrefixMatch:
+        blocks = 0
+        for key in keys:
+            if key not in held:
+                break
+            blocks += 1
+        return PrefixMatch(float(blocks), len(keys), blocks, self._block_tokens)
+
+
+class AttributeProducer(Protocol):
+    """Finds something out from a request's headers."""
+
+    def attribute(self, headers: Mapping[str, str]) -> str | None:
+        """The value; None: there is none."""
+
+
+class AgentIdentity:
+    """The session of an agent, which is its fairness id, too."""
+
+    def attribute(self, headers: Mapping[str, str]) -> str | None:
+        """The session's id."""
+        return next((headers[name] for name in AGENT_HEADERS if headers.get(name)), None)
+
+
+class SessionIdProducer:
+    """A session's id out of a header or a cookie."""
+
+    def __init__(self, header: str = "", cookie: str = "") -> None:
+        self._header = header
+        self._cookie = cookie
+
+    @classmethod
+    def read(cls, parameters: Fields) -> SessionIdProducer:
+        """From a configuration."""
+        known = parameters.only("headerName", "cookieName")
+        header, cookie = known.text("headerName", ""), known.text("cookieName", "")
+        if bool(header) == bool(cookie):
+            known.fail("headerName", "give either headerName or cookieName")
+        return cls(header.lower(), cookie)
+
+    def attribute(self, headers: Mapping[str, str]) -> str | None:
+        """The session's id."""
+        if self._header:
+            return headers.get(self._header)
+        return cookie_value(headers.get("cookie", ""), self._cookie) or None

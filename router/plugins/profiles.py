@@ -1,0 +1,88 @@
+"""A scheduling profile: one request and its candidates in, picks out.
+
+Filters run one after the other, each on what the last one left; scores are clamped to 0..1, multiplied
+by their weights and added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, Scored, Scorer
+
+
+class PluginError(Exception):
+    """A plugin answered something that no plugin may answer; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedScorer:
+    """A scorer of a profile."""
+
+    name: str
+    scorer: Scorer
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What a profile chose.
+
+    Attributes:
+        endpoints: Best first; never empty.
+        scores: Weighted sums of all that passed the filters, by address.
+        parts: For each scorer its name and what it added to the first endpoint's score.
+    """
+
+    endpoints: Sequence[Endpoint]
+    scores: dict[str, float]
+    parts: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One of the configuration's scheduling profiles."""
+
+    name: str
+    filters: Sequence[tuple[str, Filter]]
+    scorers: Sequence[WeightedScorer]
+    picker: Picker
+
+    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Picked | None:
+        """Picks; None when no endpoint passes the filters.
+
+        Raises:
+            PluginError: A plugin answered something else than its protocol says.
+        """
+        for name, narrow in self.filters:
+            known = {endpoint.address for endpoint in endpoints}
+            endpoints = narrow.filter(request, endpoints)
+            if not all(endpoint.address in known for endpoint in endpoints):
+                raise PluginError(f"plugin {name}: filter must answer endpoints that it was given")
+            if not endpoints:
+                return None
+        totals = [0.0] * len(endpoints)
+        columns = [self._weighted(scorer, request, endpoints) for scorer in self.scorers]
+        for column in columns:
+            totals = [total + score for total, score in zip(totals, column, strict=True)]
+        scored = [Scored(endpoint, total) for endpoint, total in zip(endpoints, totals, strict=True)]
+        chosen = self.picker.pick(request, scored)
+        places = {endpoint.address: place for place, endpoint in enumerate(endpoints)}
+        if not chosen or not all(endpoint.address in places for endpoint in chosen):
+            raise PluginError("the picker must answer at least one endpoint, of those that it was given")
+        first = places[chosen[0].address]
+        parts = [(scorer.name, column[first]) for scorer, column in zip(self.scorers, columns, strict=True)]
+        return Picked(chosen, {one.endpoint.address: one.score for one in scored}, parts)
+
+    def _weighted(
+        self, scorer: WeightedScorer, request: PluginRequest, endpoints: Sequence[Endpoint]
+    ) -> list[float]:
+        scores = scorer.scorer.score(request, endpoints)
+        if len(scores) != len(endpoints):
+            raise PluginError(
+                f"plugin {scorer.name}: score must answer one score for each of {len(endpoints)} endpoints, "
+                f"not {len(scores)}"
+            )
+        return [0.0 if math.isnan(one) else min(1.0, max(0.0, one)) * scorer.weight for one in scores]

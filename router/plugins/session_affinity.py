@@ -1,0 +1,136 @@
+"""Sessions that stay at their endpoint: a token in a header, or a session's id, in; its last endpoint out.
+
+One object filters and scores. Tokens are base64 of "namespace/name", as the reference's; the response carries
+them back to the client.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from router.config_fields import Fields
+from router.plugins.api import Endpoint, PluginRequest
+from router.sessions import SessionParameters, Sessions
+
+TOKEN_HEADER = "x-session-token"
+SESSION_ID_HEADER = "x-session-id"
+
+_TOKEN_CHARS_MAX = 1024
+_DESTINATION = ""
+
+
+class _Memory(Protocol):
+    def last(self, request: PluginRequest, /) -> str | None:
+        """Id of the session's endpoint."""
+
+    def remember(self, request: PluginRequest, endpoint: Endpoint, /) -> Mapping[str, str]:
+        """Takes note; answers headers for the response."""
+
+
+class TokenHeader:
+    """The client keeps the endpoint's id, in a header."""
+
+    def __init__(self, header: str = TOKEN_HEADER) -> None:
+        self._header = header
+
+    def last(self, request: PluginRequest) -> str | None:
+        """Id of the session's endpoint."""
+        token = request.headers.get(self._header, "")
+        if not 0 < len(token) <= _TOKEN_CHARS_MAX:
+            return None
+        try:
+            return base64.b64decode(token, validate=True).decode("utf-8")
+        except (binascii.Error, UnicodeDecodeError, ValueError):
+            return None
+
+    def remember(self, _request: PluginRequest, endpoint: Endpoint) -> Mapping[str, str]:
+        """The token for the client."""
+        return {self._header: base64.b64encode(endpoint.id.encode()).decode()}
+
+
+class SessionIds:
+    """We keep the endpoint's id, by the session's; the first source that names a session counts.
+
+    Args:
+        sources: (kind, name): "header" and its name, or "attribute" and a producer's.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, str]], ttl_s: float = 300.0) -> None:
+        self._sources = tuple(sources)
+        self._sessions = Sessions(SessionParameters(ttl_s=ttl_s))
+
+    def last(self, request: PluginRequest) -> str | None:
+        """Id of the session's endpoint."""
+        session = self._session(request)
+        return self._sessions.pod_of(session, request.now_s) if session else None
+
+    def remember(self, request: PluginRequest, endpoint: Endpoint) -> Mapping[str, str]:
+        """Takes note; the client need not know."""
+        if session := self._session(request):
+            self._sessions.moved(session, endpoint.id, request.now_s)
+        return {}
+
+    def _session(self, request: PluginRequest) -> str | None:
+        for kind, name in self._sources:
+            found = request.headers.get(name) if kind == "header" else request.attributes.get(name)
+            if found and len(found) <= _TOKEN_CHARS_MAX:
+                return found
+        return None
+
+
+class SessionAffinity:
+    """Keeps to the endpoint of the session, as long as it is among the candidates.
+
+    Args:
+        memory: Who remembers it.
+        profile: Whose pick counts; "": the destination.
+    """
+
+    def __init__(self, memory: _Memory, profile: str = _DESTINATION) -> None:
+        self._memory = memory
+        self._profile = profile
+
+    @classmethod
+    def read(cls, parameters: Fields) -> SessionAffinity:
+        """From a configuration."""
+        known = parameters.only("strategy", "profileName", "encodedEndpointHeaderConfig", "sessionIdConfig")
+        strategy = known.choice(
+            "strategy", ("encoded_endpoint_header", "session_id"), "encoded_endpoint_header"
+        )
+        profile = known.text("profileName", _DESTINATION)
+        if strategy == "encoded_endpoint_header":
+            header = known.fields("encodedEndpointHeaderConfig", ("header",)).text("header", TOKEN_HEADER)
+            return cls(TokenHeader(header.lower()), profile)
+        config = known.fields("sessionIdConfig", ("sources", "evictionTtlSeconds", "evictionSweepSeconds"))
+        config.number("evictionSweepSeconds", 10.0)
+        sources = [_source(item) for item in config.each("sources", ("header", "attribute", "producer"))]
+        ttl_s = config.number("evictionTtlSeconds", 300.0, least=1.0)
+        return cls(SessionIds(sources or [("header", SESSION_ID_HEADER)], ttl_s), profile)
+
+    def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
+        """The session's endpoint alone, or everybody."""
+        last = self._memory.last(request)
+        kept = [endpoint for endpoint in endpoints if endpoint.id == last]
+        return kept or endpoints
+
+    def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
+        """1 for the session's endpoint, 0 for the others."""
+        last = self._memory.last(request)
+        return [float(endpoint.id == last) for endpoint in endpoints]
+
+    def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
+        """Remembers where the session went."""
+        endpoint = targets.get(self._profile)
+        return {} if endpoint is None else self._memory.remember(request, endpoint)
+
+
+def _source(item: Fields) -> tuple[str, str]:
+    if ("header" in item) == ("attribute" in item):
+        item.fail("", "needs either a header or an attribute")
+    if "header" in item:
+        return "header", item.text("header").lower()
+    # The attribute is named by its key or by who produces it; there is one attribute for each producer.
+    return "attribute", item.text("producer", item.text("attribute"))

@@ -1,0 +1,137 @@
+"""What is known of a request's prompts: a request and a tokenizer in, ids, a count and reasons out.
+
+Reading and encoding are two steps, so that its caller may choose where the long one runs. Knows no deadlines.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.errors import RequestError
+from router.request import RequestKind, RouteRequest
+from tokenization import (
+    MediaPromptError,
+    PromptError,
+    PromptTokenizer,
+    PromptTooLongError,
+    TokenIds,
+    UnsupportedPromptError,
+)
+from tokenization.openai_prompts import (
+    PendingPrompt,
+    PromptLimits,
+    begin_chat,
+    begin_completions,
+    chat_prefix,
+)
+
+LONGER_THAN_CONTEXT = "longer_than_context"
+"""Why a prompt that every engine will refuse is routed by load alone."""
+
+MEDIA = "media"
+"""Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
+
+_BYTES_PER_TOKEN = 4
+# What media and the text behind count for where their true number is not known: about one image.
+_MEDIA_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """What is known of a request's prompts.
+
+    Attributes:
+        prompts: Token ids of every prompt (a completions request may hold several); empty when unknown.
+        total: Number of prompt tokens, estimated from the body's size when unknown.
+        degraded: Why the ids are not known; None when they are.
+        partial: Why `prompts` are only the beginning of the true ones; None when they are whole.
+    """
+
+    prompts: tuple[TokenIds, ...]
+    total: int
+    degraded: str | None = None
+    partial: str | None = None
+
+
+class Begun:
+    """A request's prompts, read and looked up.
+
+    Attributes:
+        missing_chars: Characters that `tokens` has to encode.
+    """
+
+    __slots__ = ("_media", "_prompts", "missing_chars")
+
+    def __init__(self, prompts: Sequence[PendingPrompt], *, media: bool = False) -> None:
+        self._prompts = prompts
+        self._media = media
+        self.missing_chars = sum(prompt.missing_chars for prompt in prompts)
+
+    def tokens(self) -> PromptTokens:
+        """Encodes what is missing.
+
+        Raises:
+            PromptError: The prompt is not what the API allows.
+        """
+        tokens = known(tuple(prompt.ids() for prompt in self._prompts))
+        if not self._media:
+            return tokens
+        return PromptTokens(tokens.prompts, tokens.total + _MEDIA_TOKENS, partial=MEDIA)
+
+
+def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> Begun:
+    """Reads a request's prompts.
+
+    Raises:
+        PromptError: The prompt is not what the API allows, too long, or has no ids here.
+    """
+    if request.kind is RequestKind.COMPLETIONS:
+        return Begun(begin_completions(request.body, tokenizer, limits))
+    try:
+        return Begun([begin_chat(request.body, tokenizer, limits)])
+    except MediaPromptError:
+        return Begun([chat_prefix(request.body, tokenizer)], media=True)
+
+
+def given(request: RouteRequest) -> PromptTokens | None:
+    """A completions prompt that is given as ids, which needs no tokenizer; None for any other."""
+    if request.kind is not RequestKind.COMPLETIONS or "truncate_prompt_tokens" in request.body:
+        return None
+    prompt = request.body.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    if any(set(map(type, ids)) - {int} for ids in lists):
+        return None
+    try:
+        return known(tuple(np.frombuffer(array("I", ids), np.uint32) for ids in lists))
+    except (OverflowError, ValueError):
+        return None
+
+
+def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
+    """Prompts that are known to the end."""
+    return PromptTokens(prompts, sum(map(len, prompts)))
+
+
+def unknown(request: RouteRequest, reason: str) -> PromptTokens:
+    """A request whose prompts are not known, and why."""
+    return PromptTokens((), request.body_bytes // _BYTES_PER_TOKEN, reason)
+
+
+def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
+    """What a tokenizer's refusal means for the pick.
+
+    Raises:
+        RequestError: 400, when the prompt is not what the API allows.
+    """
+    match error:
+        case PromptTooLongError():
+            return unknown(request, LONGER_THAN_CONTEXT)
+        case UnsupportedPromptError():
+            return unknown(request, "unsupported_prompt")
+    raise RequestError(400, str(error), error.param) from error

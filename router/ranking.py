@@ -1,0 +1,161 @@
+"""A request's candidates in the order of their prices: arrays in, a Candidate out for each one asked for.
+
+Keeps arrays as they came from pricing and matching, so that a pick among hundreds of pods makes one object,
+and the rest only for whoever wants to see them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer import PodMatches, StreamState
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of the pod.
+
+    Attributes:
+        own_prefill_s: Not yet multiplied by `own_weight`.
+        extra_s: Seconds to bring the request's adapter in, less what its session's stay is worth.
+        cached_tokens: Prompt tokens that the pod will serve from its cache, in any tier.
+        host_tokens: Served tokens that must be copied from beyond the device first.
+        slowdown: By how much decoding requests slow its prefill, 1 or more.
+        awaiting: Requests of ours that await their first token there.
+        decoding: Requests past it, others' among them.
+        load_age_s: Age of the engine's own account of its load; None if it never told.
+        view: Whether what is known of the cache is EXACT, RECOVERING or STALE.
+    """
+
+    pod: str
+    cost_s: float
+    queued_prefill_s: float
+    own_prefill_s: float
+    own_weight: float
+    copy_s: float
+    kv_pressure_s: float
+    extra_s: float
+    cached_tokens: int
+    uncached_tokens: int
+    host_tokens: int
+    slowdown: float
+    awaiting: int
+    decoding: int
+    load_age_s: float | None
+    view: str
+
+
+class Ranking(Sequence[Candidate]):
+    """Candidates, best first; never empty.
+
+    Args:
+        pods: Their addresses.
+        prices: cost.PRICE [pods].
+        credits: cost.CREDIT [pods].
+        order: int64 [pods], places in the above, best first.
+        prompt_tokens: Tokens of all prompts.
+        block_tokens: Tokens of one block.
+        matches: One for each prompt; empty when the cache's view was not used.
+    """
+
+    __slots__ = (
+        "_block_tokens",
+        "_credits",
+        "_made",
+        "_matches",
+        "_order",
+        "_pods",
+        "_prices",
+        "_tokens",
+        "_views",
+    )
+
+    def __init__(
+        self,
+        pods: Sequence[str],
+        prices: NDArray[Any],
+        credits: NDArray[Any],
+        order: NDArray[np.int64],
+        prompt_tokens: int,
+        block_tokens: int,
+        matches: Sequence[PodMatches],
+    ) -> None:
+        self._pods = pods
+        self._prices = prices
+        self._credits = credits
+        self._order = order
+        self._tokens = prompt_tokens
+        self._block_tokens = block_tokens
+        self._matches = matches
+        # The states go on; what is told later is what was true now.
+        self._views = dict(matches[0].states) if matches else {}
+        self._made: dict[int, Candidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        if (made := self._made.get(at)) is None:
+            made = self._made[at] = self._candidate(int(self._order[at]))
+        return made
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """The most that any candidate would have served from its cache."""
+        return int(self._credits["cached_tokens"].max())
+
+    def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
+        """Prompt tokens whose blocks this candidate best holds in which tier.
+
+        All of them, while an engine computes at least the last token and serves only whole blocks.
+        """
+        pod, tokens = self[at].pod, dict[str, int]()
+        for match in self._matches:
+            for tier, blocks in match[pod].blocks_by_tier.items():
+                tokens[tier] = tokens.get(tier, 0) + blocks * self._block_tokens
+        return tokens
+
+    def _candidate(self, place: int) -> Candidate:
+        pod = self._pods[place]
+        cached_tokens, host_tokens = self._credits[place].item()
+        price = self._prices[place].item()
+        cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s, *known = price
+        slowdown, awaiting, decoding, age_s = known
+        return Candidate(
+            pod,
+            cost_s,
+            queued_s,
+            own_s,
+            weight,
+            copy_s,
+            pressure_s,
+            extra_s,
+            cached_tokens,
+            self._tokens - cached_tokens,
+            host_tokens,
+            slowdown,
+            int(awaiting),
+            int(decoding),
+            age_s if age_s != math.inf else None,
+            self._view(pod),
+        )
+
+    def _view(self, pod: str) -> str:
+        if not self._matches:
+            return StreamState.STALE.value
+        if (known := self._views.get(pod)) is not None:
+            return known.value
+        return self._matches[0].state(pod).value

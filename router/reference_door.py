@@ -1,0 +1,269 @@
+"""Envoy's door in the reference picker's form: ext_proc streams in, its very answers out.
+
+Used instead of `ext_proc` for an EndpointPickerConfig. Knows the order of messages and answers; what to pick
+is route()'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import grpc
+import numpy as np
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from router.attribute_reporter import AttributeReporter
+from router.decision import Decision
+from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint
+from router.errors import RequestError
+from router.ext_proc_messages import BodyMode, header_values, streamed
+from router.ext_proc_response import ResponsePhase
+from router.gateway_pick import GatewayPick
+from router.metrics import RouterMetrics
+from router.outcomes import Outcomes
+from router.parsers import Parsers
+from router.pods import PodSet
+from router.reference_messages import (
+    immediate_answer,
+    kept_headers,
+    request_body_answer,
+    request_headers_answer,
+)
+from router.reference_response import ReferenceResponse
+from router.request import RequestKind, RouteRequest, too_large
+from router.rewrite import RewriteRules, with_model
+
+_DOOR = "ext_proc"
+_MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOptions:
+    """How the door behaves.
+
+    Attributes:
+        max_request_bytes: Larger bodies are answered with 413; so much of a response is held at most.
+        responses_full: Whether the response passes here too; else the stream is closed after the request.
+        strict: Whether the reference's errors are reproduced: subsets by address without port, and a hint on
+            the headers' message not seen.
+        emit_scores: Whether the metadata tells all scores.
+        subset_filter: Whether the gateway's subset is looked at.
+    """
+
+    max_request_bytes: int = 8 << 20
+    responses_full: bool = True
+    strict: bool = False
+    emit_scores: bool = False
+    subset_filter: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceParts:
+    """What the door works with.
+
+    Attributes:
+        rewrites: Rules for model names.
+        reporter: None: nothing of the usage is reported.
+    """
+
+    picks: GatewayPick
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    pods: PodSet
+    parsers: Parsers
+    rewrites: RewriteRules
+    reporter: AttributeReporter | None
+    random: np.random.Generator
+
+
+class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+    """envoy.service.ext_proc.v3.ExternalProcessor."""
+
+    def __init__(self, parts: ReferenceParts, options: ReferenceOptions) -> None:
+        self._parts = parts
+        self._options = options
+
+    def Process(  # noqa: N802 (the name is Envoy's)
+        self, request_iterator: Iterator[pb.ProcessingRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ProcessingResponse]:
+        """Serves one HTTP request."""
+        exchange = _Exchange(self._parts, self._options, context)
+        with self._parts.metrics.inside(_DOOR):
+            try:
+                for message in request_iterator:
+                    yield from exchange.answers(message)
+                    if exchange.finished:
+                        return
+            finally:
+                exchange.close()
+
+
+class _Exchange:
+    """One HTTP request's way through the door.
+
+    Attributes:
+        finished: Whether the stream is to be closed from our side.
+    """
+
+    def __init__(
+        self, parts: ReferenceParts, options: ReferenceOptions, context: grpc.ServicerContext
+    ) -> None:
+        self._parts = parts
+        self._options = options
+        self._context = context
+        self.finished = False
+        self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
+        self._headers: dict[str, str] | None = None
+        self._subset: frozenset[str] | None = None
+        self._body = bytearray()
+        self._is_routed = False
+        self._phase = ResponsePhase(parts.outcomes)
+        self._response = ReferenceResponse(self._phase, parts.reporter, options.max_request_bytes)
+
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        """The answers to one message, in the order Envoy expects them."""
+        try:
+            match message.WhichOneof("request"):
+                case "request_headers":
+                    yield from self._request_headers(message)
+                case "request_body":
+                    yield from self._request_body(message)
+                case "request_trailers":
+                    yield from self._request_trailers()
+                case "response_headers":
+                    yield from self._response.headers(message.response_headers)
+                case "response_body":
+                    yield from self._response.body(message.response_body, self._response_body_mode)
+                case "response_trailers":
+                    yield from self._response.trailers()
+                case _:
+                    self._parts.metrics.dropped(_DOOR, "unknown_message")
+        except RequestError as error:
+            self.finished = True
+            yield immediate_answer(error)
+
+    def close(self) -> None:
+        """The stream has ended, however it did."""
+        if self._options.responses_full:
+            self._phase.cut()
+
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        if self._headers is not None:
+            self._parts.metrics.dropped(_DOOR, "second_request_headers")
+            return
+        if message.HasField("protocol_config"):
+            self._body_mode = message.protocol_config.request_body_mode
+            self._response_body_mode = message.protocol_config.response_body_mode
+        self._headers = header_values(message.request_headers)
+        if not self._options.strict:
+            self._subset = subset_hint(message.metadata_context)
+        if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
+            yield self._any_endpoint()
+            self._finish_request()
+        elif self._body_mode == BodyMode.BUFFERED:
+            yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        body = message.request_body
+        if self._headers is None:
+            self._parts.metrics.dropped(_DOOR, "body_before_headers")
+        elif self._is_routed:
+            # Envoy repeats the end of the stream for bodies above 1 MB.
+            self._parts.metrics.dropped(_DOOR, "repeated_end_of_stream")
+        else:
+            self._body += body.body
+            if len(self._body) > self._options.max_request_bytes:
+                self._refuse(too_large(self._options.max_request_bytes))
+            if (subset := subset_hint(message.metadata_context)) is not None:
+                self._subset = subset
+            if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
+                yield from self._route(has_trailers=False)
+
+    def _request_trailers(self) -> Iterator[pb.ProcessingResponse]:
+        if self._headers is not None and not self._is_routed:
+            yield from self._route(has_trailers=True)
+            yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+
+    def _any_endpoint(self) -> pb.ProcessingResponse:
+        """The answer to a request without a body: any endpoint will do."""
+        self._is_routed = True
+        ready = [pod.address for pod in self._parts.pods.snapshot().values() if pod.ready]
+        if not ready:
+            self._refuse(RequestError(500, "no pods available in datastore"))
+        request_id, _ = kept_request_id(self._headers or {})
+        destination = ready[int(self._parts.random.integers(len(ready)))]
+        return request_headers_answer(destination, {REQUEST_ID_HEADER: request_id}, None)
+
+    def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
+        """Picks for a request whose body is complete."""
+        self._is_routed = True
+        headers, body = self._headers or {}, bytes(self._body)
+        self._body.clear()
+        request_id, _ = kept_request_id(headers)
+        request = RouteRequest(
+            request_id,
+            RequestKind.PASSTHROUGH,
+            candidates=self._candidates(),
+            headers=headers,
+            abandoned=lambda: not self._context.is_active(),
+        )
+        try:
+            request, sent = self._resolved(request, body)
+        except RequestError as error:
+            self._refuse(error)
+        destination, decision = self._parts.picks.pick(request)
+        self._note(decision, request)
+        set_headers = {"Content-Length": str(len(sent))} if sent else {}
+        scores = None
+        if decision.routing is not None:
+            set_headers |= decision.routing.request_headers
+            scores = decision.routing.scores if self._options.emit_scores else None
+        set_headers |= {**kept_headers(headers), REQUEST_ID_HEADER: request_id}
+        if self._body_mode == BodyMode.BUFFERED:
+            yield request_body_answer(destination, set_headers, None if sent is body else sent, scores)
+        else:
+            yield request_headers_answer(destination, set_headers, scores)
+            for answer in streamed(sent, end_of_stream=not has_trailers):
+                yield pb.ProcessingResponse(request_body=answer)
+        self._finish_request()
+
+    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
+        """The request with its model as the pod is asked for it, and the body to send."""
+        request, api = self._parts.parsers.parse(request, body)
+        if not api.is_json:
+            return request, body
+        named = request.model
+        asked = next((request.headers[name] for name in _MODEL_HEADERS if request.headers.get(name)), named)
+        model = self._parts.rewrites.target(named) or asked
+        if model is None and api.needs_model:
+            raise RequestError(400, "model not found in request body", "model")
+        if model is None or model == named:
+            return request, body
+        return replace(request, model=model, client_model=named or ""), with_model(body, model)
+
+    def _candidates(self) -> frozenset[str] | None:
+        if self._subset is None or not self._options.subset_filter:
+            return None
+        if not self._options.strict:
+            return self._subset
+        return frozenset(address.rpartition(":")[0] or address for address in self._subset)
+
+    def _note(self, decision: Decision, request: RouteRequest) -> None:
+        """Remembers what the response needs, and refuses what came to nothing."""
+        self._phase.request_id, self._phase.pod = decision.request_id, decision.primary.pod
+        if request.headers.get("prefer") == "if-available" and not decision.primary.cached_tokens:
+            self._phase.cut()
+            self._refuse(RequestError(412, "the selected endpoint holds no cached prefix of the request"))
+        if request.client_model is not None:
+            self._response.models = (request.model or "", request.client_model)
+        if decision.routing is not None:
+            self._response.set_headers = decision.routing.response_headers
+
+    def _refuse(self, error: RequestError) -> NoReturn:
+        raise self._parts.picks.refused(error)
+
+    def _finish_request(self) -> None:
+        self.finished = not self._options.responses_full

@@ -1,0 +1,94 @@
+"""The response half of an ext_proc stream in the reference's form: messages in, answers out.
+
+Events are echoed at once, chunk by chunk; any other body is held, with a bound, until it is whole, so that
+the model's name can be restored wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from router.attribute_reporter import AttributeReporter
+from router.ext_proc_messages import BodyMode, streamed
+from router.ext_proc_response import ResponsePhase
+from router.reference_messages import kept_headers, metadata, response_headers_answer
+from router.rewrite import restored_model
+
+
+class ReferenceResponse:
+    """One response.
+
+    Args:
+        phase: Takes note of what the response tells.
+        reporter: None: nothing of it is reported.
+        held_bytes_max: A longer body is echoed as it comes, unchanged from there on.
+
+    Attributes:
+        set_headers: For the response, from plugins.
+        models: (the pod's, the client's) name of the model.
+    """
+
+    def __init__(self, phase: ResponsePhase, reporter: AttributeReporter | None, held_bytes_max: int) -> None:
+        self._phase = phase
+        self._reporter = reporter
+        self._held_bytes_max = held_bytes_max
+        self._held: bytearray | None = bytearray()
+        self.set_headers: Mapping[str, str] = {}
+        self.models = ("", "")
+
+    def headers(self, message: pb.HttpHeaders) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's headers."""
+        headers = self._phase.note_headers(message)
+        if "text/event-stream" in headers.get("content-type", ""):
+            self._held = None
+        yield response_headers_answer({**kept_headers(headers), **self.set_headers})
+
+    def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
+        """Answers a chunk of the response's body."""
+        self._phase.note_body(message)
+        if mode != BodyMode.FULL_DUPLEX_STREAMED:
+            yield self._buffered(message)
+            return
+        data = message.body
+        if self._held is not None:
+            self._held += data
+            if not message.end_of_stream and len(self._held) <= self._held_bytes_max:
+                return
+            data, self._held = bytes(self._held), None
+        yield from self._echo(data, end_of_stream=message.end_of_stream)
+
+    def trailers(self) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's trailers, after what was held."""
+        self._phase.note_end()
+        if self._held:
+            data, self._held = bytes(self._held), None
+            yield from self._echo(data, end_of_stream=False)
+        yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+    def _echo(self, data: bytes, *, end_of_stream: bool) -> Iterator[pb.ProcessingResponse]:
+        data = restored_model(data, *self.models)
+        for answer in streamed(data, end_of_stream=end_of_stream):
+            response = pb.ProcessingResponse(response_body=answer)
+            if answer.response.body_mutation.streamed_response.end_of_stream:
+                self._report(response)
+            yield response
+
+    def _buffered(self, message: pb.HttpBody) -> pb.ProcessingResponse:
+        response = pb.ProcessingResponse(response_body=pb.BodyResponse())
+        restored = restored_model(message.body, *self.models)
+        if restored is not message.body:
+            common = response.response_body.response
+            common.body_mutation.body = restored
+            option = common.header_mutation.set_headers.add()
+            option.header.key, option.header.raw_value = "content-length", str(len(restored)).encode()
+        if message.end_of_stream:
+            self._report(response)
+        return response
+
+    def _report(self, response: pb.ProcessingResponse) -> None:
+        if self._reporter is None or (usage := self._phase.usage_json) is None:
+            return
+        if told := self._reporter.report(usage):
+            response.dynamic_metadata.CopyFrom(metadata(told))

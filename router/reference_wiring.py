@@ -1,0 +1,62 @@
+"""From a RouterConfig to the door in the reference's form: its parsers, rules and reporters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.attribute_reporter import AttributeReporter
+from router.config import RouterConfig
+from router.config_file import PickerConfig
+from router.gateway_pick import GatewayPick
+from router.metrics import RouterMetrics
+from router.outcomes import Outcomes
+from router.parsers import DEFAULT_PARSERS, PARSERS, Parsers
+from router.pods import PodSet
+from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
+from router.rewrite import RewriteRule, RewriteRules
+
+
+def reference_door(
+    config: RouterConfig,
+    rules: Sequence[RewriteRule],
+    picks: GatewayPick,
+    outcomes: Outcomes,
+    metrics: RouterMetrics,
+    pods: PodSet,
+) -> ReferenceDoor:
+    """Makes the door.
+
+    Raises:
+        ConfigError: A parser or a reporter is wrong.
+    """
+    random, picker = np.random.default_rng(), config.picker
+    parts = ReferenceParts(
+        picks=picks,
+        outcomes=outcomes,
+        metrics=metrics,
+        pods=pods,
+        parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
+        rewrites=RewriteRules(rules, random),
+        reporter=AttributeReporter.of(picker) if picker is not None else None,
+        random=random,
+    )
+    options = ReferenceOptions(
+        max_request_bytes=config.max_request_bytes,
+        responses_full=config.responses_full,
+        strict=config.compat == "strict",
+        emit_scores=config.emit_endpoint_scores,
+        subset_filter=config.subset_filter,
+    )
+    return ReferenceDoor(parts, options)
+
+
+def _parser_types(picker: PickerConfig) -> Sequence[str]:
+    types = []
+    for reference in picker.parsers:
+        kind = picker.plugins[reference.name].type
+        if kind not in PARSERS:
+            reference.fields.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
+        types.append(kind)
+    return types or DEFAULT_PARSERS

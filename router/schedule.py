@@ -1,0 +1,254 @@
+"""From what every candidate's cache holds to a pick that later picks see: matches in, a Decision out.
+
+The short critical section of routing: callers let one request in at a time. Knows no tokenizers, no gRPC and
+no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer import PodMatches, StreamState
+from indexer.dispatched import DispatchedPrompt
+from indexer.keys import Keys
+from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from router.adapters import AdapterParameters, adapter_s
+from router.board import PodBoard
+from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, price
+from router.decision import Decision
+from router.ledger import Dispatch, Ledger
+from router.lineup import Lineup
+from router.pick import least_cost_first
+from router.pods import PodSnapshot
+from router.ranking import Ranking
+from router.request import RouteRequest
+from router.routing import Ranker, Routing, Situation
+from router.sessions import Sessions
+
+# What was only just sent to a pod will lie in its device memory.
+_DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
+_NO_EXTRA = np.zeros(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """What is known of a request's prompts when it is scheduled.
+
+    Attributes:
+        prompt_tokens: Of all prompts; estimated from the body's size when `degraded`.
+        prompts: Token ids of each prompt, in the order of `keys`; empty when degraded.
+        keys: Block keys of each prompt; empty when degraded.
+        degraded: Why the cache's view is not used; None when it is.
+        priority: Of the request.
+        base_model: Roots the keys; None when degraded.
+        lora_name: The adapter's name; None for the base model.
+    """
+
+    request: RouteRequest
+    prompt_tokens: int
+    prompts: Sequence[NDArray[np.uint32]]
+    keys: Sequence[Keys]
+    degraded: str | None
+    priority: int = 0
+    base_model: str | None = None
+    lora_name: str | None = None
+
+    def sent_to(self, pod: str, matches: PodMatches) -> DispatchedPrompt | None:
+        """What a pod should make of the first prompt; None where that is not known."""
+        if self.base_model is None:
+            return None
+        cached_blocks = int(matches.cached_blocks[matches.rows[pod]])
+        salt = self.request.cache_salt
+        return DispatchedPrompt(self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks)
+
+
+class Scheduler:
+    """Prices, picks, and enters the pick into the ledger.
+
+    Args:
+        board: The numbers of all pods.
+        random: Breaks ties.
+        sessions: None: sessions do not count.
+        ranker: Orders the candidates; None: their cost does.
+    """
+
+    def __init__(
+        self,
+        board: PodBoard,
+        ledger: Ledger,
+        random: np.random.Generator,
+        *,
+        block_tokens: int,
+        cost: CostParameters | None = None,
+        adapters: AdapterParameters | None = None,
+        sessions: Sessions | None = None,
+        ranker: Ranker | None = None,
+    ) -> None:
+        self._board = board
+        self._ledger = ledger
+        self._random = random
+        self._block_tokens = block_tokens
+        self._cost = cost or CostParameters()
+        self._adapters = adapters or AdapterParameters()
+        self._sessions = sessions
+        self._ranker = ranker
+        self._tiers: Tiers | None = None
+        self._device_tiers = np.zeros(0, np.int64)
+        self._compile()
+
+    def schedule(
+        self,
+        prompted: Prompted,
+        lineup: Lineup,
+        pods: PodSnapshot,
+        matches: Sequence[PodMatches],
+        now_s: float,
+    ) -> tuple[Decision, Sequence[Dispatch]]:
+        """Decides, and enters the decision into the ledger.
+
+        Args:
+            pods: As they are now; the line-up may be older in what it says of their load.
+            matches: One for each prompt's keys.
+
+        Returns:
+            The decision, and requests that the ledger had to give up for it.
+        """
+        request = prompted.request
+        credits = self._credits(prompted, lineup, matches)
+        session = self._sessions.id_of(request.headers) if self._sessions is not None else None
+        session_pod = self._sessions.pod_of(session, now_s) if self._sessions and session else None
+        extra_s = self._extra_s(lineup, pods, session_pod)
+        prompt_tokens = prompted.prompt_tokens
+        board = self._board
+        with board.lock:
+            facts = RequestFacts(
+                float(prompt_tokens), float(now_s), board.fleet_tokens_per_s, float(board.mean_tokens)
+            )
+            prices = price(board.pods, board.waiting, lineup.rows, credits, extra_s, facts, self._cost)
+        routing = None
+        if self._ranker is None:
+            order = least_cost_first(prices["cost_s"], self._random)
+        else:
+            order, routing = self._rank(self._ranker, prompted, lineup, pods, matches, prices, credits, now_s)
+        decision = Decision(
+            request_id=request.request_id,
+            kind=request.kind.value,
+            model=request.model,
+            ranked=Ranking(
+                lineup.addresses, prices, credits, order, prompt_tokens, self._block_tokens, matches
+            ),
+            excluded=lineup.candidates.excluded,
+            prompt_tokens=prompt_tokens,
+            degraded=prompted.degraded,
+            decided_s=now_s,
+            priority=prompted.priority,
+            session_pod=session_pod,
+            routing=routing,
+        )
+        if self._sessions is not None and session is not None:
+            self._sessions.moved(session, decision.primary.pod, now_s)
+        return decision, self._dispatch(decision, prompted.keys, matches)
+
+    def _rank(
+        self,
+        ranker: Ranker,
+        prompted: Prompted,
+        lineup: Lineup,
+        pods: PodSnapshot,
+        matches: Sequence[PodMatches],
+        prices: NDArray[Any],
+        credits: NDArray[Any],
+        now_s: float,
+    ) -> tuple[NDArray[np.int64], Routing]:
+        with self._board.lock:
+            known = self._board.pods[lineup.rows]
+        return ranker.rank(
+            Situation(
+                request=prompted.request,
+                priority=prompted.priority,
+                prompt_tokens=prompted.prompt_tokens,
+                prompt_blocks=sum(map(len, prompted.keys)),
+                candidates=lineup.candidates.pods,
+                addresses=lineup.addresses,
+                pods=pods,
+                matches=matches,
+                prices=prices,
+                credits=credits,
+                known=known,
+                now_s=now_s,
+            )
+        )
+
+    def _credits(self, prompted: Prompted, lineup: Lineup, matches: Sequence[PodMatches]) -> NDArray[Any]:
+        credits = np.zeros(len(lineup.rows), CREDIT)
+        for match, length in zip(matches, map(len, prompted.prompts), strict=True):
+            if match.tiers is not self._tiers:
+                self._tiers = match.tiers
+                self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
+            add_credit(
+                match.cached_blocks,
+                match.blocks_by_tier,
+                self._device_tiers,
+                lineup.places(match.rows),
+                length,
+                self._block_tokens,
+                credits,
+            )
+        return credits
+
+    def _compile(self) -> None:
+        """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
+        nobody, credits = np.zeros(0, np.int64), np.zeros(0, CREDIT)
+        blocks = np.zeros((0, 1), np.int32)
+        add_credit(blocks[:, 0].copy(), blocks, nobody, nobody, 0, self._block_tokens, credits)
+        facts = RequestFacts(0.0, 0.0, 1.0, 0.0)
+        with self._board.lock:
+            price(self._board.pods, self._board.waiting, nobody, credits, _NO_EXTRA, facts, self._cost)
+
+    def _extra_s(self, lineup: Lineup, pods: PodSnapshot, session_pod: str | None) -> NDArray[np.float64]:
+        """Seconds for the adapter on each pod, less the stay's worth; empty when neither counts."""
+        adapter = lineup.candidates.lora_name
+        if adapter is None and session_pod is None:
+            return _NO_EXTRA
+        extra_s = np.zeros(len(lineup.rows))
+        if adapter is not None:
+            for place, address in enumerate(lineup.addresses):
+                pod = pods.get(address)
+                load = pod.load.lora if pod is not None and pod.load is not None else None
+                extra_s[place] = adapter_s(load, adapter, self._adapters)
+        if session_pod in lineup.asked and self._sessions is not None:
+            extra_s[lineup.addresses.index(session_pod)] -= self._sessions.stay_s
+        return extra_s
+
+    def _dispatch(
+        self, decision: Decision, keys: Sequence[Keys], matches: Sequence[PodMatches]
+    ) -> Sequence[Dispatch]:
+        if not decision.prompt_tokens:
+            return ()
+        best = decision.primary
+        return self._ledger.dispatch(
+            Dispatch(
+                request_id=decision.request_id,
+                pod=best.pod,
+                uncached_tokens=best.uncached_tokens,
+                queued_prefill_s=best.queued_prefill_s,
+                own_prefill_s=best.own_prefill_s,
+                confirm_key=_confirm_key(keys, best.view, matches, best.pod),
+                found_idle=best.awaiting == 0 and best.queued_prefill_s == 0.0,
+                dispatched_s=decision.decided_s,
+                slowdown=best.slowdown,
+            )
+        )
+
+
+def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:
+    """The key whose announcement ends the prefill: the last full block's, where the pod will announce it."""
+    if len(keys) != 1 or not len(keys[0]) or view != StreamState.EXACT.value:
+        return None
+    cached_blocks = matches[0].cached_blocks[matches[0].rows[pod]]
+    return int(keys[0][-1]) if cached_blocks < len(keys[0]) else None

@@ -1,0 +1,173 @@
+"""A model's tokens from a server that renders: vLLM's `/v1/.../render` endpoints, asked over HTTP.
+
+The pod's own word, so it is right for every model, images included, at the price of a request. Keeps the last
+answers, since a client's next try is the same request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import urllib3
+from cachetools import LRUCache
+
+from router.errors import TokenizerUnavailableError
+from router.pods import Pod
+from router.prompt_tokens import MEDIA, PromptTokens, known, unknown
+from router.request import RequestKind, RouteRequest
+
+_PATHS = {
+    RequestKind.CHAT: "/v1/chat/completions/render",
+    RequestKind.COMPLETIONS: "/v1/completions/render",
+}
+# The pick has its own, shorter deadline; an answer that comes after it is kept for the next try.
+_CONNECT_S = 1.0
+_READ_S = 5.0
+_ANSWER_BYTES_MAX = 64 << 20
+_CHUNK_BYTES = 64 << 10
+_KEPT_BYTES = 32 << 20
+_CONNECTIONS = 8
+_POOLS = 256
+
+
+class _Places(msgspec.Struct):
+    """Where a media item's tokens stand."""
+
+    offset: int
+
+
+class _Features(msgspec.Struct):
+    mm_placeholders: dict[str, list[_Places]] | None = None
+
+
+class _Rendered(msgspec.Struct):
+    """What is read of a rendered prompt."""
+
+    token_ids: list[int]
+    features: _Features | None = None
+
+
+class RenderTokenizer:
+    """Asks for one model's tokens; safe to share between threads.
+
+    Args:
+        model: The base model's name.
+        url: Of a server that renders; None asks the model's pods in turn.
+    """
+
+    keeps_deadline = False
+
+    def __init__(self, model: str, url: str | None) -> None:
+        self._model = model
+        self._url = url
+        self._turn = itertools.count()
+        self._http = urllib3.PoolManager(
+            num_pools=_POOLS,
+            maxsize=_CONNECTIONS,
+            retries=False,
+            timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
+        )
+        self._lock = threading.Lock()
+        self._kept: LRUCache[bytes, PromptTokens] = LRUCache(_KEPT_BYTES, getsizeof=_size_bytes)
+
+    def prompt_tokens(
+        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
+    ) -> PromptTokens:
+        """Has a request rendered; may take far longer than `timeout_s`.
+
+        Raises:
+            TokenizerUnavailableError: No pod, no answer, or none that can be read.
+        """
+        del context_tokens, timeout_s
+        body = msgspec.json.encode({**request.body, "stream": False, "return_mm_kwargs": False})
+        key = hashlib.blake2b(request.kind.encode() + body, digest_size=16).digest()
+        with self._lock:
+            kept = self._kept.get(key)
+        if kept is None:
+            kept = self._ask(request, body, pods)
+            if kept.degraded is None and _size_bytes(kept) <= _KEPT_BYTES:
+                with self._lock:
+                    self._kept[key] = kept
+        return kept
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        self._http.clear()
+
+    def _ask(self, request: RouteRequest, body: bytes, pods: Sequence[Pod]) -> PromptTokens:
+        url = f"{self._server(pods)}{_PATHS[request.kind]}"
+        headers = {"content-type": "application/json"}
+        try:
+            answer = self._http.request("POST", url, body=body, headers=headers, preload_content=False)
+            data = _body(answer)
+        except urllib3.exceptions.HTTPError as error:
+            raise TokenizerUnavailableError(f"{url}: {error}") from error
+        if answer.status in (400, 422):
+            # The engine will say so itself, better than anyone.
+            return unknown(request, "unsupported_prompt")
+        if answer.status == 403:
+            raise TokenizerUnavailableError(f"{url}: 403; vLLM renders if started with --enable-scale-out")
+        if answer.status != 200:
+            raise TokenizerUnavailableError(f"{url}: answered {answer.status}")
+        return _read(url, request.kind, data)
+
+    def _server(self, pods: Sequence[Pod]) -> str:
+        if self._url is not None:
+            return self._url
+        if not pods:
+            raise TokenizerUnavailableError(f"no pod of {self._model} can be asked")
+        return f"http://{pods[next(self._turn) % len(pods)].address}"
+
+
+def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
+    """Reads an answer, however slowly it comes, in bounded time and space."""
+    deadline_s = time.monotonic() + _READ_S
+    data = bytearray()
+    whole = False
+    try:
+        while chunk := answer.read1(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > _ANSWER_BYTES_MAX or time.monotonic() > deadline_s:
+                raise urllib3.exceptions.HTTPError(f"too slow or too large, given up at {len(data)} bytes")
+        whole = True
+    finally:
+        # What is left unread would be taken for the next answer.
+        if whole:
+            answer.release_conn()
+        else:
+            answer.close()
+    return bytes(data)
+
+
+def _read(url: str, kind: RequestKind, data: bytes) -> PromptTokens:
+    form: Any = _Rendered if kind is RequestKind.CHAT else list[_Rendered]
+    try:
+        answer = msgspec.json.decode(data, type=form)
+        rendered = [answer] if kind is RequestKind.CHAT else answer
+        prompts = tuple(np.frombuffer(array("I", prompt.token_ids), np.uint32) for prompt in rendered)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise TokenizerUnavailableError(f"{url}: not a rendered prompt: {error}") from error
+    starts = [_media_start(prompt) for prompt in rendered]
+    if all(start is None for start in starts):
+        return known(prompts)
+    # Blocks with media are told apart by their content too, which is not known here.
+    heads = tuple(ids[:start] for ids, start in zip(prompts, starts, strict=True))
+    return PromptTokens(heads, sum(map(len, prompts)), partial=MEDIA)
+
+
+def _media_start(prompt: _Rendered) -> int | None:
+    places = prompt.features.mm_placeholders if prompt.features is not None else None
+    offsets = [max(0, place.offset) for items in (places or {}).values() for place in items]
+    return min(offsets, default=None)
+
+
+def _size_bytes(tokens: PromptTokens) -> int:
+    return 500 + sum(ids.nbytes for ids in tokens.prompts)

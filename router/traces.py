@@ -1,0 +1,146 @@
+"""OpenTelemetry spans of the picks, under the reference picker's names: a request's steps in, spans out.
+
+Optional (the extra `tracing`): the library is imported only when traces are switched on, with the settings of
+the usual OTEL_* variables. A span is made when its step is over, so a step only notes the time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from router.errors import ConfigError, RequestError
+from router.request import RouteRequest
+
+if TYPE_CHECKING:
+    from router.decision import Decision
+
+_SERVICE = "kvroute-router"
+# As the reference picker samples.
+_SAMPLED_SHARE = 0.1
+
+
+class Traces:
+    """Makes the spans of one request after the other; safe to share between threads.
+
+    Args:
+        provider: An OpenTelemetry TracerProvider.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer(_SERVICE)
+        self._propagator = TraceContextTextMapPropagator()
+        self._within = set_span_in_context
+        self._failed = Status(StatusCode.ERROR)
+
+    @classmethod
+    def to_collector(cls) -> Traces:
+        """Traces to where OTEL_EXPORTER_OTLP_ENDPOINT says, over OTLP's gRPC form.
+
+        Raises:
+            ConfigError: The library is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        except ImportError as error:
+            raise ConfigError(f"--tracing: {error}; install kvroute[tracing]") from error
+        # What the environment says counts first; left to itself, the library would sample everything.
+        sampler = None if "OTEL_TRACES_SAMPLER" in os.environ else ParentBasedTraceIdRatio(_SAMPLED_SHARE)
+        name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
+        provider = TracerProvider(sampler, Resource.create({"service.name": name}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider)
+
+    def begin(self, request: RouteRequest) -> RequestTrace:
+        """A request came."""
+        return RequestTrace(self, request)
+
+    def close(self) -> None:
+        """Sends what has not been sent."""
+        self._provider.shutdown()
+
+    def start_root(self, name: str, headers: Mapping[str, str], start_ns: int) -> Any:
+        """Starts the span whose parent is named in the W3C headers, if one is."""
+        return self._tracer.start_span(name, self._propagator.extract(headers), start_time=start_ns)
+
+    def start(self, name: str, parent: Any, start_ns: int) -> Any:
+        """Starts a span within another."""
+        return self._tracer.start_span(name, self._within(parent), start_time=start_ns)
+
+    def fail(self, span: Any) -> None:
+        """Marks a span as failed."""
+        span.set_status(self._failed)
+
+
+class RequestTrace:
+    """The steps of one request, as they are over."""
+
+    __slots__ = ("_began_ns", "_filtered_ns", "_matched_ns", "_request", "_traces")
+
+    def __init__(self, traces: Traces, request: RouteRequest) -> None:
+        self._traces = traces
+        self._request = request
+        self._began_ns = time.time_ns()
+        self._filtered_ns = self._matched_ns = 0
+
+    def filtered(self) -> None:
+        """It is known who may take it."""
+        self._filtered_ns = time.time_ns()
+
+    def matched(self) -> None:
+        """It is known who holds what of it."""
+        self._matched_ns = time.time_ns()
+
+    def refused(self, error: RequestError) -> None:
+        """It was not routed."""
+        ended_ns = time.time_ns()
+        request, orchestration = self._outer()
+        self._step("filter_endpoints", orchestration, self._began_ns, self._filtered_ns or ended_ns)
+        for span in (orchestration, request):
+            span.set_attribute("http.response.status_code", error.status)
+            self._traces.fail(span)
+            span.end(ended_ns)
+
+    def decided(self, decision: Decision) -> None:
+        """It was routed."""
+        ended_ns = time.time_ns()
+        request, orchestration = self._outer()
+        if not request.is_recording():
+            return
+        self._step("filter_endpoints", orchestration, self._began_ns, self._filtered_ns)
+        self._step("produce_precise_prefix_cache", orchestration, self._filtered_ns, self._matched_ns)
+        profile = self._traces.start("run_scheduler_profile", orchestration, self._matched_ns)
+        self._step("llm_d.epp.scoring", profile, self._matched_ns, ended_ns)
+        profile.end(ended_ns)
+        orchestration.end(ended_ns)
+        best = decision.primary
+        request.set_attributes(
+            {
+                "server.address": best.pod,
+                "gen_ai.request.model": decision.model or "",
+                "kvroute.request_id": decision.request_id,
+                "kvroute.candidates": len(decision.ranked),
+                "kvroute.prompt_tokens": decision.prompt_tokens,
+                "kvroute.cached_tokens": best.cached_tokens,
+                "kvroute.cost_s": best.cost_s,
+                "kvroute.degraded": decision.degraded or "",
+            }
+        )
+        request.end(ended_ns)
+
+    def _outer(self) -> tuple[Any, Any]:
+        request = self._traces.start_root("gateway.request", self._request.headers, self._began_ns)
+        return request, self._traces.start("gateway.request_orchestration", request, self._began_ns)
+
+    def _step(self, name: str, parent: Any, start_ns: int, end_ns: int) -> None:
+        self._traces.start(name, parent, start_ns).end(end_ns)

@@ -1,0 +1,65 @@
+"""The benchmarks run, and print the figures that others look for; how fast is none of a test's business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.bench import main
+
+KVROUTE = str(Path(sys.executable).with_name("kvroute"))
+FIGURES = {
+    "keys": {"keys_16384_tokens_block16_us"},
+    "index": {
+        *(f"match_1000x256_{size}_{state}_us" for size in ("1M", "10M") for state in ("hot", "cold")),
+        "match_1000x256_all_us",
+        "match_1000x256_staggered_us",
+        "match_under_100k_events_us",
+        "bytes_per_block_1_holder",
+        "bytes_per_extra_holder",
+        "clear_pod_stall_ms",
+        "churn_50M_resident_over_capacity",
+        "memory_latency_ns",
+    },
+    "events": {
+        f"{verb}_{blocks}_per_event{suffix}_blocks_per_s"
+        for verb in ("ingest", "remove")
+        for blocks in (32, 1)
+        for suffix in ("", "_single_payloads", "_array", "_lora", "_slow_path", "_reference")
+    },
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
+    """`kvroute bench NAME --json` tells the machine first, then each figure with its unit and setting."""
+    argv = [KVROUTE, "bench", name, "--json", "--quick"]
+    ran = subprocess.run(argv, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert lines[0]["name"] == "machine"
+    assert lines[0]["setting"]["cpu"]
+    for line in lines:
+        assert list(line) == ["name", "unit", "value", "n", "setting"]
+        assert line["unit"]
+        assert line["n"] >= 1
+    names = [line["name"] for line in lines]
+    assert len(names) == len(set(names))
+    assert FIGURES[name] <= set(names)
+
+
+def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong name is answered with those that there are."""
+    assert main(["speed"]) == 2
+    assert "speed; there are keys, index, events" in capsys.readouterr().err
+
+
+def test_help_tells_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a name the benchmarks are listed."""
+    assert main([]) == 0
+    assert "keys" in capsys.readouterr().out

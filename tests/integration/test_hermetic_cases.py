@@ -1,0 +1,171 @@
+"""The reference's own hermetic cases, replayed over gRPC against the running router, configuration by configuration."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from tests.integration.hermetic_support import DATA, Scene, check_answer, message, scene
+from tests.wire.router_wire_support import Stream, set_headers
+
+DESTINATION = "x-gateway-destination-endpoint"
+CASES = {case["id"]: case for case in DATA["stream_cases"]}
+PLAIN = [case for case in CASES.values() if case["expect_responses"]]
+STEPPED = {case["id"] for case in CASES.values()} - {case["id"] for case in PLAIN}
+
+
+def exchange(played: Scene, requests: list[Mapping[str, Any]]) -> list[pb.ProcessingResponse]:
+    """One whole stream."""
+    with grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel:
+        stub = pb_grpc.ExternalProcessorStub(channel)
+        return list(stub.Process(iter([message(request) for request in requests]), timeout=20))
+
+
+def with_headers(case: Mapping[str, Any], **headers: str) -> list[Mapping[str, Any]]:
+    """The case's messages with other request headers; underscores are hyphens, "" takes one away."""
+    first, *rest = case["requests"]
+    changed = dict(first["headers"]) | {name.replace("_", "-"): value for name, value in headers.items()}
+    kept = {name: value for name, value in changed.items() if value}
+    return [{**first, "headers": kept}, *rest]
+
+
+def routed(answers: list[pb.ProcessingResponse]) -> str:
+    """The destination of a stream."""
+    return set_headers(answers[0])[DESTINATION]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["id"])
+def test_a_stream_is_answered_as_the_reference_answers_it(case: Mapping[str, Any], tmp_path: Path) -> None:
+    """Kind, order, headers, metadata, bodies and status of every answer are the reference's."""
+    with scene(case, tmp_path) as played:
+        answers = exchange(played, played.here(case["requests"]))
+        expected = played.here(case["expect_responses"])
+        assert [answer.WhichOneof("response") for answer in answers] == [one["type"] for one in expected]
+        for answer, one in zip(answers, expected, strict=True):
+            check_answer(answer, one)
+
+
+def test_a_session_token_brings_a_request_back(tmp_path: Path) -> None:
+    """The response carries the endpoint's name; whoever brings it along gets the same endpoint."""
+    case = CASES["session-affinity-filter-token-roundtrip"]
+    with scene(case, tmp_path) as played:
+        first = exchange(played, case["requests"])
+        assert [answer.WhichOneof("response") for answer in first] == [
+            "request_headers",
+            "request_body",
+            "response_headers",
+            "response_body",
+        ]
+        token = set_headers(first[2])["x-session-token"]
+        by_id = {f"default/{pod.name}": pod.address for pod in played.pods}
+        assert by_id[base64.b64decode(token).decode()] == routed(first)
+        for _ in range(8):
+            again = exchange(played, with_headers(case, x_session_token=token))
+            assert routed(again) == routed(first)
+
+
+@pytest.mark.parametrize("name", ["session-id-filter-sources", "session-id-scorer-sources"])
+def test_a_session_id_keeps_its_endpoint(name: str, tmp_path: Path) -> None:
+    """A session's id, from a header or an agent's own, keeps its endpoint; the header counts first."""
+    case = CASES[name]
+    with scene(case, tmp_path) as played:
+        header = {routed(exchange(played, with_headers(case, x_session_id="sess-A"))) for _ in range(11)}
+        agent = {
+            routed(exchange(played, with_headers(case, x_session_id="", x_claude_code_session_id="agent-B")))
+            for _ in range(11)
+        }
+        both = with_headers(case, x_session_id="sess-A", x_claude_code_session_id="agent-B")
+        assert len(header) == len(agent) == 1
+        assert {routed(exchange(played, both))} == header
+
+
+def test_prefill_and_decode_have_a_token_each(tmp_path: Path) -> None:
+    """Decode pods are the destination, prefill pods the prefiller, and each profile's token keeps its own."""
+    case = CASES["pd-session-affinity-two-tokens"]
+    with scene(case, tmp_path) as played:
+        prefill, decode = ([pod.address for pod in pods] for pods in (played.pods[:2], played.pods[2:]))
+        first = exchange(played, case["requests"])
+        assert routed(first) in decode
+        assert set_headers(first[0])["x-prefiller-host-port"] in prefill
+        tokens = set_headers(first[2])
+        assert {"x-session-token", "x-session-token-prefill"} <= tokens.keys()
+        for _ in range(6):
+            again = exchange(played, with_headers(case, x_session_token=tokens["x-session-token"]))
+            assert routed(again) == routed(first)
+        kept = with_headers(case, x_session_token_prefill=tokens["x-session-token-prefill"])
+        prefillers = {set_headers(exchange(played, kept)[0])["x-prefiller-host-port"] for _ in range(6)}
+        assert prefillers == {set_headers(first[0])["x-prefiller-host-port"]}
+
+
+def test_without_a_decider_only_decode_is_picked(tmp_path: Path) -> None:
+    """A disaggregating handler without a decider names no prefiller and sets no token for one."""
+    case = CASES["pd-decode-only-no-prefill-token"]
+    with scene(case, tmp_path) as played:
+        answers = exchange(played, with_headers(case, x_prefiller_host_port="6.6.6.6:6"))
+        assert "x-prefiller-host-port" not in set_headers(answers[0])
+        assert "x-session-token" in set_headers(answers[2])
+        assert "x-session-token-prefill" not in set_headers(answers[2])
+
+
+def test_flow_control_holds_a_request_until_another_ends(tmp_path: Path) -> None:
+    """At a concurrency of one the second request waits, unanswered, until the first one's response is over."""
+    case = CASES["flow-control-concurrency-blocks-then-dispatches"]
+    asked = [
+        {"type": "request_headers", "headers": {"x-request-id": "r"}, "end_of_stream": False},
+        {"type": "request_body", "end_of_stream": True, "body": '{"model":"m","prompt":"p"}'},
+    ]
+    ended = [
+        {"type": "response_headers", "headers": {"content-type": "application/json"}, "end_of_stream": False},
+        {"type": "response_body", "end_of_stream": True, "body": "{}"},
+    ]
+    with (
+        scene(case, tmp_path) as played,
+        grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
+    ):
+        first, second = (Stream(pb_grpc.ExternalProcessorStub(channel)) for _ in range(2))
+        first.send(*map(message, asked))
+        assert [first.receive().WhichOneof("response") for _ in range(2)] == [
+            "request_headers",
+            "request_body",
+        ]
+        second.send(*map(message, asked))
+        answered = threading.Event()
+        got: list[pb.ProcessingResponse] = []
+
+        def receive() -> None:
+            got.append(second.receive())
+            answered.set()
+
+        waiting = threading.Thread(target=receive)
+        waiting.start()
+        assert not answered.wait(1.0)
+        first.send(*map(message, ended))
+        assert [first.receive().WhichOneof("response") for _ in range(2)] == [
+            "response_headers",
+            "response_body",
+        ]
+        assert answered.wait(20)
+        waiting.join()
+        assert set_headers(got[0])[DESTINATION] == played.pods[0].address
+        first.rest()
+        second.rest()
+
+
+def test_every_case_with_steps_has_its_test() -> None:
+    """A case that is told in steps is played by a test of its own here."""
+    assert {
+        "session-affinity-filter-token-roundtrip",
+        "session-id-filter-sources",
+        "session-id-scorer-sources",
+        "pd-session-affinity-two-tokens",
+        "pd-decode-only-no-prefill-token",
+        "flow-control-concurrency-blocks-then-dispatches",
+    } == STEPPED

@@ -1,0 +1,127 @@
+"""Snapshots of a real engine under load: with the events behind them they are the state, at any time."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
+from indexer.snapshot import Snapshot, read_snapshot
+from model_server.events import KVEventBatch
+from tests.integration.model_server_support import (
+    MODEL,
+    RunningServer,
+    running_server,
+    subscription,
+    wait_until,
+)
+from tests.integration.test_http_api_events import replayed, resident
+
+POD = "10.0.0.1:8000"
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    """A server with so few blocks that it evicts all the time."""
+    with running_server(gpu_blocks=48, max_model_len=512) as running:
+        yield running
+
+
+@contextmanager
+def load(server: RunningServer) -> Iterator[list[list[int]]]:
+    """Prompts with shared beginnings, sent by several clients until the block ends; they are yielded."""
+    stopping = threading.Event()
+    prompts: list[list[int]] = []
+
+    def work(seed: int) -> None:
+        dice = random.Random(seed)
+        while not stopping.is_set():
+            prompt = [dice.randrange(3)] * 64 + [dice.randrange(200) for _ in range(dice.randrange(200))]
+            prompts.append(prompt)
+            response = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4})
+            assert response.status == 200
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield prompts
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()
+
+
+def snapshot(server: RunningServer) -> Snapshot:
+    """What the server tells of its cache."""
+    response = server.get("/kv_events/snapshot")
+    assert (response.status, response.headers["content-type"]) == (200, "application/msgpack")
+    told = read_snapshot(response.data)
+    assert isinstance(told, Snapshot)
+    return told
+
+
+def batches(told: Snapshot) -> list[KVEventBatch]:
+    """The snapshot's batches."""
+    return [msgspec.msgpack.decode(payload, type=KVEventBatch) for payload in told.batches]
+
+
+def test_a_snapshot_is_what_all_events_before_it_made(server: RunningServer) -> None:
+    """Taken in the middle of the work, each is exactly what whoever heard every batch so far holds."""
+    taken: list[Snapshot] = []
+    with load(server):
+        for _ in range(12):
+            published = server.publisher.stats().published
+            wait_until(lambda seen=published: server.publisher.stats().published > seen + 3)  # type: ignore[misc]
+            taken.append(snapshot(server))
+    with subscription(server) as client:
+        history = replayed(client)
+    assert len({told.boot_id for told in taken}) == 1
+    assert len({told.sequence for told in taken}) == len(taken)
+    for told in taken:
+        assert told.blocks == sum(n for n in resident(history[: told.sequence]).values() if n)
+        assert held(batches(told)) == held(history[: told.sequence])
+
+
+def held(history: list[KVEventBatch]) -> dict[tuple[int, ...], int]:
+    """Copies of each block that has any."""
+    return {chain: copies for chain, copies in resident(history).items() if copies}
+
+
+def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(server: RunningServer) -> None:
+    """Without any replay, a late start is exact at once, and stays the same as a view from the start."""
+    config = server.publisher.config
+    events = "tcp://127.0.0.1:" + config.endpoint.rsplit(":", 1)[1]
+    url = server.url + "/kv_events/snapshot"
+
+    def follow(stream: PodStream) -> KvIndexer:
+        indexer = KvIndexer(IndexerConfig(hash_seed=1), registry=CollectorRegistry())
+        indexer.start()
+        indexer.follow([stream])
+        wait_until(lambda: indexer.states() == {POD: StreamState.EXACT})
+        return indexer
+
+    def lengths(indexer: KvIndexer, prompts: list[list[int]]) -> list[int]:
+        keys = [indexer.block_keys(MODEL, prompt) for prompt in prompts]
+        return [indexer.match(each, [POD])[POD].cached_blocks for each in keys]
+
+    with (
+        closing(follow(PodStream(POD, MODEL, events, config.replay_endpoint))) as whole,
+        ExitStack() as cleanup,
+    ):
+        with load(server) as prompts:
+            wait_until(lambda: len(prompts) > 20)
+            late = cleanup.enter_context(closing(follow(PodStream(POD, MODEL, events, snapshot_url=url))))
+            assert late.ready()
+            wait_until(lambda: len(prompts) > 40)
+        wait_until(server.idle)
+        wait_until(lambda: lengths(whole, prompts) == lengths(late, prompts))
+        assert late.stats().blocks == whole.stats().blocks > 0
+        assert late.states() == {POD: StreamState.EXACT}
+        assert any(lengths(late, prompts))

@@ -1,0 +1,95 @@
+"""Sessions, priorities, explain and metrics of pods that go, in a whole router over fake pods."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from router._pb import endpoint_picker_pb2 as pb
+from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+from router.errors import SaturatedError
+from router.request import RequestKind, RouteRequest
+from router.server import RouterServer
+from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
+from tests.unit.router_support import completion
+from tests.wire.router_wire_support import TIMEOUT_S, wait_until
+
+BATCH = {"x-llm-d-inference-objective": "batch"}
+
+
+def all_ready(router: RouterServer, count: int) -> None:
+    """Waits until so many pods are ready."""
+    wait_until(lambda: len(ready_pods(router)) == count, "readiness")
+
+
+def test_a_session_without_tokens_stays_at_its_pod(tmp_path: Path) -> None:
+    """Requests of an unknown API, whose cache nobody knows, follow their session's header."""
+    with fake_pods(4) as pods:
+        path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
+        with running_router(path, session_header="x-session-id") as router:
+            all_ready(router, 4)
+            headers = {"x-session-id": "s"}
+            asked = (RouteRequest(f"r{n}", RequestKind.PASSTHROUGH, headers=headers) for n in range(12))
+            assert len({router.router.route(request, 0.0).primary.pod for request in asked}) == 1
+
+
+def test_a_sheddable_request_is_refused_when_its_pods_are_full(tmp_path: Path) -> None:
+    """With room in the KV cache it passes; once the pod tells that it is full, it is answered 429."""
+    with fake_pods(1) as (pod,):
+        path = write_pods(tmp_path / "pods.yaml", [pod.address])
+        with running_router(path, priorities=(("batch", -1),)) as router:
+            all_ready(router, 1)
+            request = replace(completion("r", "hello"), headers=BATCH)
+            assert router.router.route(request, _now_s(router)).priority == -1
+            plain = pod.page
+            full = b"vllm:kv_cache_usage_perc 1.0\nvllm:num_requests_waiting 0\nvllm:num_requests_running 0\n"
+            pod.page = lambda page: (200, full) if page == "/metrics" else plain(page)  # type: ignore[method-assign]
+            wait_until(lambda: _kv_usage(router) == 1.0, "the new load")
+            with pytest.raises(SaturatedError):
+                router.router.route(request, _now_s(router))
+
+
+def test_explain_is_served_beside_the_other_doors(tmp_path: Path) -> None:
+    """A decision of this router can be asked for on its gRPC port."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        all_ready(router, 1)
+        router.router.route(completion("r", "hello " * 40), 0.0)
+        with grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel:
+            stub: Any = pb_grpc.DecisionLogStub(channel)
+            answer = stub.Explain(pb.ExplainRequest(request_id="r"), timeout=TIMEOUT_S)
+        (decision,) = answer.decisions
+        assert decision.candidates[0].endpoint.address == pod.address
+        assert decision.candidates[0].HasField("load_age_s")
+
+
+def test_a_pods_series_go_with_it(tmp_path: Path) -> None:
+    """When a pod is declared no more, nothing on the metrics page names it."""
+    with fake_pods(2) as (one, two):
+        path = write_pods(tmp_path / "pods.yaml", [one.address, two.address])
+        with running_router(path) as router:
+            all_ready(router, 2)
+            for pod in (one, two):
+                only = frozenset({pod.address})
+                router.router.route(replace(completion(pod.address, "hello"), candidates=only), 0.0)
+                assert pod.address in get(router, "/metrics")[1].decode()
+            write_pods(path, [two.address])
+            wait_until(
+                lambda: one.address not in get(router, "/metrics")[1].decode(), "the end of its series"
+            )
+            assert f'endpoint_name="{two.address}"' in get(router, "/metrics")[1].decode()
+
+
+def _kv_usage(router: RouterServer) -> float | None:
+    (pod,) = router.pods.snapshot().values()
+    return pod.load.kv_usage if pod.load is not None else None
+
+
+def _now_s(router: RouterServer) -> float:
+    """A moment of the router's clock at which its accounts are fresh."""
+    (pod,) = router.pods.snapshot().values()
+    assert pod.load is not None
+    return pod.load.scraped_s

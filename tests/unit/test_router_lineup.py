@@ -1,0 +1,70 @@
+"""Line-ups: kept while nothing changes, made anew when it does, and in the order of every table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from router.errors import NoEndpointError
+from router.lineup import Lineups
+from router.pods import PodSet
+from router.scrape import EngineLoad
+from tests.unit.router_support import completion, entry, ready_pod
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+REQUEST = completion("r", "p")
+
+
+def known() -> tuple[PodSet, Lineups]:
+    """Two ready pods."""
+    pods = PodSet()
+    pods.declare([A.entry, B.entry])
+    pods.put(A)
+    pods.put(B)
+    return pods, Lineups(pods)
+
+
+def test_a_line_up_is_kept_while_only_loads_change() -> None:
+    """A probe that brings nothing but a load does not cost every request its filtering."""
+    pods, lineups = known()
+    first = lineups.of(REQUEST)
+    pods.put(replace(A, load=EngineLoad(1, 1, 0.5, 100, 1.0)))
+    assert lineups.of(completion("other", "text")) is first
+    assert first.addresses == (A.address, B.address)
+
+
+def test_a_pod_that_leaves_or_comes_is_seen_by_the_next_request() -> None:
+    """Readiness, models and declarations each make a new line-up."""
+    pods, lineups = known()
+    lineups.of(REQUEST)
+    pods.suspect(A.address, "its link broke")
+    assert lineups.of(REQUEST).addresses == (B.address,)
+    assert lineups.of(REQUEST).candidates.excluded == {A.address: "not ready: its link broke"}
+    pods.declare([A.entry, entry("10.0.0.3:8000")])
+    with pytest.raises(NoEndpointError):
+        lineups.of(REQUEST)
+
+
+def test_models_and_subsets_have_line_ups_of_their_own() -> None:
+    """Requests for other pods do not get each other's."""
+    _, lineups = known()
+    only_b = replace(REQUEST, candidates=frozenset({B.address}))
+    assert lineups.of(only_b).addresses == (B.address,)
+    assert lineups.of(REQUEST).addresses == (A.address, B.address)
+
+
+def test_a_flood_of_subsets_does_not_grow_without_end() -> None:
+    """Clients that name ever new subsets cost filtering, not memory."""
+    _, lineups = known()
+    for number in range(1000):
+        lineups.of(replace(REQUEST, candidates=frozenset({A.address, f"10.1.0.1:{number}"})))
+    assert len(lineups._known) <= 256
+
+
+def test_places_follow_the_order_of_each_match() -> None:
+    """A match may hold its pods in any order, and another one in another."""
+    _, lineups = known()
+    lineup = lineups.of(REQUEST)
+    for order in ({A.address: 0, B.address: 1}, {B.address: 0, "other": 1, A.address: 2}):
+        assert lineup.places(order).tolist() == [order[A.address], order[B.address]]

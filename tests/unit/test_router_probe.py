@@ -1,0 +1,195 @@
+"""Probes over real sockets: kept connections, deadlines, and pods that answer badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.probe import Prober, ProbeResult
+from tests.unit.test_router_scrape import PAGE
+
+Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b"
+MODELS = b'{"data":[{"id":"m"}]}'
+GOOD = {b"/health": b"", b"/v1/models": MODELS, b"/metrics": PAGE}
+
+
+class Pod:
+    """A server that answers each request by `answer`, and counts connections and requests."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.connections = 0
+        self.requests = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.requests += 1
+                await self._answer(head.split(b" ")[1], writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def well(path: bytes, writer: asyncio.StreamWriter) -> None:
+    """A healthy pod."""
+    writer.write(OK % (len(GOOD[path]), GOOD[path]))
+
+
+@asynccontextmanager
+async def serving(answer: Answer) -> AsyncIterator[tuple[Pod, str]]:
+    """A pod on a free port."""
+    pod = Pod(answer)
+    server = await asyncio.start_server(pod.serve, "127.0.0.1", 0)
+    try:
+        yield pod, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def probed(answer: Answer, *, timeout_s: float = 20.0, times: int = 1) -> tuple[ProbeResult, Pod]:
+    """The last of some probes of a pod."""
+
+    async def probe() -> tuple[ProbeResult, Pod]:
+        async with serving(answer) as (pod, address):
+            prober = Prober(timeout_s=timeout_s)
+            for _ in range(times):
+                result = await prober.probe(address, with_models=True)
+            prober.close()
+        return result, pod
+
+    return asyncio.run(probe())
+
+
+def test_a_healthy_pod_tells_health_models_and_load_over_one_connection() -> None:
+    """Probe after probe asks three pages each, on the connection of the first."""
+    result, pod = probed(well, times=3)
+    assert (result.healthy, result.why) == (True, "")
+    assert result.models is not None
+    assert result.models.base == "m"
+    assert result.load is not None
+    assert result.load.waiting == 3
+    assert (pod.connections, pod.requests) == (1, 9)
+
+
+def test_a_connection_that_the_pod_closed_says_nothing_of_the_pod() -> None:
+    """A pod that closes after every answer is asked anew each time, and is healthy."""
+
+    async def close_after(path: bytes, writer: asyncio.StreamWriter) -> None:
+        await well(path, writer)
+        await writer.drain()
+        writer.close()
+
+    result, pod = probed(close_after, times=2)
+    assert result.healthy
+    assert result.load is not None
+    assert pod.connections == 6
+
+
+def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    """An old server's answer, whose end is the connection's, is read whole."""
+
+    async def without_length(path: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + GOOD[path])
+        await writer.drain()
+        writer.close()
+
+    result, _ = probed(without_length)
+    assert result.load is not None
+    assert result.load.waiting == 3
+
+
+def test_chunked_bodies_are_joined() -> None:
+    """A page that comes in chunks is the same page."""
+
+    async def chunked(path: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for chunk in (GOOD[path][:50], GOOD[path][50:]):
+            if chunk:
+                writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+                await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    result, _ = probed(chunked)
+    assert result.load is not None
+    assert result.load.waiting == 3
+
+
+@pytest.mark.parametrize("trickling", [b"/health", b"/metrics"])
+def test_a_pod_that_trickles_is_given_up_at_the_deadline(trickling: bytes) -> None:
+    """A byte now and then does not move the deadline: no health in time is a timeout, no metrics no load."""
+
+    async def trickle(path: bytes, writer: asyncio.StreamWriter) -> None:
+        if path != trickling:
+            await well(path, writer)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    result, _ = probed(trickle, timeout_s=2.0)
+    assert (result.healthy, result.timed_out) == ((False, True) if trickling == b"/health" else (True, False))
+    assert result.load is None
+
+
+def test_a_flood_instead_of_a_page_is_cut_off() -> None:
+    """A metrics page without end costs its load, not the router's memory."""
+
+    async def flood(path: bytes, writer: asyncio.StreamWriter) -> None:
+        if path != b"/metrics":
+            await well(path, writer)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 64000000\r\n\r\n")
+        for _ in range(1000):
+            writer.write(b"x" * 64_000)
+            await writer.drain()
+
+    result, _ = probed(flood)
+    assert result.healthy
+    assert result.load is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"HTTP/1.1 503 no\r\ncontent-length: 0\r\n\r\n", "/health answered 503"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "/health: no HTTP answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 40_000 + b"\r\n", "/health: headers too long"),
+        (b"HTTP/1.1 200 OK\r\ncontent-len", "/health: "),
+    ],
+)
+def test_a_bad_answer_is_no_health(sent: bytes, why: str) -> None:
+    """An error status, another protocol, endless headers and half an answer take the pod out, with why."""
+
+    async def badly(path: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        await writer.drain()
+        writer.close()
+
+    result, _ = probed(badly)
+    assert (result.healthy, result.timed_out) == (False, False)
+    assert result.why.startswith(why)
+
+
+def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
+    """A closed port is a refusal, not a timeout."""
+
+    async def probe() -> ProbeResult:
+        async with serving(well) as (_, address):
+            pass
+        return await Prober(timeout_s=20.0).probe(address, with_models=False)
+
+    result = asyncio.run(probe())
+    assert (result.healthy, result.timed_out) == (False, False)

@@ -1,0 +1,56 @@
+"""Requests whose ends nobody told are ended by the engines' own counts, and nobody else's are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.pods import Pod
+from router.reconcile import Reconciler
+from router.scrape import EngineLoad
+from tests.unit.router_support import Bench, completion, ready_pod
+
+A = ready_pod("10.0.0.1:8000")
+
+
+def told(requests: int, scraped_s: float) -> dict[str, Pod]:
+    """The pod after it told how many requests it has."""
+    load = EngineLoad(waiting=0, running=requests, kv_usage=0.0, kv_capacity_tokens=None, scraped_s=scraped_s)
+    return {A.address: replace(A, load=load)}
+
+
+def in_flight(count: int) -> tuple[Bench, Reconciler]:
+    """Requests that were dispatched at 0 s."""
+    bench = Bench().with_pods(A)
+    for number in range(count):
+        bench.router.route(completion(f"r{number}", f"{number} hello"), 0.0)
+    return bench, Reconciler(bench.outcomes)
+
+
+def test_what_an_engine_does_not_have_is_ended_a_moment_after_it_told() -> None:
+    """Two of three requests are gone from the engine: a second later the oldest two are ended."""
+    bench, reconciler = in_flight(3)
+    reconciler.look(told(1, 10.0), 10.1)
+    reconciler.look(told(1, 10.0), 10.9)
+    assert len(bench.ledger) == 3
+    reconciler.look(told(1, 10.0), 11.1)
+    assert len(bench.ledger) == 1
+    assert bench.sample("kvroute_router_request_ends_total", source="scrape", outcome="failed") == 2
+    assert bench.index.settled == ["r0", "r1"]
+
+
+def test_the_older_count_is_kept_until_it_can_be_judged() -> None:
+    """A pod that is asked more often than the delay is compared all the same."""
+    bench, reconciler = in_flight(1)
+    for tenth in range(100, 112):
+        reconciler.look(told(0, tenth / 10), tenth / 10 + 0.01)
+    assert len(bench.ledger) == 0
+
+
+def test_a_count_that_was_old_when_first_seen_is_not_judged() -> None:
+    """A pod that has not told anything new, or never told, ends nothing."""
+    bench, reconciler = in_flight(1)
+    reconciler.look(told(0, 10.0), 20.0)
+    reconciler.look({A.address: A}, 20.1)
+    reconciler.look(told(0, 10.0), 22.0)
+    assert len(bench.ledger) == 1
+    reconciler.look({}, 23.0)

@@ -1,0 +1,151 @@
+"""Attention through torch's variable-length kernel: laid out right anywhere, computed right on CUDA."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_server.attention import KvLayout, SdpaAttention, Span, VarlenAttention, new_attention, undivided
+from model_server.attention import varlen as varlen_module
+from model_server.attention.varlen import varlen_fault
+from model_server.weights import load_checkpoint
+from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ARCHITECTURES = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "gemma3": {"num_hidden_layers": 7, "sliding_window": 9, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def kernel_in_plain_torch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    _: None,
+    max_query: int,
+    max_context: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Compute what the kernel's documentation says, token by token; a window of -1 is none."""
+    group = query.shape[1] // keys.shape[2]
+    assert enable_gqa == (group > 1)
+    assert (block_table.dtype, query_starts.dtype, seqused_k.dtype) == (torch.int32,) * 3
+    output = torch.empty_like(query)
+    bounds = query_starts.tolist()
+    for sequence, (first, stop) in enumerate(pairwise(bounds)):
+        context = int(seqused_k[sequence])
+        assert stop - first <= max_query
+        assert context <= max_context
+        key, value = (
+            pool[block_table[sequence].long()].flatten(0, 1)[:context].repeat_interleave(group, dim=1)
+            for pool in (keys, values)
+        )
+        for row in range(first, stop):
+            position = context - (stop - row)
+            begin = 0 if window_size[0] < 0 else max(0, position - window_size[0])
+            seen = slice(begin, position + 1 + window_size[1])
+            scores = torch.einsum("hd,khd->hk", query[row], key[seen]) * scale
+            output[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), value[seen])
+    return output
+
+
+def steps() -> Iterator[list[tuple[int, int, int]]]:
+    """Yield steps of (sequence, start, length): prefills, chunks and decodes, alone and mixed."""
+    yield [(0, 0, 17)]
+    yield [(0, 17, 1), (1, 0, 6)]
+    yield [(0, 18, 1), (1, 6, 14), (2, 0, 3)]
+    yield [(2, 3, 1), (0, 19, 1), (1, 20, 1)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_steps_are_laid_out_as_the_kernel_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, grouped: bool
+) -> None:
+    """Slots, block tables, lengths and windows are right: by the documented arithmetic, logits are exact."""
+    monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
+    reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
+    model = load_checkpoint(tmp_path, "auto", CPU).model
+    groups = model.kv_groups if grouped else undivided(model.shape.layers)
+    pool = VarlenAttention(model.shape.attention, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
+    texts = [text_of(30, seed) for seed in range(3)]
+    tables = [
+        [[50 * text + 6 * index + n for n in range(6)] for index in range(len(groups))] for text in range(3)
+    ]
+    for parts in steps():
+        spans = [(texts[text], Span(start, length, tables[text])) for text, start, length in parts]
+        got = step(model, pool, spans)
+        want = [
+            reference_logits(reference, texts[text][: start + length])[start:]
+            for text, start, length in parts
+        ]
+        torch.testing.assert_close(got, torch.cat(want), atol=5e-4, rtol=1e-4)
+
+
+def test_the_cpu_and_8_bit_pools_gather(tmp_path: Path) -> None:
+    """Without CUDA the kernel is not even tried, and the reason can be told."""
+    save_reference(tmp_path)
+    model = load_checkpoint(tmp_path, "auto", CPU).model
+    layout = KvLayout(undivided(3), 8, BLOCK_TOKENS)
+    for fp8 in (False, True):
+        made = new_attention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
+        assert isinstance(made, SdpaAttention)
+    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it runs on CUDA alone, not on cpu"
+    on_cuda = varlen_fault(model.shape.attention, 16, torch.float32, torch.device("cuda"))
+    assert on_cuda == "it computes in 16-bit floats, not in torch.float32"
+
+
+@needs_cuda
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 256])
+def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_tokens: int) -> None:
+    """The kernel, where it takes the block size, and gathering give the logits that transformers gives."""
+    reference = save_reference(tmp_path, architecture, head_dim=64, **ARCHITECTURES[architecture])
+    device = torch.device("cuda")
+    model = load_checkpoint(tmp_path, "bfloat16", device).model
+    layout = KvLayout(undivided(model.shape.layers), 64, block_tokens)
+    pools = [SdpaAttention(model.shape.attention, layout, model.dtype, device)]
+    pools.append(SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=True))
+    if varlen_fault(model.shape.attention, block_tokens, model.dtype, device) is None:
+        pools.append(VarlenAttention(model.shape.attention, layout, model.dtype, device))  # type: ignore[arg-type]
+    text, table = text_of(300), [[5, *range(8, 40)]]
+    want = reference_logits(reference, text)
+    for pool in pools:
+        got, start = [], 0
+        for length in (130, 1, 1, 168):
+            got.append(step(model, pool, [(text, Span(start, length, table))]).cpu())
+            start += length
+        error = (torch.cat(got) - want).square().mean().sqrt() / want.std()
+        assert error < 0.1
+
+
+@needs_cuda
+@pytest.mark.parametrize("block_tokens", [16, 256])
+def test_the_kernel_is_chosen_where_it_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, block_tokens: int
+) -> None:
+    """On CUDA the kernel that reads blocks in place is taken, or the log says why it cannot be."""
+    save_reference(tmp_path, head_dim=64)
+    device = torch.device("cuda")
+    model = load_checkpoint(tmp_path, "bfloat16", device).model
+    layout = KvLayout(undivided(3), 8, block_tokens)
+    made = new_attention(model.shape.attention, layout, model.dtype, device)
+    fault = varlen_fault(model.shape.attention, block_tokens, model.dtype, device)
+    assert isinstance(made, VarlenAttention if fault is None else SdpaAttention)
+    assert (fault is None) == (not caplog.records)

@@ -1,0 +1,188 @@
+"""The ext_authz door over real gRPC: what Envoy is answered for every kind of request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from envoy.service.auth.v3 import external_auth_pb2 as pb
+from envoy.service.auth.v3 import external_auth_pb2_grpc as pb_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.ext_proc import ExtProcOptions
+from tests.unit.router_support import TINY, Bench, long_text, ready_pod
+from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+TEXT = long_text(200)
+BODY = json.dumps({"model": TINY, "prompt": TEXT}).encode()
+DESTINATION = "x-gateway-destination-endpoint"
+
+
+def request(
+    body: bytes = BODY, path: str = "/v1/completions", *, as_text: bool = False, **headers: str
+) -> pb.CheckRequest:
+    """A CheckRequest as Envoy makes it; underscores in header names are hyphens."""
+    message = pb.CheckRequest()
+    http = message.attributes.request.http
+    http.method, http.path, http.size = "POST", path, len(body)
+    given = {"content-length": str(len(body)), "x-request-id": "r", "x-envoy-auth-partial-body": "false"}
+    http.headers.update(given | {name.replace("_", "-"): value for name, value in headers.items()})
+    if as_text:
+        http.body = body.decode()
+    else:
+        http.raw_body = body
+    return message
+
+
+def check(served: Doors, message: pb.CheckRequest) -> pb.CheckResponse:
+    """Calls Check."""
+    stub: Any = pb_grpc.AuthorizationStub(served.channel)
+    answer: pb.CheckResponse = stub.Check(message, timeout=TIMEOUT_S)
+    return answer
+
+
+def set_headers(answer: pb.CheckResponse) -> dict[str, str]:
+    """The headers that an answer sets, on the request or on the router's own answer."""
+    part = answer.ok_response if answer.HasField("ok_response") else answer.denied_response
+    return {option.header.key: option.header.value for option in part.headers}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_request_gets_the_pod_with_its_prefix(as_text: bool) -> None:
+    """The destination comes as header and as metadata, however the body was packed."""
+    bench = Bench().with_pods(A, B)
+    bench.index.hold(B.address, bench.keys(TEXT))
+    with doors(bench) as served:
+        answer = check(served, request(as_text=as_text))
+        assert answer.status.code == 0
+        assert set_headers(answer) == {DESTINATION: B.address}
+        assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == B.address
+        assert not answer.ok_response.headers_to_remove
+        record = bench.explain.one("r")
+        assert record is not None
+        assert record["degraded"] is None
+        assert len(bench.ledger) == 1
+
+
+def test_headers_of_the_gateway_alone_are_taken_off() -> None:
+    """A client's control headers are removed, its others are left alone."""
+    with doors(Bench().with_pods(A)) as served:
+        answer = check(served, request(x_llm_d_inference_objective="mine", hi="mom"))
+        assert list(answer.ok_response.headers_to_remove) == ["x-llm-d-inference-objective"]
+
+
+@pytest.mark.parametrize("given_id", ["", "x" * 300, "caf\u00e9"])
+def test_a_request_id_that_cannot_be_kept_is_replaced(given_id: str) -> None:
+    """Without a usable id the router makes one and has Envoy set it, another for each request."""
+    bench = Bench().with_pods(A)
+    with doors(bench) as served:
+        made = [set_headers(check(served, request(x_request_id=given_id)))["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    assert all(bench.explain.one(request_id) is not None for request_id in made)
+
+
+def test_fallback_endpoints_follow_the_picked_one() -> None:
+    """As many further pods as configured are named in the order of their cost."""
+    bench = Bench().with_pods(A, B)
+    bench.index.hold(B.address, bench.keys(TEXT))
+    with doors(bench, fallback_endpoints=1) as served:
+        assert set_headers(check(served, request()))[DESTINATION] == f"{B.address},{A.address}"
+
+
+def test_the_gateways_subset_is_obeyed() -> None:
+    """Only pods that the gateway's metadata names are picked."""
+    message = request()
+    hint = {"x-gateway-destination-endpoint-subset": [B.address]}
+    message.attributes.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
+    with doors(Bench().with_pods(A, B)) as served:
+        assert {set_headers(check(served, message))[DESTINATION] for _ in range(8)} == {B.address}
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "param"),
+    [
+        (request(b"{nonsense"), 400, None),
+        (request(b'{"model": 7}'), 400, "model"),
+        (request(json.dumps({"model": "gpt-9", "prompt": "hi"}).encode()), 404, "model"),
+        (request(b" " * 5000), 413, None),
+    ],
+)
+def test_errors_are_answered_in_openais_form(
+    message: pb.CheckRequest, status: int, param: str | None
+) -> None:
+    """Each error denies with its status, a JSON body, and never an OK code."""
+    bench = Bench().with_pods(A)
+    with doors(bench, ExtProcOptions(max_request_bytes=4096)) as served:
+        answer = check(served, message)
+    assert answer.status.code != 0
+    assert answer.denied_response.status.code == status
+    error = json.loads(answer.denied_response.body)["error"]
+    assert (error["code"], error["param"]) == (status, param)
+    assert set_headers(answer)["content-type"] == "application/json"
+    assert bench.sample(
+        "llm_d_epp_request_error_total",
+        model_name="",
+        target_model_name="",
+        fairness_id="",
+        priority="0",
+        error_code=error["type"],
+    )
+
+
+def test_no_pod_is_a_503_with_the_protocols_reason() -> None:
+    """Where nobody is ready the reason header says so."""
+    with doors(Bench()) as served:
+        answer = check(served, request())
+    assert answer.denied_response.status.code == 503
+    assert set_headers(answer)["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x_envoy_auth_partial_body": "true"}, {"content_length": str(len(BODY) + 1)}]
+)
+def test_a_partial_body_is_picked_for_by_load_and_told(
+    headers: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a prompt is never taken for a whole one: by load alone, counted each time and logged once."""
+    bench = Bench().with_pods(A, B)
+    bench.index.hold(B.address, bench.keys(TEXT))
+    with doors(bench) as served:
+        for _ in range(2):
+            assert check(served, request(**headers)).status.code == 0
+    record = bench.explain.one("r")
+    assert record is not None
+    assert record["degraded"] == "passthrough"
+    assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 2
+    assert caplog.text.count("partial bodies") == 1
+
+
+def test_requests_without_a_body_and_unknown_paths_pass() -> None:
+    """A GET and an API that is not known go to some pod."""
+    bench = Bench().with_pods(A)
+    with doors(bench) as served:
+        for message in (request(b"", "/v1/models"), request(b"any", "/tokenize"), request(b"")):
+            assert set_headers(check(served, message))[DESTINATION] == A.address
+    assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 0
+
+
+def test_hostile_requests_are_always_answered() -> None:
+    """Any body, path and headers are answered with a pod or an error, never with a broken call."""
+    with doors(Bench().with_pods(A)) as served:
+
+        @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60, deadline=None)
+        @given(
+            body=st.binary(max_size=80),
+            path=st.text(max_size=20),
+            headers=st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=5),
+        )
+        def try_out(body: bytes, path: str, headers: dict[str, str]) -> None:
+            message = request(body, path)
+            message.attributes.request.http.headers.update(headers)
+            answer = check(served, message)
+            assert answer.HasField("ok_response") != answer.HasField("denied_response")
+            assert answer.denied_response.status.code in (0, 400, 404, 413)
+
+        try_out()

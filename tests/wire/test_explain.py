@@ -1,0 +1,101 @@
+"""Why a pod was picked, over gRPC and in a response header, at the real doors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from envoy.service.auth.v3 import external_auth_pb2 as check_pb
+from envoy.service.auth.v3 import external_auth_pb2_grpc as check_grpc
+
+from router._pb import endpoint_picker_pb2 as pb
+from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+from router.explain_header import EXPLAIN_HEADER
+from router.ext_proc import ExtProcOptions
+from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
+from tests.wire.router_wire_support import (
+    TIMEOUT_S,
+    Doors,
+    body,
+    doors,
+    headers,
+    response_headers,
+    set_headers,
+)
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+TEXT = long_text(200)
+BODY = json.dumps({"model": TINY, "prompt": TEXT}).encode()
+
+
+def explain(served: Doors, **fields: Any) -> list[pb.ExplainedDecision]:
+    """Calls Explain."""
+    stub: Any = pb_grpc.DecisionLogStub(served.channel)
+    return list(stub.Explain(pb.ExplainRequest(**fields), timeout=TIMEOUT_S).decisions)
+
+
+def test_a_decisions_whole_story_is_told_over_grpc() -> None:
+    """Candidates with tiers and prices, the excluded, prediction and delivery, and who told the end."""
+    bench = Bench().with_pods(A, B, ready_pod("10.0.0.3:8000", model="other"))
+    bench.index.hold(B.address, bench.keys(TEXT)[:4])
+    bench.index.hold(B.address, bench.keys(TEXT)[:8], host=True)
+    bench.router.route(completion("r", TEXT), 10.0)
+    bench.outcomes.ended("r", "report", 12.0, cached_tokens=100)
+    with doors(bench) as served:
+        (told,) = explain(served, request_id="r")
+    best, other = told.candidates
+    assert (best.endpoint.address, best.endpoint.pod_name, best.endpoint.cached_tokens) == (
+        B.address,
+        "pod-8000",
+        128,
+    )
+    assert dict(best.cached_tokens_by_tier) == {"gpu": 64, "cpu": 64}
+    assert (best.host_tokens, best.uncached_tokens) == (64, told.prompt_tokens - 128)
+    assert best.endpoint.cost_s < other.endpoint.cost_s
+    assert not other.cached_tokens_by_tier
+    assert not best.HasField("load_age_s")
+    assert dict(told.excluded) == {"10.0.0.3:8000": "does not serve the model"}
+    assert (told.predicted_cached_tokens, told.best_cached_tokens, told.delivered_cached_tokens) == (
+        128,
+        128,
+        100,
+    )
+    assert (told.end.source, told.end.after_s, told.HasField("prefill_end")) == ("report", 2.0, False)
+    assert told.reason.startswith("longest cached prefix")
+
+
+def test_the_last_decisions_come_newest_first() -> None:
+    """Without an id the last ones are told, as many as asked for; of an unknown id none."""
+    bench = Bench().with_pods(A)
+    for number in range(30):
+        bench.router.route(completion(f"r{number}", "hi"), 0.0)
+    with doors(bench) as served:
+        assert [told.request_id for told in explain(served, count=3)] == ["r29", "r28", "r27"]
+        assert len(explain(served)) == 20
+        assert explain(served, request_id="unheard-of") == []
+
+
+def test_a_response_may_carry_its_decision() -> None:
+    """Switched on, Check has Envoy add the header to the response, and ext_proc adds it itself."""
+    bench = Bench().with_pods(A)
+    with doors(bench, ExtProcOptions(responses_full=True), explains=True) as served:
+        message = check_pb.CheckRequest()
+        http = message.attributes.request.http
+        http.path, http.raw_body = "/v1/completions", BODY
+        stub: Any = check_grpc.AuthorizationStub(served.channel)
+        added = stub.Check(message, timeout=TIMEOUT_S).ok_response.response_headers_to_add
+        values = {option.header.key: option.header.value for option in added}
+        assert values[EXPLAIN_HEADER].startswith(f"pod={A.address}; cached=0/")
+        *_, answer = served.exchange(
+            headers(path="/v1/completions"), body(BODY), response_headers(status="200", end=True)
+        )
+        assert set_headers(answer)[EXPLAIN_HEADER].isascii()
+
+
+def test_responses_carry_no_decision_unless_asked_for() -> None:
+    """By default neither door says anything."""
+    with doors(Bench().with_pods(A), ExtProcOptions(responses_full=True)) as served:
+        *_, answer = served.exchange(
+            headers(path="/v1/completions"), body(BODY), response_headers(status="200", end=True)
+        )
+        assert set_headers(answer) == {"x-went-into-resp-headers": "true"}

@@ -1,0 +1,140 @@
+"""The Python client of PickEndpoint against the real door, in plaintext and over TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+import trustme
+
+from router.client import PickerClient, PickError
+from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
+from tests.wire.router_wire_support import TIMEOUT_S, doors
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+TEXT = long_text(200)
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+
+@contextmanager
+def picker(bench: Bench) -> Iterator[PickerClient]:
+    """A client of a served bench."""
+    with doors(bench) as served, PickerClient(served.address, timeout_s=TIMEOUT_S) as client:
+        yield client
+
+
+def ends(bench: Bench, outcome: str) -> float:
+    """Requests whose end was reported."""
+    return bench.sample("kvroute_router_request_ends_total", source="report", outcome=outcome)
+
+
+def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
+    """The ranked pods come as plain values, and first token and end reach the ledger once each."""
+    bench = Bench().with_pods(A, B)
+    bench.index.hold(B.address, bench.keys(TEXT))
+    with picker(bench) as client:
+        pick = client.pick(TINY, prompt=TEXT, request_id="mine")
+        assert (pick.address, pick.request_id, pick.degraded) == (B.address, "mine", "")
+        assert [one.address for one in pick.endpoints] == [B.address, A.address]
+        assert pick.endpoints[0].cached_tokens > 0
+        assert pick.prompt_tokens == len(TOKENIZER.encode(TEXT))
+        pick.first_token()
+        pick.first_token()
+        assert bench.ledger.work(B.address).decoding == 1
+        pick.done(cached_tokens=16)
+        pick.failed()
+    record = bench.explain.one("mine")
+    assert record is not None
+    assert record["delivered_cached_tokens"] == 16
+    assert (len(bench.ledger), ends(bench, "done"), ends(bench, "failed")) == (0, 1, 0)
+
+
+def test_a_pick_as_a_context_reports_the_end_by_itself() -> None:
+    """A block that ends is done, one that an exception leaves has failed, and the exception goes on."""
+    bench = Bench().with_pods(A)
+    with picker(bench) as client:
+        with client.pick(TINY, messages=MESSAGES):
+            assert len(bench.ledger) == 1
+        with pytest.raises(ZeroDivisionError), client.pick(TINY, messages=MESSAGES):
+            raise ZeroDivisionError
+        with client.pick(TINY, messages=MESSAGES) as pick:
+            pick.done()
+    assert (len(bench.ledger), ends(bench, "done"), ends(bench, "failed")) == (0, 2, 1)
+
+
+def test_every_form_of_input_is_passed_on() -> None:
+    """Text, ids and a chat with its options are counted as the engine counts them; without input, by load."""
+    with picker(Bench().with_pods(A, B)) as client:
+        ids = TOKENIZER.encode(TEXT)
+        assert client.pick(TINY, token_ids=[int(i) for i in ids]).prompt_tokens == len(ids)
+        chat = client.pick(TINY, messages=MESSAGES).prompt_tokens
+        bare = client.pick(TINY, messages=MESSAGES, chat_options={"add_generation_prompt": False})
+        assert len(ids) < bare.prompt_tokens < chat
+        narrowed = client.pick(TINY, candidates=[B.address], headers={"x-request-id": "from-header"})
+        assert (narrowed.address, narrowed.degraded) == (B.address, "passthrough")
+        assert narrowed.request_id == "from-header"
+
+
+def test_mistakes_are_told_before_anything_is_sent() -> None:
+    """Two inputs or an unknown chat option are the caller's mistake."""
+    with PickerClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="one of"):
+            client.pick(TINY, prompt="a", token_ids=[1])
+        with pytest.raises(ValueError, match="not a chat option: modl"):
+            client.pick(TINY, messages=MESSAGES, chat_options={"modl": "x"})
+
+
+def test_errors_carry_the_routers_code_and_words() -> None:
+    """No such model, no pod and no router are told apart."""
+    with picker(Bench().with_pods(A)) as client:
+        with pytest.raises(PickError, match="gpt-9") as unknown:
+            client.pick("gpt-9", prompt="hi")
+        assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(PickError) as nobody:
+            client.pick(TINY, prompt="hi", candidates=["10.9.9.9:1"])
+        assert nobody.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_router_that_cannot_be_told_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    """When the router goes away in between, the end is lost with a warning and no exception."""
+    bench = Bench().with_pods(A)
+    with doors(bench) as served:
+        client = PickerClient(served.address, timeout_s=TIMEOUT_S)
+        pick = client.pick(TINY, prompt=TEXT, request_id="lost")
+    pick.done()
+    assert "outcome of request lost not reported" in caplog.text
+    with pytest.raises(PickError) as gone:
+        client.pick(TINY, prompt=TEXT)
+    assert gone.value.code is grpc.StatusCode.UNAVAILABLE
+    client.close()
+
+
+def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
+    """The end of the second use of an id ends the second, not the first that is in flight elsewhere."""
+    bench = Bench().with_pods(A, B)
+    with picker(bench) as client:
+        one = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[A.address])
+        other = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[B.address])
+        other.done()
+        assert bench.ledger.work(A.address).awaiting == 1
+        assert bench.ledger.work(B.address).awaiting == 0
+        one.done()
+    assert len(bench.ledger) == 0
+
+
+def test_tls_works_as_plaintext_does() -> None:
+    """With the server's authority trusted a pick and its report pass; without TLS nothing does."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    key, chain = certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes()
+    bench = Bench().with_pods(A)
+    server = grpc.ssl_server_credentials([(key, chain)])
+    trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    with doors(bench, credentials=server) as served:
+        with PickerClient(served.address, credentials=trusted, timeout_s=TIMEOUT_S) as client:
+            client.pick(TINY, prompt=TEXT).done()
+        with PickerClient(served.address, timeout_s=TIMEOUT_S) as plain, pytest.raises(PickError):
+            plain.pick(TINY, prompt=TEXT)
+    assert ends(bench, "done") == 1

@@ -1,0 +1,172 @@
+"""`kvroute tokenizer` and its client over a real Unix socket."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router.errors import ListenError, RequestError
+from router.request import RequestKind, RouteRequest
+from router.tokenizer_server import SERVICE, TokenizerServer
+from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
+from tests.unit.router_support import TOKENIZER, completion
+from tokenization import TINY_DIRECTORY
+from tokenization.openai_prompts import chat_prompt
+
+MODEL = "m"
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    """Where the server listens."""
+    return tmp_path / "tokenizer.socket"
+
+
+@pytest.fixture
+def server(socket: Path) -> Iterator[TokenizerServer]:
+    """A server of the packaged tokenizer."""
+    running = TokenizerServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=2)
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def registry(socket: Path) -> Iterator[TokenizerRegistry]:
+    """A router's tokenizers: one it serves, one it does not."""
+    sources = {MODEL: f"unix:{socket}", "other": f"unix:{socket}"}
+    made = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=DEADLINE_S))
+    yield made
+    made.close()
+
+
+def chat(**fields: object) -> RouteRequest:
+    """A chat."""
+    body = {"messages": [{"role": "user", "content": "Hello there"}], **fields}
+    return RouteRequest("id", RequestKind.CHAT, MODEL, body, body_bytes=100)
+
+
+def until(registry: TokenizerRegistry, degraded: str | None) -> PromptTokens:
+    """Asks until the answer is of this kind."""
+    deadline_s = time.monotonic() + 60
+    while (tokens := registry.prompt_tokens(chat(), MODEL)).degraded != degraded:
+        assert time.monotonic() < deadline_s, tokens.degraded
+        time.sleep(0.05)
+    return tokens
+
+
+@pytest.mark.usefixtures("server")
+def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) -> None:
+    """Chats, texts and several texts come back as the same ids."""
+    tokens = registry.prompt_tokens(chat(), MODEL)
+    assert tokens.prompts[0].tolist() == chat_prompt(chat().body, TOKENIZER).tolist()
+    assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
+    several = registry.prompt_tokens(completion("id", ["one", "two words"]), MODEL)
+    assert [ids.tolist() for ids in several.prompts] == [
+        TOKENIZER.encode("one"),
+        TOKENIZER.encode("two words"),
+    ]
+
+
+@pytest.mark.usefixtures("server")
+def test_refusals_and_reasons_come_through(registry: TokenizerRegistry) -> None:
+    """A malformed prompt is a 400 with its field; what has no ids, or only some, tells why."""
+    with pytest.raises(RequestError) as caught:
+        registry.prompt_tokens(chat(add_generation_prompt="yes"), MODEL)
+    assert (caught.value.status, caught.value.param) == (400, "add_generation_prompt")
+    odd = chat(messages=[{"role": "user", "content": [{"type": "hologram"}]}])
+    assert registry.prompt_tokens(odd, MODEL).degraded == "unsupported_prompt"
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    assert registry.prompt_tokens(chat(messages=image), MODEL).partial == "media"
+    assert registry.prompt_tokens(completion("id", "x" * 10_000), MODEL, 8).degraded == "longer_than_context"
+    assert registry.prompt_tokens(chat(), "other").degraded == "tokenizer_unavailable"
+
+
+def test_a_restart_costs_only_the_requests_meanwhile(registry: TokenizerRegistry, socket: Path) -> None:
+    """Without the process requests go by load, with their reason; a new one, even after a kill, is found."""
+    run = "import sys; from router.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, "tokenizer", "--socket", str(socket)]
+    command += ["--model", f"{MODEL}={TINY_DIRECTORY}"]
+    assert registry.prompt_tokens(chat(), MODEL).degraded == "tokenizer_unavailable"
+    for sent, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            assert until(registry, None).total > 0
+            process.send_signal(sent)
+            assert process.wait(60) == status
+        until(registry, "tokenizer_unavailable")
+
+
+class HeldServer(TokenizerServer):
+    """Answers when it is let."""
+
+    def Tokenize(  # noqa: N802
+        self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Waits first."""
+        assert self.go.wait(60)
+        return super().Tokenize(message, context)
+
+
+def test_a_late_answer_is_a_deadline(socket: Path) -> None:
+    """A process that is too slow costs a request its deadline, and the reason is counted."""
+    held = HeldServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=1)
+    held.go = threading.Event()
+    held.go.set()
+    held.start()
+    registry = TokenizerRegistry.load({MODEL: f"unix:{socket}"}, TokenizeOptions(deadline_s=0.2))
+    until(registry, None)
+    held.go.clear()
+    assert registry.prompt_tokens(chat(), MODEL).degraded == "tokenize_deadline"
+    held.go.set()
+    until(registry, None)
+    registry.close()
+    held.close()
+
+
+@pytest.mark.usefixtures("server")
+def test_health_is_told(socket: Path) -> None:
+    """The standard health service answers for the process and the service."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        for service in ("", SERVICE):
+            request = health_pb2.HealthCheckRequest(service=service)
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("api", "body"), [(0, b"{}"), (1, b"[]"), (1, b"{"), (7, b"{}"), (2, b"[" * 100_000)]
+)
+def test_a_hostile_call_is_refused(socket: Path, api: int, body: bytes) -> None:
+    """What is no request of a known API is an invalid argument, and the next call is served."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Tokenize(tokenizer_pb2.TokenizeRequest(model=MODEL, api=api, body=body), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        fine = tokenizer_pb2.TokenizeRequest(model=MODEL, api=2, body=b'{"prompt": "x"}')
+        assert len(stub.Tokenize(fine, timeout=60).prompts) == 1
+
+
+@pytest.mark.usefixtures("server")
+def test_a_socket_in_use_is_not_taken(socket: Path, tmp_path: Path) -> None:
+    """A second process on one path stops with the path; so does one whose path is another file."""
+    with pytest.raises(ListenError, match="another process listens"):
+        TokenizerServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=1)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ListenError, match="no socket"):
+        TokenizerServer(tmp_path / "file", {MODEL: str(TINY_DIRECTORY)}, threads=1)
+    with pytest.raises(ListenError, match="no directory"):
+        TokenizerServer(tmp_path / "none" / "s", {MODEL: str(TINY_DIRECTORY)}, threads=1)
+    assert (tmp_path / "file").read_text() == "precious"
