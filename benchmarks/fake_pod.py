@@ -1,6 +1,7 @@
-"""A model server that computes nothing: what is measured in front of it is the gateway alone.
+"""Model servers that compute nothing: what is measured in front of them is the gateway alone.
 
-`python -m benchmarks.fake_pod PORT`; speaks just enough HTTP/1.1 for Envoy and the router's probes.
+`python -m benchmarks.fake_pod FIRST_PORT COUNT`; one process on COUNT ports, which speaks just enough
+HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a stream gets `CHUNKS` events, one a write.
 """
 
 from __future__ import annotations
@@ -8,53 +9,120 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import cast
 
-_ANSWERS = {
-    "/v1/models": {
-        "object": "list",
-        "data": [{"id": "kvroute-tiny", "object": "model", "max_model_len": 8192}],
-    },
-    "/v1/chat/completions": {
-        "id": "chatcmpl-0",
-        "object": "chat.completion",
-        "choices": [
-            {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
-        ],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-    },
+import uvloop
+
+CHUNKS = 32
+MODEL = "kvroute-tiny"
+MAX_MODEL_LEN = 1_048_576
+
+_CHAT = {
+    "id": "chatcmpl-0",
+    "object": "chat.completion",
+    "created": 0,
+    "model": MODEL,
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
 }
+_EVENT = {"id": "chatcmpl-0", "model": MODEL, "choices": [{"index": 0, "delta": {"content": "yes "}}]}
+_METRICS = b"""vllm:num_requests_waiting{engine="0"} 0.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.1
+vllm:cache_config_info{block_size="16",num_gpu_blocks="1000000"} 1.0
+"""
 
 
-async def main(port: int) -> None:
+def _answer(body: bytes, content_type: bytes = b"application/json", status: bytes = b"200 OK") -> bytes:
+    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, content_type, len(body)) + body
+
+
+def _json(value: object) -> bytes:
+    return _answer(json.dumps(value).encode())
+
+
+_PAGES = {
+    b"/v1/models": _json(
+        {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": MAX_MODEL_LEN}]}
+    ),
+    b"/v1/chat/completions": _json(_CHAT),
+    b"/metrics": _answer(_METRICS, b"text/plain"),
+    b"/health": _json({}),
+    b"/get_server_info": _json({"model_path": MODEL, "tp_size": 1, "dp_size": 1}),
+    b"/get_model_info": _json({"model_path": MODEL, "is_generation": True}),
+}
+_NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
+_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_STREAM_EVENT = _chunk(b"data: " + json.dumps(_EVENT).encode() + b"\n\n")
+_STREAM_DONE = _chunk(b"data: [DONE]\n\n")
+
+
+class _Pod(asyncio.Protocol):
+    """One connection; requests are answered in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._received = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := _request_end(self._received)) > 0:
+            request = bytes(self._received[:end])
+            del self._received[:end]
+            self._serve(request)
+
+    def _serve(self, request: bytes) -> None:
+        path = request.split(b" ", 2)[1].partition(b"?")[0]
+        if path.endswith(b"/completions") and b'"stream": true' in request:
+            self._transport.write(_STREAM_HEAD)
+            self._stream(CHUNKS)
+        else:
+            self._transport.write(_PAGES.get(path, _NOT_FOUND))
+
+    def _stream(self, left: int) -> None:
+        # One event a turn of the loop, so that the gateway sees them one by one.
+        if left:
+            self._transport.write(_STREAM_EVENT)
+            asyncio.get_running_loop().call_later(0.001, self._stream, left - 1)
+        else:
+            self._transport.write(_STREAM_DONE + _LAST_CHUNK)
+
+
+def _request_end(received: bytearray) -> int:
+    """Where the first request ends; 0 while it is not complete."""
+    head_end = received.find(b"\r\n\r\n") + 4
+    if head_end < 4:
+        return 0
+    head = bytes(received[:head_end]).lower()
+    _, found, rest = head.partition(b"\r\ncontent-length: ")
+    if found:
+        end = head_end + int(rest.split(b"\r\n", 1)[0])
+        return end if len(received) >= end else 0
+    if b"\r\ntransfer-encoding: chunked" in head:
+        # No body here holds the last chunk's bytes.
+        return received.find(_LAST_CHUNK, head_end - 2) + 5 if received.endswith(_LAST_CHUNK) else 0
+    return head_end
+
+
+async def main(first_port: int, count: int) -> None:
     """Serves until it is killed."""
-    server = await asyncio.start_server(_serve, "127.0.0.1", port)
-    async with server:
-        await server.serve_forever()
-
-
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            await _skip_body(head.lower(), reader)
-            body = json.dumps(_ANSWERS.get(head.split(b" ", 2)[1].decode(), {})).encode()
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
-
-
-async def _skip_body(head: bytes, reader: asyncio.StreamReader) -> None:
-    if b"transfer-encoding: chunked" in head:
-        while size := int(await reader.readline(), 16):
-            await reader.readexactly(size + 2)
-        await reader.readline()
-    elif b"content-length: " in head:
-        await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+    loop = asyncio.get_running_loop()
+    servers = [
+        await loop.create_server(_Pod, "127.0.0.1", port) for port in range(first_port, first_port + count)
+    ]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2])))

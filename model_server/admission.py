@@ -53,6 +53,22 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         "top_p": (0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
         "min_p": (0.0 <= sampling.min_p <= 1.0, "between 0 and 1"),
         "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "between 0 and max_tokens"),
+        "frequency_penalty": (-2.0 <= sampling.frequency_penalty <= 2.0, "between -2 and 2"),
+        "presence_penalty": (-2.0 <= sampling.presence_penalty <= 2.0, "between -2 and 2"),
+        "repetition_penalty": (0.0 < sampling.repetition_penalty < float("inf"), "a number above 0"),
+        "logprobs": (0 <= (sampling.logprobs or 0) <= vocab_size, f"between 0 and {vocab_size}"),
+        "logit_bias": (
+            all(0 <= token < vocab_size for token in sampling.logit_bias),
+            f"given for token ids within 0..{vocab_size - 1}",
+        ),
+        "allowed_token_ids": (
+            sampling.allowed_token_ids is None
+            or (
+                len(sampling.allowed_token_ids) > 0
+                and all(0 <= token < vocab_size for token in sampling.allowed_token_ids)
+            ),
+            f"at least one token id, all within 0..{vocab_size - 1}",
+        ),
         "stop_token_ids": (
             all(0 <= token < vocab_size for token in sampling.stop_token_ids),
             f"token ids within 0..{vocab_size - 1}",

@@ -1,60 +1,197 @@
 """Which blocks a request holds: prefix lookup, growth, registration of full blocks, release.
 
-In: a live request and a number of tokens. Out: its block table changed, or the answer that the pool
-cannot do it. Knows the pool, not the scheduler.
+In: a live request and a number of tokens. Out: its block tables changed, or the answer that the pool
+cannot do it. Knows both tiers, not the scheduler.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from model_server.blocks import Block, BlockPool
-from model_server.live_request import LiveRequest
+from model_server.attention.groups import KvGroupSpec
+from model_server.block_content import BlockContent, ContentKey, runs
+from model_server.blocks import BlockPool
+from model_server.free_queue import Block
+from model_server.host_tier import HostBlock, HostTier
+from model_server.live_request import BlockTable, LiveRequest
+from model_server.offload import Offload
+from model_server.prefix import blocks_behind, full_prefix, resumable_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What was found for a request's first tokens.
+
+    Attributes:
+        length: In blocks.
+        entries: Per group, each block of the prefix: on the device, in the host tier, or not needed.
+        full_length: What the groups with full attention hold.
+    """
+
+    length: int
+    entries: Sequence[Sequence[Block | HostBlock | None]]
+    full_length: int
 
 
 class BlockManager:
-    """The only one that moves blocks between the pool and requests."""
+    """The only one that moves blocks between the pool and requests.
 
-    def __init__(self, pool: BlockPool, *, enable_prefix_caching: bool = True) -> None:
+    Args:
+        pool: The device's blocks.
+        offload: The way to the host tier.
+        groups: KV cache groups of the model.
+        block_tokens: Tokens in one block.
+        chunk_tokens: Most tokens of one request in a step.
+        enable_prefix_caching: Whether requests find each other's blocks.
+        swap: Whether a preempted request's blocks wait in the host tier, where there is room.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        offload: Offload,
+        groups: Sequence[KvGroupSpec],
+        *,
+        block_tokens: int,
+        chunk_tokens: int,
+        enable_prefix_caching: bool = True,
+        swap: bool = False,
+    ) -> None:
         self.pool = pool
-        self._block_tokens = pool.block_tokens
-        self._enable_prefix_caching = enable_prefix_caching
+        self.offload = offload
+        self._groups = tuple(groups)
+        self._block_tokens = block_tokens
+        self._chunk_tokens = chunk_tokens
+        self._caching = enable_prefix_caching
+        self._swap = swap
+        self._needs = [blocks_behind(group.window_tokens, block_tokens) for group in groups]
+        # Without a group that tells where prompts part, what to retain in a window cannot be known: all.
+        self._selective = None in self._needs
 
-    def find_prefix(self, live: LiveRequest) -> list[Block]:
+    @property
+    def _host(self) -> HostTier:
+        return self.offload.host
+
+    def blocks_bound(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of this many tokens holds at any time."""
+        return sum(self._bound(group, num_tokens) for group in range(len(self._groups)))
+
+    def expect(self, live: LiveRequest) -> None:
+        """Look up how much of a waiting request is cached, from where the last look ended."""
+        if live.swapped is not None or not self._caching:
+            live.expected_tokens = live.swapped_tokens
+            return
+        lead = self._needs.index(None) if self._selective else 0
+        digests = live.digests_of((live.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        found = live.expected_blocks
+        if found and self._find((lead, digests[found - 1])) is None:
+            found = 0
+        while found < len(digests) and self._find((lead, digests[found])) is not None:
+            found += 1
+        live.expected_blocks, live.expected_tokens = found, found * self._block_tokens
+
+    def find_prefix(self, live: LiveRequest) -> Prefix:
         """Return the longest run of blocks that hold the request's first tokens already.
 
         The last token is never taken from the cache: it must be computed to get the next one. So a fully
         cached prompt that ends on a block boundary computes its last block anew.
         """
-        if not self._enable_prefix_caching:
-            return []
-        found: list[Block] = []
-        for digest in live.digests_of((live.num_tokens - 1) // self._block_tokens, self._block_tokens):
-            block = self.pool.find(digest)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        if not self._caching:
+            return Prefix(0, [[] for _ in self._groups], 0)
+        digests = live.digests_of((live.num_tokens - 1) // self._block_tokens, self._block_tokens)
 
-    def can_hold(self, live: LiveRequest, prefix: Sequence[Block]) -> bool:
-        """Tell whether all known tokens of a waiting request fit, `prefix` being shared."""
-        wanted = self._blocks_for(live.num_tokens) - len(prefix)
-        revived = sum(block.ref_count == 0 for block in prefix)
-        return wanted + revived <= self.pool.num_free
+        def is_cached(group: int, index: int) -> bool:
+            return self._find((group, digests[index])) is not None
 
-    def adopt(self, live: LiveRequest, prefix: Sequence[Block]) -> None:
-        """Start a request's block table with the blocks that were found for it."""
-        assert not live.blocks
-        self.pool.touch(prefix)
-        self._extend(live, prefix)
-        live.computed = len(prefix) * self._block_tokens
-        live.registered = len(prefix)
+        full = full_prefix(len(digests), self._needs, is_cached)
+        length = resumable_prefix(full, self._needs, is_cached)
+        entries = [
+            [
+                None if need is not None and index < length - need else self._find((group, digests[index]))
+                for index in range(length)
+            ]
+            for group, need in enumerate(self._needs)
+        ]
+        return Prefix(length, entries, full)
+
+    def can_hold(self, live: LiveRequest, prefix: Prefix, reserved: int) -> bool:
+        """Tell whether all known tokens of a waiting request fit, `prefix` being shared.
+
+        Args:
+            live: The request.
+            prefix: As it was found.
+            reserved: Free blocks that others will need.
+        """
+        found = [entry for entries in prefix.entries for entry in entries if isinstance(entry, Block)]
+        revived = sum(block.ref_count == 0 for block in found)
+        wanted = self.blocks_bound(live.num_tokens) - len(found) + revived
+        # Bounds of windowed groups leave room to spare, which a pool for one request does not have.
+        return wanted + reserved <= self.pool.num_free or self.pool.num_free == self.pool.num_blocks
+
+    def still_needed(self, live: LiveRequest) -> int:
+        """Return how many blocks a request's known tokens will need beside those that it holds."""
+        held = sum(len(table.blocks) - table.rolled for table in live.tables)
+        return max(0, self.blocks_bound(live.num_tokens) - held)
+
+    def adopt(self, live: LiveRequest, prefix: Prefix) -> None:
+        """Start a request's block tables with what was found for it; host blocks begin their way back."""
+        assert not live.tables
+        live.tables = [BlockTable() for _ in self._groups]
+        if live.swapped is not None:
+            self._swap_in(live)
+            return
+        live.computed = prefix.length * self._block_tokens
+        if self._selective:
+            live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self._block_tokens}
+        self._bring_back(live, prefix.entries)
+        for table, need in zip(live.tables, self._needs, strict=True):
+            table.registered = prefix.length
+            table.rolled = 0 if need is None else max(0, prefix.length - need)
+
+    def can_fork(self, live: LiveRequest) -> bool:
+        """Tell whether the request's leader has the blocks of their prompt, and one is free to copy into."""
+        leader, last = live.leader, len(live.request.prompt_token_ids) - 1
+        if leader is None or leader.restore is not None or leader.computed <= last:
+            return False
+        kept = all(
+            self._first_needed(group, last) >= table.rolled for group, table in enumerate(leader.tables)
+        )
+        return kept and len(self._groups) <= self.pool.num_free
+
+    def fork(self, live: LiveRequest) -> None:
+        """Share the leader's blocks of their prompt but for its last token, which is computed again.
+
+        The block that this token is in would be written by both, so the request gets its own copy.
+        """
+        leader, last = live.leader, len(live.request.prompt_token_ids) - 1
+        assert leader is not None
+        shared = last // self._block_tokens
+        live.tables = [BlockTable() for _ in self._groups]
+        live.computed = last
+        for group, (table, theirs) in enumerate(zip(live.tables, leader.tables, strict=True)):
+            first = self._first_needed(group, last)
+            table.extend([None] * first)
+            for block in theirs.blocks[first:shared]:
+                assert block is not None, "can_fork looked at it"
+                self.pool.touch(block)
+            table.extend(theirs.blocks[first:shared])
+            table.rolled, table.registered = first, shared
+            if last % self._block_tokens:
+                source = theirs.blocks[shared]
+                assert source is not None
+                (copy,) = self.pool.allocate(1)
+                self.offload.copy(source, copy)
+                table.extend([copy])
 
     def grow(self, live: LiveRequest, num_tokens: int) -> bool:
         """Give the request blocks for its first `num_tokens` tokens. Returns False if too few are free."""
-        missing = self._blocks_for(num_tokens) - len(live.blocks)
-        if missing > self.pool.num_free:
+        self._roll(live)
+        wanted = -(-num_tokens // self._block_tokens)
+        missing = [max(0, wanted - len(table.blocks)) for table in live.tables]
+        if sum(missing) > self.pool.num_free:
             return False
-        if missing > 0:
-            self._extend(live, self.pool.allocate(missing))
+        for table, count in zip(live.tables, missing, strict=True):
+            if count:
+                table.extend(self.pool.allocate(count))
         return True
 
     def register(self, live: LiveRequest, num_tokens: int) -> None:
@@ -64,28 +201,166 @@ class BlockManager:
         can share them: in each layer all KV of a step is written before anything reads it.
         """
         full = num_tokens // self._block_tokens
-        if not self._enable_prefix_caching or full <= live.registered:
+        if not self._caching:
             return
-        start, live.registered = live.registered, full
-        digests = live.digests_of(full, self._block_tokens)
-        self.pool.register(
-            blocks=live.blocks[start:full],
-            digests=digests[start:],
-            parent=digests[start - 1] if start else None,
-            token_ids=live.token_ids[start * self._block_tokens : full * self._block_tokens],
-            extra_keys=[live.extra_keys(index) for index in range(start, full)],
-        )
+        for group, table in enumerate(live.tables):
+            if full <= table.registered:
+                continue
+            start, table.registered = table.registered, full
+            need = self._needs[group]
+            if need is None or not self._selective:
+                self._register(live, group, range(start, full), start, full)
+                continue
+            ends = [end for end in live.retained_ends if start < end <= full]
+            indices = sorted({index for end in ends for index in range(max(0, end - need), end)})
+            self._register(live, group, indices, start, full)
+
+    def finish_restore(self, live: LiveRequest) -> None:
+        """Make findable what has come back for a request."""
+        assert live.restore is not None
+        pairs = [(source.content, target) for source, target in live.restore.pairs]
+        live.restore = None
+        targets = {id(content): target for content, target in pairs if content is not None}
+        for run in runs([content for content, _ in pairs if content is not None]):
+            self.pool.register([targets[id(content)] for content in run], run, computed=True)
+
+    def preempt(self, live: LiveRequest) -> None:
+        """Take all blocks from a request that will run again, into the host tier where that is wanted."""
+        if self._swap and live.restore is None and live.computed:
+            self._swap_out(live)
+        self.release(live)
 
     def release(self, live: LiveRequest) -> None:
         """Take all blocks from a request; registered ones can be found until they are reused."""
-        self.pool.release(live.blocks)
-        live.blocks.clear()
-        del live.block_ids[:]
-        live.computed = live.registered = 0
+        if live.restore is not None:
+            self.offload.abandon()
+            live.restore = None
+        elif live.tables and self._caching:
+            self._register_tail(live)
+        for table in live.tables:
+            held = table.held()
+            for block in reversed(held):
+                self.offload.keep(block)
+            self.pool.release(held)
+        live.tables = []
+        live.computed = 0
 
-    def _extend(self, live: LiveRequest, blocks: Sequence[Block]) -> None:
-        live.blocks.extend(blocks)
-        live.block_ids.extend(block.block_id for block in blocks)
+    def forget_swapped(self, live: LiveRequest) -> None:
+        """Let go of what a request that will not run again has in the host tier."""
+        for entries in live.swapped or ():
+            for entry in entries:
+                if entry is not None:
+                    self._host.release(entry)
+        live.swapped = None
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
+    def _find(self, key: ContentKey) -> Block | HostBlock | None:
+        return self.pool.find(key) or self._host.find(key)
+
+    def _bound(self, group: int, num_tokens: int) -> int:
+        blocks, need = -(-num_tokens // self._block_tokens), self._needs[group]
+        if need is None:
+            return blocks
+        # The window, what alignment keeps in front of it, and a chunk.
+        return min(blocks, need + 2 + -(-self._chunk_tokens // self._block_tokens))
+
+    def _first_needed(self, group: int, position: int) -> int:
+        """Return the first block needed to go on at a position, and to resume at the block it is in."""
+        need = self._needs[group]
+        return 0 if need is None else max(0, position // self._block_tokens - need)
+
+    def _roll(self, live: LiveRequest) -> None:
+        """Free what no token from `computed` on sees any more."""
+        for group, table in enumerate(live.tables):
+            first = min(self._first_needed(group, live.computed), len(table.blocks))
+            gone = [block for block in table.blocks[table.rolled : first] if block is not None]
+            for index in range(table.rolled, first):
+                table.replace(index, None)
+            table.rolled = max(table.rolled, first)
+            self.pool.release(gone)
+
+    def _bring_back(
+        self, live: LiveRequest, entries: Sequence[Sequence[Block | HostBlock | None]]
+    ) -> None:
+        """Fill the tables: device blocks are shared, host blocks restored into new ones."""
+        everything = [entry for group in entries for entry in group]
+        sources = [entry for entry in everything if isinstance(entry, HostBlock)]
+        for source in sources:
+            # A swapped block is the request's own already.
+            if source.content is not None:
+                self._host.hold(source)
+                self._host.touch(source.content.key)
+        for entry in everything:
+            if isinstance(entry, Block):
+                self.pool.touch(entry)
+        targets = self.pool.allocate(len(sources))
+        if sources:
+            live.restore = self.offload.restore(list(zip(sources, targets, strict=True)))
+        rest = iter(targets)
+        for table, group in zip(live.tables, entries, strict=True):
+            table.extend([next(rest) if isinstance(entry, HostBlock) else entry for entry in group])
+
+    def _swap_in(self, live: LiveRequest) -> None:
+        assert live.swapped is not None
+        entries, live.swapped = live.swapped, None
+        live.computed, live.swapped_tokens = live.swapped_tokens, 0
+        self._bring_back(live, entries)
+        for table, group in zip(live.tables, entries, strict=True):
+            table.rolled = next((index for index, entry in enumerate(group) if entry is not None), len(group))
+
+    def _swap_out(self, live: LiveRequest) -> None:
+        """Copy the blocks that hold computed tokens to the host tier, if it has room for all of them."""
+        filled = -(-live.computed // self._block_tokens)
+        tables = [table.blocks[:filled] for table in live.tables]
+        slots = self.offload.swap_out([block for table in tables for block in table if block is not None])
+        if slots is None:
+            return
+        rest = iter(slots)
+        live.swapped = [[None if block is None else next(rest) for block in table] for table in tables]
+        live.swapped_tokens = live.computed
+
+    def _register_tail(self, live: LiveRequest) -> None:
+        """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
+        full = live.computed // self._block_tokens
+        for group, need in enumerate(self._needs):
+            if need is not None and self._selective:
+                self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
+
+    def _register(
+        self,
+        live: LiveRequest,
+        group: int,
+        indices: Sequence[int],
+        start: int,
+        stop: int,
+        *,
+        computed: bool = False,
+    ) -> None:
+        """Register those of a request's blocks that are there and are not registered; tell of [start, stop)."""
+        blocks = live.tables[group].blocks
+        fresh = [
+            (index, block)
+            for index in indices
+            if (block := blocks[index]) is not None and block.content is None
+        ]
+        if not fresh:
+            return
+        digests = live.digests_of(stop, self._block_tokens)
+        start = min(start, fresh[0][0])
+        self.pool.register(
+            [block for _, block in fresh],
+            [self._content(live, group, index) for index, _ in fresh],
+            parent=digests[start - 1] if start else None,
+            token_ids=live.token_ids[start * self._block_tokens : stop * self._block_tokens],
+            computed=computed,
+        )
+
+    def _content(self, live: LiveRequest, group: int, index: int) -> BlockContent:
+        start = index * self._block_tokens
+        return BlockContent(
+            group=group,
+            digest=live.digests[index],
+            parent=live.digests[index - 1] if index else None,
+            token_ids=tuple(live.token_ids[start : start + self._block_tokens]),
+            extra_keys=live.extra_keys(index),
+            lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),
+        )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from model_server.config import DTYPES, TINY_MODEL, EngineConfig
+from model_server.config import DTYPES, KV_CACHE_DTYPES, TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError, ModelServerError
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _EXIT_FAILED = 1
 _EXIT_USAGE = 2
 _MAX_BODY_BYTES = 16 << 20
 # Packages of the extra `model-server`, whose absence is the user's to mend rather than a bug.
-_EXTRA = frozenset({"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools"})
+_EXTRA = frozenset(
+    {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools", "llguidance"}
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,6 +151,13 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=defaults.dtype,
         help="type of weights and KV cache (default: %(default)s, the checkpoint's own)",
     )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default=defaults.kv_cache_dtype,
+        help="type of the KV cache, if not --dtype: fp8 takes half the bytes of a 16-bit type "
+        "(default: %(default)s)",
+    )
     group.add_argument("--device", default=defaults.device, help="torch device (default: %(default)s)")
     number("--block-size", defaults.block_tokens, "tokens per KV block")
     number("--num-gpu-blocks", defaults.gpu_blocks, "KV blocks in the pool", "--num-gpu-blocks-override")
@@ -162,6 +171,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=defaults.enable_prefix_caching,
         help="reuse blocks between requests (default: they are)",
     )
+    number("--max-loras", defaults.max_loras, "most LoRA adapters loaded at once")
     number("--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
     number("--seed", defaults.seed, "seeds requests that bring no seed")
 
@@ -195,6 +205,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=args.model,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         block_tokens=args.block_size,
         gpu_blocks=args.num_gpu_blocks,
@@ -203,6 +214,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=args.max_num_queued_reqs,
         enable_prefix_caching=args.enable_prefix_caching,
+        max_loras=args.max_loras,
         torch_threads=args.torch_threads,
         seed=args.seed,
     )

@@ -9,7 +9,9 @@ from typing import Literal
 from model_server.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KvCacheDType = Literal["auto", "fp8"]
 DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: tuple[KvCacheDType, ...] = ("auto", "fp8")
 TINY_MODEL = "kvroute-tiny"
 
 
@@ -20,6 +22,7 @@ class EngineConfig:
     Attributes:
         model: "kvroute-tiny", or a Hugging Face checkpoint directory.
         dtype: "auto" takes the checkpoint's own.
+        kv_cache_dtype: "auto" keeps keys and values in the model's dtype, "fp8" in scaled 8-bit floats.
         device: A torch device such as "cpu" or "cuda:0".
         block_tokens: Tokens in one KV block.
         gpu_blocks: KV blocks in the pool (on the device, also when that is a CPU).
@@ -28,12 +31,14 @@ class EngineConfig:
         max_num_batched_tokens: Token budget of one step.
         max_waiting: Most requests that wait to run; one more is refused.
         enable_prefix_caching: Reuse blocks between requests (and announce them).
+        max_loras: Most LoRA adapters loaded at once; 0 for none.
         torch_threads: Threads of one CPU operation; None leaves torch's choice.
         seed: Seeds requests that bring none.
     """
 
     model: str = TINY_MODEL
     dtype: DType = "auto"
+    kv_cache_dtype: KvCacheDType = "auto"
     device: str = "cpu"
     block_tokens: int = 16
     gpu_blocks: int = 1024
@@ -42,6 +47,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
     enable_prefix_caching: bool = True
+    max_loras: int = 4
     torch_threads: int | None = None
     seed: int = 0
 
@@ -53,6 +59,12 @@ class EngineConfig:
         """
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; use one of {', '.join(KV_CACHE_DTYPES)}"
+            )
+        if self.max_loras < 0:
+            raise ConfigError(f"max_loras is {self.max_loras}; it must be at least 0")
         for name in (
             "block_tokens",
             "gpu_blocks",

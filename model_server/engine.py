@@ -24,7 +24,8 @@ from model_server.engine_stats import EngineStats
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
 from model_server.events import EventSink
 from model_server.live_request import LiveRequest
-from model_server.requests import FinishReason, GenerationRequest, TokenOutput
+from model_server.lora_registry import LoraRegistry
+from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 from model_server.runner import TorchRunner
 from model_server.scheduler import Chunk, Scheduler
 from model_server.tiny import load_tiny
@@ -45,7 +46,7 @@ class Runner(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         """Compute the chunks; return the next token by request id for each chunk that samples."""
 
 
@@ -58,9 +59,17 @@ class Engine:
     Attributes:
         max_model_len: Most tokens of prompt and answer together.
         block_tokens: Tokens in one KV block.
+        loras: The adapters that requests can name; None where there can be none.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, events: EventSink, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        events: EventSink,
+        max_model_len: int,
+        loras: LoraRegistry | None = None,
+    ) -> None:
         if max_model_len > config.gpu_blocks * config.block_tokens:
             # With this a request that runs alone always fits, so preemption cannot go round in circles.
             raise ConfigError(
@@ -69,6 +78,7 @@ class Engine:
             )
         self.max_model_len = max_model_len
         self.block_tokens = config.block_tokens
+        self.loras = loras
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self._runner = runner
@@ -106,6 +116,11 @@ class Engine:
             EngineClosedError: The engine takes nothing more.
         """
         check_request(request, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
+        adapter = None
+        if request.lora_name is not None:
+            if self.loras is None:
+                raise RequestError("this engine takes no adapters", "model")
+            adapter = self.loras.find(request.lora_name)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is closed")
@@ -114,7 +129,7 @@ class Engine:
             if len(self._live) - len(self._scheduler.running) >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
             seed = request.sampling.seed
-            live = LiveRequest(request, self._seeds.getrandbits(63) if seed is None else seed)
+            live = LiveRequest(request, self._seeds.getrandbits(63) if seed is None else seed, adapter)
             self._live[request.request_id] = (live, sink)
             self._post(lambda: self._scheduler.add(live))
 
@@ -230,20 +245,20 @@ class Engine:
         while self._inbox:  # only this thread takes from it
             self._inbox.popleft()()
 
-    def _deliver(self, chunks: Sequence[Chunk], tokens: dict[str, int]) -> None:
+    def _deliver(self, chunks: Sequence[Chunk], tokens: dict[str, ChosenToken]) -> None:
         for chunk in chunks:
             live = chunk.live
             live.computed = chunk.stop
             if not chunk.samples:
                 continue
             token = tokens[live.request_id]
-            live.token_ids.append(token)
+            live.token_ids.append(token.token_id)
             self._generated_tokens += 1
-            reason = self._finish_reason(live, token)
+            reason = self._finish_reason(live, token.token_id)
             if reason is not None:
-                self._finish(live, reason, token_ids=(token,))
+                self._finish(live, reason, token=token)
             else:
-                self._emit(live, TokenOutput(live.request_id, (token,), None, live.cached_tokens or 0))
+                self._emit(live, _output(live, token, None))
 
     def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
         sampling = live.request.sampling
@@ -259,7 +274,7 @@ class Engine:
         live: LiveRequest,
         reason: FinishReason,
         error: str | None = None,
-        token_ids: tuple[int, ...] = (),
+        token: ChosenToken | None = None,
     ) -> None:
         """Take a request out, free its blocks, and tell its sink. One that has ended already is ignored."""
         with self._wake:
@@ -272,7 +287,7 @@ class Engine:
             self._scheduler.remove(live)
         finally:
             try:
-                sink(TokenOutput(live.request_id, token_ids, reason, live.cached_tokens or 0, error))
+                sink(_output(live, token, reason, error))
             except Exception:
                 logger.warning("the sink of request %s raised at its end", live.request_id, exc_info=True)
 
@@ -313,6 +328,14 @@ class Engine:
                 logger.exception("request %s could not be taken out of the scheduler", live.request_id)
 
 
+def _output(
+    live: LiveRequest, token: ChosenToken | None, reason: FinishReason | None, error: str | None = None
+) -> TokenOutput:
+    token_ids = () if token is None else (token.token_id,)
+    logprobs = () if token is None or token.logprobs is None else (token.logprobs,)
+    return TokenOutput(live.request_id, token_ids, reason, live.cached_tokens or 0, error, logprobs)
+
+
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     """Load the model and make an engine for it, not yet started.
 
@@ -333,9 +356,13 @@ def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
         loaded = load_checkpoint(Path(config.model), config.dtype, device)
     max_model_len = _max_model_len(config, loaded.max_positions)
     runner = TorchRunner(
-        loaded.model, loaded.eos_token_ids, num_blocks=config.gpu_blocks, block_tokens=config.block_tokens
+        loaded.model,
+        loaded.eos_token_ids,
+        num_blocks=config.gpu_blocks,
+        block_tokens=config.block_tokens,
+        fp8_kv=config.kv_cache_dtype == "fp8",
     )
-    return Engine(config, runner, sink, max_model_len)
+    return Engine(config, runner, sink, max_model_len, LoraRegistry(loaded.model, config.max_loras))
 
 
 def _max_model_len(config: EngineConfig, max_positions: int) -> int:

@@ -3,6 +3,7 @@
 ModelServerError
 |-- ConfigError             a setting that cannot be used
 |-- ModelError              a checkpoint that cannot be loaded
+|-- AdapterError            a LoRA adapter that cannot be loaded or unloaded
 `-- RequestError            a request that the engine did not take
     |-- QueueFullError      ... because the waiting queue is full (the only one worth a retry)
     `-- EngineClosedError   ... because the engine is closed or its loop has died
@@ -19,6 +20,10 @@ class ConfigError(ModelServerError):
 
 class ModelError(ModelServerError):
     """A checkpoint directory is missing, of an unknown architecture, or its tensors do not fit."""
+
+
+class AdapterError(ModelServerError):
+    """A LoRA adapter does not fit the model, is not supported, or there is no room or no such name for it."""
 
 
 class RequestError(ModelServerError):

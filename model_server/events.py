@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
 
 BlockHash: TypeAlias = int | bytes
 ExtraKeys: TypeAlias = Sequence[object]

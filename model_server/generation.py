@@ -129,6 +129,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._indices = {request.request_id: index for index, request in enumerate(requests)}
+        self._constraints = [request.constraint for request in requests]
         self._observers = observers
         self._waiting: list[TokenOutput] = []
         self._ready = asyncio.Event()
@@ -198,6 +199,9 @@ class Generation:
             observer.finished(now_s, delta.finish_reason)
             # A stop string ends the text here while the engine still runs.
             self._engine.release(output.request_id, finished=output.finish_reason is not None)
+            constraint = self._constraints[index]
+            if constraint is not None and constraint.error is not None:
+                self._error = ApiError(500, f"the answer's shape could not be kept: {constraint.error}")
         return index, delta
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -26,11 +27,16 @@ from model_server.api_errors import ApiError
 from model_server.generation import AsyncEngine, Generation
 from model_server.http_io import BodyReader, EventStream, QuietEnd, unless_disconnected
 from model_server.openai_responses import Responder
-from model_server.openai_types import GenerationBody
-from model_server.prepare import Api, Job, ServedModel, detokenize, prepare, tokenize
-from model_server.text import Delta, TextAssembler
+from model_server.openai_types import Api, GenerationBody
+from model_server.prepare import ServedModel, detokenize, prepare, render, tokenize
+from model_server.snapshot import MEDIA_TYPE as SNAPSHOT_TYPE
+from model_server.snapshot import Snapshot
+from model_server.text import Delta, TextAssembler, joined
 
 _PREPARE_THREADS = 2
+# Each is a copy of the caches' books.
+_SNAPSHOTS_AT_ONCE = 2
+_PIECES_AT_ONCE = 16
 _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
 _DONE = b"data: [DONE]\n\n"
@@ -68,6 +74,7 @@ class HttpApi:
         registry: CollectorRegistry,
         healthy: Callable[[], bool],
         event_sources: Mapping[str, object],
+        snapshot: Callable[[], Snapshot] | None,
         max_body_bytes: int,
         max_requests: int,
     ) -> None:
@@ -77,6 +84,8 @@ class HttpApi:
         self._registry = registry
         self._healthy = healthy
         self._event_sources = event_sources
+        self._snapshot = snapshot
+        self._snapshots = 0
         self._bodies = BodyReader(max_body_bytes, max_body_bytes * _BODIES_AT_ONCE)
         self._max_requests = max_requests
         self._requests = 0
@@ -88,6 +97,8 @@ class HttpApi:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions/render", self.render_completions, methods=["POST"]),
+            Route("/v1/chat/completions/render", self.render_chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
@@ -96,6 +107,7 @@ class HttpApi:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/kv_event_sources", self.kv_event_sources),
+            Route("/kv_events/snapshot", self.kv_events_snapshot),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
         ]
         handlers = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
@@ -146,6 +158,16 @@ class HttpApi:
         async with self._bodies.read(request) as raw:
             return _json(await self._in_thread(tokenize, self._model, raw))
 
+    async def render_completions(self, request: Request) -> Response:
+        """POST /v1/completions/render: the ids of a completion's prompts, as vLLM tells them."""
+        async with self._bodies.read(request) as raw:
+            return _json(await self._in_thread(render, self._model, "completion", raw))
+
+    async def render_chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render: the ids of a chat."""
+        async with self._bodies.read(request) as raw:
+            return _json(await self._in_thread(render, self._model, "chat", raw))
+
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of ids, special tokens included."""
         async with self._bodies.read(request) as raw:
@@ -154,6 +176,19 @@ class HttpApi:
     async def kv_event_sources(self, _: Request) -> Response:
         """GET /kv_event_sources: where this server publishes its KV events."""
         return _json(self._event_sources)
+
+    async def kv_events_snapshot(self, _: Request) -> Response:
+        """GET /kv_events/snapshot: what the caches hold, see `snapshot`; 404 without KV events."""
+        if self._snapshot is None:
+            raise ApiError(404, "this server publishes no KV events")
+        if self._snapshots >= _SNAPSHOTS_AT_ONCE:
+            raise ApiError(503, f"{_SNAPSHOTS_AT_ONCE} snapshots are being sent already; try again later")
+        self._snapshots += 1
+        with ExitStack() as cleanup:
+            cleanup.callback(self._snapshot_sent)
+            pieces = (await self._in_thread(self._snapshot)).pieces()
+            first = await self._in_thread(_joined, pieces)
+            return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
 
     async def reset_prefix_cache(self, _: Request) -> Response:
         """POST /reset_prefix_cache."""
@@ -169,13 +204,21 @@ class HttpApi:
             texts = tuple(self._text(job.fields) for _ in job.requests)
             generation = self._async_engine.generate(job.requests, texts, arrived_s)
             cleanup.callback(generation.close)
+            responder = Responder(job, self._model.tokenizer)
             if not job.fields.stream:
-                return _json(await unless_disconnected(request.receive, _whole(job, generation)))
-            pieces = _pieces(job, generation)
+                return _json(await unless_disconnected(request.receive, _whole(responder, generation)))
+            pieces = _pieces(responder, generation)
             # Awaited before the status is sent: an early failure is a proper error, and the time to the first
             # byte is the time to the first token.
             first = await unless_disconnected(request.receive, anext(pieces))
             return EventStream(first, pieces, cleanup.pop_all().close)
+
+    def _snapshot_sent(self) -> None:
+        self._snapshots -= 1
+
+    async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
+        while piece := await self._in_thread(_joined, pieces):
+            yield piece
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -186,6 +229,7 @@ class HttpApi:
             stop_strings=fields.stop_strings,
             stop_token_ids=frozenset(fields.stop_token_ids or ()),
             min_tokens=fields.min_tokens or 0,
+            show_stop=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
         )
 
@@ -200,33 +244,27 @@ class HttpApi:
             self._requests -= 1
 
 
-async def _whole(job: Job, generation: Generation) -> dict[str, Any]:
+async def _whole(responder: Responder, generation: Generation) -> dict[str, Any]:
     """Collect the answer to a request that does not stream."""
-    texts = [""] * len(job.requests)
-    ends: dict[int, Delta] = {}
+    said: list[list[Delta]] = [[] for _ in generation.texts]
     async for deltas in generation:
         for index, delta in deltas:
-            texts[index] += delta.text
-            if delta.finish_reason is not None:
-                ends[index] = delta
-    responder = Responder(job)
-    usage = _usage(job, generation, responder)
-    return responder.whole(texts, [ends[index] for index in range(len(texts))], usage)
+            said[index].append(delta)
+    return responder.whole([joined(deltas) for deltas in said], _usage(responder, generation))
 
 
-async def _pieces(job: Job, generation: Generation) -> AsyncGenerator[bytes]:
+async def _pieces(responder: Responder, generation: Generation) -> AsyncGenerator[bytes]:
     """Make the events of a stream; an error after the first piece is an event too."""
-    responder = Responder(job)
     begun = False
     try:
         async for deltas in generation:
-            usage = _usage(job, generation, responder) if responder.usage_always else None
+            usage = _usage(responder, generation) if responder.usage_always else None
             chunks = [chunk for index, delta in deltas for chunk in responder.chunks(index, delta, usage)]
             if chunks:
                 yield b"".join(map(_event, chunks))
                 begun = True
         if responder.usage_last:
-            yield _event(responder.usage_chunk(_usage(job, generation, responder)))
+            yield _event(responder.usage_chunk(_usage(responder, generation)))
     except ApiError as error:
         if not begun:
             raise
@@ -234,10 +272,13 @@ async def _pieces(job: Job, generation: Generation) -> AsyncGenerator[bytes]:
     yield _DONE
 
 
-def _usage(job: Job, generation: Generation, responder: Responder) -> dict[str, Any]:
-    # The copies of one prompt share its cached prefix: it counts once, as its tokens do.
-    cached = sum(generation.cached_tokens[:: job.fields.n or 1])
-    return responder.usage(generation.completion_tokens, cached)
+def _usage(responder: Responder, generation: Generation) -> dict[str, Any]:
+    return responder.usage(generation.completion_tokens, generation.cached_tokens)
+
+
+def _joined(pieces: Iterator[bytes]) -> bytes:
+    """The next pieces together: enough that a thread is worth its while."""
+    return b"".join(islice(pieces, _PIECES_AT_ONCE))
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

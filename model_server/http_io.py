@@ -114,19 +114,25 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A server-sent event stream.
+    """A body that is sent piece by piece: server-sent events, unless another type is named.
 
     Args:
         first: The first piece, which was awaited before the status was decided.
         rest: The others.
         on_close: Called when the stream ends, in whatever way.
+        media_type: Of the body.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes],
+        on_close: Callable[[], None],
+        media_type: str = "text/event-stream",
+    ) -> None:
         self.status_code = 200
         self.background = None
+        self.media_type = media_type
         self._first = first
         self._rest = rest
         self._on_close = on_close

@@ -4,10 +4,56 @@ Plain state that the scheduler and the block manager share; it decides nothing i
 """
 
 from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, salt_keys
-from model_server.blocks import Block
+from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, lora_keys, salt_keys
 from model_server.requests import GenerationRequest
+
+if TYPE_CHECKING:
+    from model_server.free_queue import Block
+    from model_server.host_tier import HostBlock
+    from model_server.lora import LoraAdapter
+    from model_server.offload import Restore
+
+
+class BlockTable:
+    """A request's blocks in one KV cache group.
+
+    Attributes:
+        blocks: In chain order; None where a block has rolled out of the group's window.
+        block_ids: The same as numbers, for building tensors; 0 for what has rolled out.
+        rolled: How many have rolled out, all at the start.
+        registered: How many of the first blocks were looked at for being made findable.
+    """
+
+    __slots__ = ("block_ids", "blocks", "registered", "rolled")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block | None] = []
+        self.block_ids = array("i")
+        self.rolled = 0
+        self.registered = 0
+
+    def extend(self, blocks: "Sequence[Block | None]") -> None:
+        """Append blocks."""
+        self.blocks.extend(blocks)
+        self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
+
+    def replace(self, index: int, block: "Block | None") -> None:
+        """Put another block, or none, in a place."""
+        self.blocks[index] = block
+        self.block_ids[index] = 0 if block is None else block.block_id
+
+    def held(self) -> "list[Block]":
+        """Return the blocks that are there."""
+        return [block for block in self.blocks if block is not None]
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.blocks.clear()
+        del self.block_ids[:]
+        self.rolled = self.registered = 0
 
 
 class LiveRequest:
@@ -16,36 +62,73 @@ class LiveRequest:
     Attributes:
         request: As it was submitted.
         sampling_seed: Base of its random draws.
+        adapter: What changes the model for it; None is the base model.
+        arrived_s: When it came, on the engine's clock.
+        serial: Rises from request to request.
+        leader: The live request whose prompt it has and whose blocks it may share; None for none.
+        ended: Whether it has left the scheduler.
         token_ids: Prompt and generated tokens.
-        computed: How many of them have their KV in `blocks`.
-        blocks: Its block table, in chain order.
-        block_ids: The same as numbers, for building tensors.
+        computed: How many of them have their KV in its blocks.
+        tables: Its block tables, one per KV cache group; empty while it holds no blocks.
+        restore: Its blocks that come from the host tier; None when all are there.
+        swapped: Its blocks in the host tier, per group, while it is swapped out.
+        swapped_tokens: How many of its tokens have their KV there.
         digests: Hashes of its full blocks, as far as they were needed.
-        registered: How many of `blocks` can be found by hash.
+        retained_ends: Lengths in blocks at which groups with a window keep what a later request needs to
+            resume there.
+        expected_blocks: Blocks of its prefix that were cached when it was last looked at, while it waits.
+        expected_tokens: How many tokens it will not have to compute, as far as that is known while it waits.
         cached_tokens: Prompt tokens found in the cache when it first ran; None before.
     """
 
     __slots__ = (
-        "block_ids",
-        "blocks",
+        "adapter",
+        "arrived_s",
         "cached_tokens",
         "computed",
         "digests",
-        "registered",
+        "ended",
+        "expected_blocks",
+        "expected_tokens",
+        "leader",
         "request",
+        "restore",
+        "retained_ends",
         "sampling_seed",
+        "serial",
+        "swapped",
+        "swapped_tokens",
+        "tables",
         "token_ids",
     )
 
-    def __init__(self, request: GenerationRequest, sampling_seed: int) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sampling_seed: int,
+        adapter: "LoraAdapter | None" = None,
+        *,
+        arrived_s: float = 0.0,
+        serial: int = 0,
+        leader: "LiveRequest | None" = None,
+    ) -> None:
         self.request = request
         self.sampling_seed = sampling_seed
+        self.adapter = adapter
+        self.arrived_s = arrived_s
+        self.serial = serial
+        self.leader = leader
+        self.ended = False
         self.token_ids = list(request.prompt_token_ids)
         self.computed = 0
-        self.blocks: list[Block] = []
-        self.block_ids = array("i")
+        self.tables: list[BlockTable] = []
+        self.restore: Restore | None = None
+        self.swapped: list[list[HostBlock | None]] | None = None
+        self.swapped_tokens = 0
         self.digests: list[bytes] = []
-        self.registered = 0
+        self.retained_ends: set[int] = set()
+        self.expected_blocks = 0
+        self.expected_tokens = 0
         self.cached_tokens: int | None = None
 
     @property
@@ -68,9 +151,22 @@ class LiveRequest:
         """Known tokens without KV: 1 while decoding, more while prefilling."""
         return len(self.token_ids) - self.computed
 
+    @property
+    def uncached(self) -> int:
+        """Tokens that it will have to compute until its next one; an estimate while it waits."""
+        return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
+
+    @property
+    def block_ids(self) -> "tuple[array[int], ...]":
+        """Its block tables as numbers, per group."""
+        return tuple(table.block_ids for table in self.tables)
+
     def extra_keys(self, block_index: int) -> ExtraKeys | None:
         """Return what enters the hash of one of its blocks beside the tokens."""
-        return salt_keys(self.request.cache_salt) if block_index == 0 else None
+        salt = salt_keys(self.request.cache_salt) if block_index == 0 else None
+        if self.adapter is None:
+            return salt
+        return lora_keys(self.adapter.name, self.adapter.content_hash) + (salt or ())
 
     def digests_of(self, num_blocks: int, block_tokens: int) -> list[bytes]:
         """Return the hashes of its first `num_blocks` blocks, all of whose tokens are known."""

@@ -7,8 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from model_server.openai_logprobs import chat_logprobs, completion_logprobs
 from model_server.prepare import Job
+from model_server.requests import ChosenToken
 from model_server.text import Delta
+from tokenization import PromptTokenizer
 
 Json = dict[str, Any]
 
@@ -18,10 +21,13 @@ class Responder:
 
     Args:
         job: The request that is answered.
+        tokenizer: Spells tokens where log probabilities are told.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, tokenizer: PromptTokenizer) -> None:
         self._job = job
+        self._tokenizer = tokenizer
+        self._shown_chars = list(map(len, job.echoed))
         self._chat = job.api == "chat"
         self._created = int(time.time())
         self._opened: set[int] = set()
@@ -29,11 +35,9 @@ class Responder:
         self.usage_last = options is not None and bool(options.include_usage)
         self.usage_always = self.usage_last and options is not None and bool(options.continuous_usage_stats)
 
-    def whole(self, texts: Sequence[str], ends: Sequence[Delta], usage: Json) -> Json:
-        """The answer to a request that does not stream; one text and one last delta per choice."""
-        choices = [
-            self._choice(index, text, end) for index, (text, end) in enumerate(zip(texts, ends, strict=True))
-        ]
+    def whole(self, answers: Sequence[Delta], usage: Json) -> Json:
+        """The answer to a request that does not stream; all that was said, per choice."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage}
 
     def chunks(self, index: int, delta: Delta, usage: Json | None) -> list[Json]:
@@ -43,22 +47,25 @@ class Responder:
         self._opened.add(index)
         if self._chat and opens:
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, usage))
-        if delta.text or delta.finish_reason is not None or (opens and not self._chat):
-            chunks.append(self._chunk(index, self._said(delta), delta, usage))
+        if delta.text or delta.tokens or delta.finish_reason is not None or (opens and not self._chat):
+            text = self._job.echoed[index] + delta.text if opens else delta.text
+            chunks.append(self._chunk(index, self._said(text), delta, usage))
         return chunks
 
     def usage_chunk(self, usage: Json) -> Json:
         """The last chunk of a stream that asked for usage."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
-    def usage(self, completion_tokens: int, cached_tokens: int) -> Json:
-        """Token counts so far."""
+    def usage(self, completion_tokens: int, cached_tokens: Sequence[int]) -> Json:
+        """Token counts so far: generated ones together, cached ones per choice."""
         prompt_tokens = self._job.prompt_tokens
+        # The copies of one prompt share its cached prefix: it counts once, as its tokens do.
+        cached = sum(cached_tokens[:: self._job.fields.n or 1])
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _head(self, chat_object: str) -> Json:
@@ -69,27 +76,33 @@ class Responder:
             "model": self._job.model,
         }
 
-    def _choice(self, index: int, text: str, end: Delta) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        said: Json = {"message": message} if self._chat else {"text": text}
-        return {"index": index, **said, **_end(end)}
+    def _choice(self, index: int, answer: Delta) -> Json:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        said: Json = {"message": message} if self._chat else {"text": self._job.echoed[index] + answer.text}
+        return {"index": index, **said, **self._end(index, answer)}
 
-    def _said(self, delta: Delta) -> Json:
+    def _said(self, text: str) -> Json:
         if not self._chat:
-            return {"text": delta.text}
-        return {"delta": {"content": delta.text} if delta.text else {}}
+            return {"text": text}
+        return {"delta": {"content": text} if text else {}}
 
     def _chunk(self, index: int, said: Json, delta: Delta | None, usage: Json | None) -> Json:
         chunk = self._head("chat.completion.chunk")
-        chunk["choices"] = [{"index": index, **said, **_end(delta)}]
+        chunk["choices"] = [{"index": index, **said, **self._end(index, delta)}]
         if self.usage_last:
             chunk["usage"] = usage if self.usage_always else None
         return chunk
 
+    def _end(self, index: int, delta: Delta | None) -> Json:
+        return {
+            "logprobs": self._logprobs(index, delta.tokens) if delta and delta.tokens else None,
+            "finish_reason": delta.finish_reason if delta else None,
+            "stop_reason": delta.stop_reason if delta else None,
+        }
 
-def _end(delta: Delta | None) -> Json:
-    return {
-        "logprobs": None,
-        "finish_reason": delta.finish_reason if delta else None,
-        "stop_reason": delta.stop_reason if delta else None,
-    }
+    def _logprobs(self, index: int, tokens: Sequence[ChosenToken]) -> Json:
+        if self._chat:
+            return chat_logprobs(tokens, self._tokenizer)
+        told = completion_logprobs(tokens, self._tokenizer, self._shown_chars[index])
+        self._shown_chars[index] += sum(map(len, told["tokens"]))
+        return told

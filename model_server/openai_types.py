@@ -5,7 +5,7 @@ and are not supported are refused. The prompt itself is left to ``tokenization.o
 """
 
 import re
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,27 +17,24 @@ Body: TypeAlias = dict[str, Any]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Digits = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+
+Api = Literal["completion", "chat"]
+
+_LOGPROBS_MAX = 20  # as vLLM's --max-logprobs
+_TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 # What each known but unsupported field may hold: the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    # A model's calls are not parsed out of its text, so none can be promised.
     "tool_choice": ("none", "auto"),
 }
 
@@ -47,6 +44,29 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """The `json_schema` of a response format."""
+
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What the answer must be like, as OpenAI spells it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must be like, as vLLM spells it: one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    json_object: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -63,7 +83,15 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: Annotated[dict[_Digits, _Bias], Meta(max_length=1024)] | None = None
+    allowed_token_ids: _TokenIds | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -76,6 +104,48 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     def stop_strings(self) -> tuple[str, ...]:
         """The strings that end generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt stands before the answer."""
+        return False
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many alternatives to tell for each token; None tells no log probabilities."""
+        return None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """/v1/completions, beside the prompt."""
+
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)] | bool | None = None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt stands before the answer."""
+        return bool(self.echo)
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many alternatives to tell for each token; None tells no log probabilities."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """/v1/chat/completions, beside the messages."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)] | None = None
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many alternatives to tell for each token; None tells no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+_BODIES: dict[Api, type[GenerationBody]] = {"completion": CompletionBody, "chat": ChatBody}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -122,14 +192,18 @@ def convert(body: Body, kind: type[_T]) -> _T:
         raise _wrong_field(str(error)) from error
 
 
-def generation_body(body: Body) -> GenerationBody:
+def generation_body(api: Api, body: Body) -> GenerationBody:
     """Check the fields of a completion or chat completion body, except its prompt.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    fields = convert(body, GenerationBody)
+    fields = convert(body, _BODIES[api])
     _refuse_unsupported(body)
+    if isinstance(fields, ChatBody) and fields.top_logprobs and not fields.logprobs:
+        raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true", "top_logprobs")
+    if fields.echoes and fields.logprob_count is not None:
+        raise ApiError(400, "echo with logprobs is not supported by this server yet; leave one out", "echo")
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options is only allowed with stream set to true", "stream_options")
     return fields
@@ -145,7 +219,7 @@ def _refuse_unsupported(body: Body) -> None:
 
 def _wrong_field(message: str) -> ApiError:
     """Turn msgspec's "Expected `int`, got `str` - at `$.max_tokens`" into an error that names the field."""
-    found = re.fullmatch(r"(?P<what>.*) - at `\$\.?(?P<path>.*)`", message, re.DOTALL)
+    found = re.fullmatch(r"(?P<what>.*) - at `(?:key` in `)?\$\.?(?P<path>.*)`", message, re.DOTALL)
     if found is None:
         return ApiError(400, message)
     what, path = found["what"], found["path"]

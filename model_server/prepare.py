@@ -5,10 +5,11 @@ Runs on a worker thread, because encoding a long prompt takes long. Knows nothin
 
 import secrets
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 from model_server.api_errors import ApiError, from_exception
 from model_server.openai_types import (
+    Api,
     Body,
     DetokenizeBody,
     GenerationBody,
@@ -18,14 +19,20 @@ from model_server.openai_types import (
     generation_body,
 )
 from model_server.requests import GenerationRequest, SamplingParams
+from model_server.structured import GrammarTokenizer
 from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.openai_prompts import chat_prompt, completion_prompts
-
-Api = Literal["completion", "chat"]
+from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
 
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
+
+
+class Adapters(Protocol):
+    """The LoRA adapters that are loaded now."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +44,16 @@ class ServedModel:
         root: Where it came from: a path, or the name of a built-in model.
         tokenizer: Its tokenizer.
         max_model_len: Most tokens of prompt and answer together.
+        grammars: Compiles the shapes that answers shall have.
+        adapters: Served beside it, each under its own name; None where there can be none.
     """
 
     names: tuple[str, ...]
     root: str
     tokenizer: PromptTokenizer
     max_model_len: int
+    grammars: GrammarTokenizer
+    adapters: Adapters | None = None
 
     def served_name(self, name: str | None) -> str:
         """The name to answer under.
@@ -50,9 +61,16 @@ class ServedModel:
         Raises:
             ApiError: 404, this model is not served.
         """
-        if name is not None and name not in self.names:
+        if name is None:
+            return self.names[0]
+        if name not in self.names and self.adapter_of(name) is None:
             raise ApiError(404, f"the model {name!r} does not exist; see /v1/models", "model")
-        return name or self.names[0]
+        return name
+
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that answers under this name; None is the model itself, or nobody."""
+        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.names()
+        return name if is_adapter else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,7 @@ class Job:
         fields: The checked body.
         prompts: Token ids of each prompt (a chat has one).
         requests: One per choice: `n` for the first prompt, then `n` for the next.
+        echoed: What each choice's text begins with.
     """
 
     api: Api
@@ -74,6 +93,7 @@ class Job:
     fields: GenerationBody
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[GenerationRequest, ...]
+    echoed: tuple[str, ...]
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,7 +114,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         ApiError: The request is malformed, for another model, or longer than the context.
     """
     body = decode_body(raw)
-    fields = generation_body(body)
+    fields = generation_body(api, body)
     name = model.served_name(fields.model)
     copies = fields.n or 1
     if _prompt_count(api, body) * copies > _CHOICES_MAX:
@@ -102,6 +122,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
             400, f"at most {_CHOICES_MAX} choices per request: use fewer prompts or a smaller n", "n"
         )
     prompts = _prompts(model, api, body)
+    constraint = model.grammars.constraint(fields)
     shown_id = header_id or fields.request_id or secrets.token_hex(8)
     # A client may use its id twice at once; the engine's ids must differ all the same.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
@@ -111,11 +132,16 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
             prompt_token_ids=prompt,
             sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt)), copy),
             cache_salt=fields.cache_salt,
+            lora_name=model.adapter_of(name),
+            constraint=None if constraint is None else constraint.copy(),
         )
         for at, prompt in enumerate(prompts)
         for copy in range(copies)
     )
-    return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests)
+    # What is shown is what the model reads, cut and with the template's or tokenizer's own additions.
+    texts = [model.tokenizer.decode(prompt) if fields.echoes else "" for prompt in prompts]
+    echoed = tuple(text for text in texts for _ in range(copies))
+    return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests, echoed)
 
 
 def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
@@ -132,6 +158,23 @@ def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
     ids = _encoded(model, "chat" if "messages" in body else "completion", body)[0]
     texts = [model.tokenizer.token_text(token_id) for token_id in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+def render(model: ServedModel, api: Api, raw: bytes) -> object:
+    """Answer a render request: the token ids that a generation request's prompts become.
+
+    Raises:
+        ApiError: The request is malformed, for another model, or far too long for the context.
+    """
+    body = decode_body(raw)
+    fields = generation_body(api, body)
+    model.served_name(fields.model)
+    shown_id = fields.request_id or secrets.token_hex(8)
+    rendered = [
+        {"request_id": f"{_ID_PREFIXES[api]}-{shown_id}", "token_ids": ids}
+        for ids in _encoded(model, api, body)
+    ]
+    return rendered[0] if api == "chat" else rendered
 
 
 def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
@@ -165,10 +208,11 @@ def _prompts(model: ServedModel, api: Api, body: Body) -> tuple[tuple[int, ...],
 def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
     # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
     chars_max = model.max_model_len * model.tokenizer.token_chars_max - 1
+    limits = PromptLimits(chars_max, model.max_model_len)
     try:
         if api == "chat":
-            return [chat_prompt(body, model.tokenizer, chars_max=chars_max)]
-        return completion_prompts(body, model.tokenizer, chars_max=chars_max)
+            return [chat_prompt(body, model.tokenizer, limits).tolist()]
+        return [ids.tolist() for ids in completion_prompts(body, model.tokenizer, limits)]
     except PromptTooLongError as error:
         raise _too_long(model, f"at least {error.chars // model.tokenizer.token_chars_max}") from error
     except PromptError as error:
@@ -211,4 +255,10 @@ def _sampling(fields: GenerationBody, max_tokens: int, copy: int) -> SamplingPar
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         min_tokens=min_tokens,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
+        allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
+        logprobs=fields.logprob_count,
     )

@@ -6,6 +6,7 @@ thread of its own that owns all sockets. Knows nothing of blocks or of the engin
 
 import contextlib
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -15,9 +16,11 @@ from dataclasses import asdict, dataclass, replace
 
 import zmq
 
+from model_server.cache_mirror import CacheMirror
 from model_server.errors import ConfigError, ModelServerError
 from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
+from model_server.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,8 @@ class KVEventPublisher:
         self._queue: deque[Step] = deque()
         self._queue_cap = config.max_queue_size
         self._lock = threading.Lock()
+        self._boot_id = secrets.token_hex(8)
+        self._mirror = CacheMirror()
         self._woken = self._stopping = False
         self._published = self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -132,6 +137,7 @@ class KVEventPublisher:
         """Give one step's events the next sequence number and hand them over; never blocks."""
         with self._lock:
             step = self._ring.append(time.time(), events, self._rank)
+            self._mirror.apply(events)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -139,6 +145,13 @@ class KVEventPublisher:
             must_wake, self._woken = not self._woken, True
         if must_wake:
             self._wake()
+
+    def snapshot(self, block_size: int) -> Snapshot:
+        """What the caches hold and which batch comes next, as of one moment between two steps."""
+        with self._lock:
+            return Snapshot(
+                self._boot_id, self._ring.next_sequence, block_size, self._rank, self._mirror.copy()
+            )
 
     def stats(self) -> PublisherStats:
         """Totals since start."""

@@ -3,8 +3,9 @@
 Nothing here knows text, HTTP or the KV cache.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -23,6 +24,14 @@ class SamplingParams:
         stop_token_ids: Tokens that end generation besides the model's own end of sequence.
         ignore_eos: Do not end at the model's end of sequence (`stop_token_ids` still end it).
         min_tokens: No stop token may be chosen before this many tokens.
+        frequency_penalty: Taken from a token's logit for each time it was generated; -2 to 2.
+        presence_penalty: Taken from the logit of each token that was generated; -2 to 2.
+        repetition_penalty: Divides positive and multiplies negative logits of the prompt's and the generated
+            tokens; above 0, and 1 changes nothing.
+        logit_bias: What is added to the logits of single tokens.
+        allowed_token_ids: Only these may be chosen; None allows all.
+        logprobs: Tell the log probability of each chosen token and of this many most probable ones; None
+            tells nothing.
     """
 
     max_tokens: int
@@ -34,6 +43,26 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: frozenset[int] | None = None
+    logprobs: int | None = None
+
+
+class TokenConstraint(Protocol):
+    """Says which tokens may come next; it follows one generation from its beginning to its end."""
+
+    def allowed_bits(self) -> bytes:
+        """Return one bit a token, the first token in the lowest bit; tokens beyond the end may not come."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the token that was chosen."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it had to give up, so that the answer is not what was asked for; None while all is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +74,37 @@ class GenerationRequest:
         prompt_token_ids: The prompt; at least one token.
         sampling: How to continue it.
         cache_salt: Prefix blocks are shared only between requests of the same salt.
+        lora_name: A loaded adapter; None is the base model.
+        constraint: What the answer must be like; used by this request alone. None leaves it free.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str | None = None
+    lora_name: str | None = None
+    constraint: TokenConstraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a chosen token was; natural logarithms, before penalties, temperature and bans.
+
+    Attributes:
+        chosen: Of the token that was chosen.
+        top: The most probable tokens and theirs, best first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenToken:
+    """A sampled token, with its log probabilities where they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +117,7 @@ class TokenOutput:
         finish_reason: None while more will come.
         cached_tokens: Prompt tokens that were served from the cache instead of computed.
         error: What went wrong when `finish_reason` is "error".
+        logprobs: One entry per token where they were asked for, else empty.
     """
 
     request_id: str
@@ -70,3 +125,4 @@ class TokenOutput:
     finish_reason: FinishReason | None
     cached_tokens: int
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -7,11 +7,16 @@ decides nothing about which requests run.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from model_server.attention import SdpaAttention, Span
+from model_server.adjust import SamplingRow
+from model_server.attention import KvLayout, Span, new_attention, undivided
 from model_server.live_request import LiveRequest
-from model_server.models import DecoderModel
-from model_server.sampler import SamplingRow, sample
+from model_server.logprobs import log_probabilities, read_logprobs
+from model_server.lora import LoraBatch
+from model_server.models import Decoder
+from model_server.requests import ChosenToken
+from model_server.sampler import sample
 from model_server.scheduler import Chunk
 
 
@@ -26,24 +31,23 @@ class TorchRunner:
     """
 
     def __init__(
-        self, model: DecoderModel, eos_token_ids: frozenset[int], *, num_blocks: int, block_tokens: int
+        self,
+        model: Decoder,
+        eos_token_ids: frozenset[int],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        fp8_kv: bool = False,
     ) -> None:
-        shape = model.shape
         self.model = model
-        self.vocab_size = shape.vocab_size
+        self.vocab_size = model.shape.vocab_size
         self.eos_token_ids = eos_token_ids
-        self.attention = SdpaAttention(
-            num_layers=shape.layers,
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        # One block table a request: layers with a window keep the blocks behind it too.
+        layout = KvLayout(undivided(model.shape.layers), num_blocks, block_tokens)
+        self.attention = new_attention(model.shape.attention, layout, model.dtype, model.device, fp8=fp8_kv)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         """Compute a step.
 
         Args:
@@ -63,7 +67,7 @@ class TorchRunner:
                 last_rows.append(len(token_ids) - 1)
                 sampling.append(chunk)
         meta = self.attention.prepare(
-            [Span(chunk.start, chunk.length, chunk.live.block_ids) for chunk in ordered]
+            [Span(chunk.start, chunk.length, (chunk.live.block_ids,)) for chunk in ordered]
         )
         device = self.model.device
         logits = self.model.forward(
@@ -71,13 +75,32 @@ class TorchRunner:
             torch.tensor(last_rows, dtype=torch.int64, device=device),
             self.attention,
             meta,
+            LoraBatch.of([chunk.live.adapter for chunk in ordered for _ in range(chunk.length)], device),
         )
-        tokens = sample(logits, [self._sampling_row(chunk.live) for chunk in sampling])
-        return {chunk.live.request_id: token for chunk, token in zip(sampling, tokens, strict=True)}
+        chosen = self._choose(logits, [chunk.live for chunk in sampling])
+        return {chunk.live.request_id: token for chunk, token in zip(sampling, chosen, strict=True)}
+
+    def _choose(self, logits: Tensor, requests: Sequence[LiveRequest]) -> list[ChosenToken]:
+        counts = [live.request.sampling.logprobs for live in requests]
+        logprobs = log_probabilities(logits, counts)
+        tokens = sample(logits, [self._sampling_row(live) for live in requests])
+        for live, token in zip(requests, tokens, strict=True):
+            if live.request.constraint is not None:
+                live.request.constraint.accept(token)
+        told = read_logprobs(logprobs, counts, tokens)
+        return [ChosenToken(token, entry) for token, entry in zip(tokens, told, strict=True)]
 
     def _sampling_row(self, live: LiveRequest) -> SamplingRow:
         params = live.request.sampling
         banned: frozenset[int] = frozenset()
         if live.num_generated < params.min_tokens:
             banned = params.stop_token_ids | self.eos_token_ids
-        return SamplingRow(params, live.sampling_seed, live.num_generated, banned)
+        constraint = live.request.constraint
+        return SamplingRow(
+            params,
+            live.sampling_seed,
+            live.num_generated,
+            banned,
+            live.token_ids,
+            None if constraint is None else constraint.allowed_bits(),
+        )

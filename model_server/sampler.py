@@ -6,44 +6,25 @@ draw depends on its own seed and position alone, so neither batch neighbours nor
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model_server.adjust import SamplingRow, adjust
 from model_server.requests import SamplingParams
 
 # Below this, dividing by the temperature overflows; it is greedy for all practical purposes.
 _GREEDY_BELOW = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """How to sample one row.
-
-    Attributes:
-        params: The request's wishes.
-        seed: Base of its random draws.
-        position: Tokens generated before this one.
-        banned: Tokens that must not be chosen now.
-    """
-
-    params: SamplingParams
-    seed: int
-    position: int
-    banned: frozenset[int] = frozenset()
-
-
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Choose one token per row.
 
     Args:
-        logits: float32 [rows, vocab_size]; banned tokens are overwritten in place.
+        logits: float32 [rows, vocab_size]; changed in place.
         rows: One per row of logits.
     """
-    for index, row in enumerate(rows):
-        if row.banned:
-            logits[index, sorted(row.banned)] = float("-inf")
+    adjust(logits, rows)
     tokens = logits.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if row.params.temperature >= _GREEDY_BELOW]
     for chosen, draw in (

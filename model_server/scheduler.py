@@ -5,10 +5,13 @@ not tensors, threads or time.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_server.block_manager import BlockManager
+from model_server.host_tier import HostBlock
 from model_server.live_request import LiveRequest
+from model_server.prefill_order import PARTIAL_PROMPTS_MAX, SchedulingPolicy, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +37,41 @@ class Chunk:
 
 
 class Scheduler:
-    """First come, first served; chunked prefill; preemption by recompute.
+    """Decodes first, then prefills in the policy's order, in chunks; preemption of whoever is last in it.
 
     The queue of waiting requests is bounded by the engine, which refuses requests before they come here.
 
     Attributes:
         running: Requests that hold blocks, in the order of their admission.
-        waiting: Requests that hold none, first to run first.
+        waiting: Requests that hold none; preempted ones first.
         preemptions: Requests pushed back to waiting since the start.
         prompt_tokens: Prompt tokens of admitted requests since the start.
-        cached_prompt_tokens: Those of them that were found in the cache.
+        cached_prompt_tokens: Those of them that were found in the cache, in either tier.
+        host_prompt_tokens: Those that had to be restored from the host tier.
     """
 
-    def __init__(self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulingPolicy = "fcfs",
+        block_tokens: int,
+    ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode"
         self._manager = manager
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._policy = policy
+        self._block_tokens = block_tokens
+        self._key = order_key(policy, 0.0)
         self.running: list[LiveRequest] = []
         self.waiting: deque[LiveRequest] = deque()
         self.preemptions = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
+        self.host_prompt_tokens = 0
 
     def add(self, live: LiveRequest) -> None:
         """Queue a request."""
@@ -63,70 +79,160 @@ class Scheduler:
 
     def remove(self, live: LiveRequest) -> None:
         """Drop a request wherever it is; its blocks are free at once."""
-        (self.running if live.blocks else self.waiting).remove(live)
+        (self.running if live.tables else self.waiting).remove(live)
+        live.ended = True
         self._manager.release(live)
+        self._manager.forget_swapped(live)
 
-    def schedule(self) -> list[Chunk]:
-        """Choose the next step: decodes, then prefills already begun, then waiting requests.
+    def schedule(self, seconds_per_token: float = 0.0) -> list[Chunk]:
+        """Choose the next step: decodes, then prefills, begun or waiting, in their order.
 
-        Blocks for the chosen tokens are allocated, and full ones registered, when this returns.
+        Blocks for the chosen tokens are allocated, and full ones registered, when this returns. Requests whose
+        blocks are on their way from the host tier are not chosen before these are there.
+
+        Args:
+            seconds_per_token: How long a prompt token takes; 0 while that is unknown.
         """
-        chunks = self._continue_running()
-        # Only now, when nobody can be preempted any more: what is registered must be computed in this step.
+        self._key = order_key(self._policy, seconds_per_token)
+        self._take_restored()
+        chunks = self._continue_decodes()
+        # Only now, when nobody who decodes can be preempted any more: what is registered must be computed.
         for chunk in chunks:
             self._manager.register(chunk.live, chunk.stop)
-        self._admit_waiting(chunks)
+        more = True
+        while more:  # copies that take effect at once let their requests run in the same step
+            self._prefill(chunks)
+            self._manager.offload.flush()
+            more = self._take_restored()
         return chunks
 
-    def _continue_running(self) -> list[Chunk]:
-        """Choose the next tokens of running requests.
+    def _take_restored(self) -> bool:
+        """Let requests go on whose blocks have come back; returns whether there were any."""
+        self._manager.offload.poll()
+        restored = [live for live in self.running if live.restore is not None and live.restore.done]
+        for live in restored:
+            self._manager.finish_restore(live)
+        return bool(restored)
 
-        Taken in the order of admission, decodes come first by themselves: only the last one can be in its
-        prefill still, for as long as it is it leaves no budget to admit another.
-        """
+    def _continue_decodes(self) -> list[Chunk]:
+        """Give every decoding request its next token, taking blocks from whoever is last if need be."""
+        decodes = [live for live in self.running if live.pending == 1 and live.restore is None]
+        if self._policy == "priority":
+            decodes.sort(key=self._key)
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        for live in list(self.running):
-            if not live.blocks:  # preempted a moment ago
+        for live in decodes:
+            if not live.tables:  # preempted a moment ago
                 continue
-            length = min(live.pending, budget)
-            assert length > 0, "the budget covers a token of every running request"
-            while not self._manager.grow(live, live.computed + length):
-                if self._preempt_last() is live:
+            while not self._manager.grow(live, live.num_tokens):
+                victim = self._victim(live, decodes)
+                self._preempt(victim)
+                if victim is live:
                     break
             else:
-                chunks.append(_next_chunk(live, length))
-                budget -= length
+                chunks.append(_next_chunk(live, 1))
         return chunks
 
-    def _admit_waiting(self, chunks: list[Chunk]) -> None:
+    def _victim(self, live: LiveRequest, decodes: list[LiveRequest]) -> LiveRequest:
+        """Return who gives way to a decode: the last prefill, else the last decode behind it, or itself."""
+        prefills = [other for other in self.running if other.pending > 1 or other.restore is not None]
+        if prefills:
+            return max(prefills, key=self._key)
+        return [other for other in decodes if other.tables][-1]
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Spend what is left of the budget on prefills."""
         budget = self._max_num_batched_tokens - sum(chunk.length for chunk in chunks)
-        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
-            live = self.waiting[0]
-            prefix = self._manager.find_prefix(live)
-            if not self._manager.can_hold(live, prefix):
+        chosen = {chunk.live.request_id for chunk in chunks}
+        queue = self._queue(budget)
+        head = next(queue, None)
+        while budget > 0:
+            begun = [
+                live
+                for live in self.running
+                if live.restore is None and live.pending and live.request_id not in chosen
+            ]
+            live = min(begun, key=self._key, default=None)
+            if head is not None and (live is None or self._key(head) < self._key(live)):
+                if not self._admit(head, budget, partial=len(begun)):
+                    head = None  # nobody overtakes it
+                    continue
+                live, head = head, next(queue, None)
+                if live.restore is not None:
+                    continue
+            if live is None:
                 break
-            self.waiting.popleft()
-            self.running.append(live)
-            self._manager.adopt(live, prefix)
-            if live.cached_tokens is None:  # else it comes back from preemption
-                live.cached_tokens = live.computed
-                self.prompt_tokens += live.num_tokens
-                self.cached_prompt_tokens += live.computed
-            chunk = _next_chunk(live, min(live.pending, budget))
-            grown = self._manager.grow(live, chunk.stop)
-            assert grown, "can_hold promised room for the whole request"
+            chosen.add(live.request_id)
+            length = min(live.pending, budget)
+            if not self._make_room(live, live.computed + length, chosen, idle=not chunks):
+                continue
+            chunk = _next_chunk(live, length)
             self._manager.register(live, chunk.stop)
             chunks.append(chunk)
-            budget -= chunk.length
+            budget -= length
 
-    def _preempt_last(self) -> LiveRequest:
-        """Take the blocks of the request that came last; it is the first to run again."""
-        victim = self.running.pop()
-        self._manager.release(victim)
+    def _queue(self, budget: int) -> Iterator[LiveRequest]:
+        """Waiting requests in their order, but for those whose leader has yet to compute their prompt."""
+        if not self.waiting or budget <= 0 or len(self.running) >= self._max_num_seqs:
+            return iter(())
+        if self._policy == "aged":
+            for live in self.waiting:
+                self._manager.expect(live)
+        return iter(sorted(filter(self._may_start, self.waiting), key=self._key))
+
+    def _may_start(self, live: LiveRequest) -> bool:
+        leader = live.leader
+        return leader is None or leader.ended or leader.computed >= len(live.request.prompt_token_ids)
+
+    def _admit(self, live: LiveRequest, budget: int, *, partial: int) -> bool:
+        """Begin a waiting request, if it may and its blocks fit."""
+        if len(self.running) >= self._max_num_seqs:
+            return False
+        manager = self._manager
+        if live.swapped is None and live.cached_tokens is None and manager.can_fork(live):
+            manager.fork(live)
+            self._count(live, live.computed, 0)
+        else:
+            prefix = manager.find_prefix(live)
+            computed = live.swapped_tokens or prefix.length * self._block_tokens
+            if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - computed > budget:
+                return False
+            reserved = sum(manager.still_needed(other) for other in self.running if other.pending > 1)
+            if not manager.can_hold(live, prefix, reserved):
+                return False
+            manager.adopt(live, prefix)
+            in_host = {
+                index
+                for entries in prefix.entries
+                for index, entry in enumerate(entries)
+                if isinstance(entry, HostBlock)
+            }
+            self._count(live, live.computed, len(in_host) * self._block_tokens)
+        self.waiting.remove(live)
+        self.running.append(live)
+        return True
+
+    def _count(self, live: LiveRequest, cached: int, in_host: int) -> None:
+        if live.cached_tokens is None:  # else it comes back from preemption
+            live.cached_tokens = cached
+            self.prompt_tokens += live.num_tokens
+            self.cached_prompt_tokens += cached
+            self.host_prompt_tokens += in_host
+
+    def _make_room(self, live: LiveRequest, num_tokens: int, chosen: set[str], *, idle: bool) -> bool:
+        """Grow a prefill's tables; only where nothing else would run are others preempted for it."""
+        while not self._manager.grow(live, num_tokens):
+            others = [other for other in self.running if other.request_id not in chosen]
+            if not idle or not others:
+                return False
+            self._preempt(max(others, key=self._key))
+        return True
+
+    def _preempt(self, victim: LiveRequest) -> None:
+        """Take the blocks of a request; by its arrival it is among the first to run again."""
+        self.running.remove(victim)
+        self._manager.preempt(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
-        return victim
 
 
 def _next_chunk(live: LiveRequest, length: int) -> Chunk:

@@ -26,6 +26,8 @@ from model_server.http_protocol import HeadCappedProtocol
 from model_server.metrics import EngineCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
 from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.snapshot import Snapshot
+from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,8 @@ class Server:
             self._options.engine.model,
             self._tokenizer,
             self._engine.max_model_len,
+            GrammarTokenizer(self._tokenizer),
+            self._engine.loras,
         )
         api = HttpApi(
             model=model,
@@ -136,6 +140,7 @@ class Server:
             registry=registry,
             healthy=self._healthy,
             event_sources=self._event_sources(),
+            snapshot=self._snapshot(),
             max_body_bytes=self._options.max_body_bytes,
             max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
         )
@@ -162,12 +167,16 @@ class Server:
     def _event_sources(self) -> dict[str, dict[str, object]]:
         return {} if self._publisher is None else {"0": self._publisher.config.announced()}
 
+    def _snapshot(self) -> Callable[[], Snapshot] | None:
+        publisher = self._publisher
+        return None if publisher is None else lambda: publisher.snapshot(self._engine.block_tokens)
+
     def _cache_config(self) -> dict[str, str]:
         config = self._options.engine
         return {
             "block_size": str(self._engine.block_tokens),
             "num_gpu_blocks": str(self._engine.stats().total_blocks),
-            "cache_dtype": "auto",
+            "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "max_model_len": str(self._engine.max_model_len),
         }

@@ -3,10 +3,12 @@
 Pure; one TextAssembler per choice of a request. Knows nothing of HTTP or of the engine's thread.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
-from model_server.requests import TokenOutput
+from model_server.requests import ChosenToken, TokenOutput
 from tokenization import IncrementalDecoder, PromptTokenizer
 
 ChoiceEnd = Literal["stop", "length"]
@@ -20,11 +22,20 @@ class Delta:
         text: May be empty while text is held back.
         finish_reason: Set on a choice's last delta.
         stop_reason: The stop string or stop token id that ended it, if one did.
+        tokens: The tokens that were counted, with their log probabilities, where these were asked for.
     """
 
     text: str
     finish_reason: ChoiceEnd | None
     stop_reason: str | int | None = None
+    tokens: tuple[ChosenToken, ...] = ()
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All that one choice said, from its first delta to its last."""
+    last = deltas[-1]
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    return Delta("".join(delta.text for delta in deltas), last.finish_reason, last.stop_reason, tokens)
 
 
 class TextAssembler:
@@ -32,9 +43,10 @@ class TextAssembler:
 
     Args:
         tokenizer: Decodes the ids.
-        stop_strings: End the text before their first occurrence, however tokens split them.
+        stop_strings: End the text at their first occurrence, however tokens split them.
         stop_token_ids: The request's own stop ids; the one that ended generation becomes the stop reason.
         min_tokens: No stop string counts before this many tokens.
+        show_stop: Keep the stop string or stop token that ended the text in it.
         skip_special_tokens: Leave special tokens out of the text.
 
     Attributes:
@@ -50,12 +62,14 @@ class TextAssembler:
         stop_strings: tuple[str, ...] = (),
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        show_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stop_strings)
+        self._stops = StopStrings(stop_strings, show=show_stop)
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
+        self._show_stop = show_stop
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finished = False
@@ -65,41 +79,54 @@ class TextAssembler:
         assert not self.finished
         assert output.finish_reason in (None, "stop", "length")
         self.cached_tokens = output.cached_tokens
+        counted_before = self.completion_tokens
+        text, reason, stop_reason = self._take(output)
+        self.finished = reason is not None
+        if not output.logprobs:
+            return Delta(text, reason, stop_reason)
+        counted = map(ChosenToken, output.token_ids, output.logprobs)
+        tokens = tuple(islice(counted, self.completion_tokens - counted_before))
+        return Delta(text, reason, stop_reason, tokens)
+
+    def _take(self, output: TokenOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
         # The stop token itself counts as generated but is not shown.
-        shown = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+        hides_last = output.finish_reason == "stop" and not self._show_stop
+        shown = output.token_ids[:-1] if hides_last else output.token_ids
         text = ""
         for token_id in shown:
             self.completion_tokens += 1
             text += self._show(self._decoder.push(token_id))
             if self._stops.matched is not None:
-                return self._finish(text, "stop", self._stops.matched)
+                return text, "stop", self._stops.matched
         if output.finish_reason is None:
-            return Delta(text, None)
+            return text, None, None
         self.completion_tokens += len(output.token_ids) - len(shown)
         text += self._show(self._decoder.flush())
         if self._stops.matched is not None:
-            return self._finish(text, "stop", self._stops.matched)
+            return text, "stop", self._stops.matched
         ended_by = output.token_ids[-1] if output.finish_reason == "stop" and output.token_ids else None
         stop_reason = ended_by if ended_by in self._stop_token_ids else None
-        return self._finish(text + self._stops.release(), output.finish_reason, stop_reason)
+        assert output.finish_reason in ("stop", "length")
+        return text + self._stops.release(), output.finish_reason, stop_reason
 
     def _show(self, text: str) -> str:
         return self._stops.push(text) if self.completion_tokens > self._min_tokens else text
-
-    def _finish(self, text: str, reason: ChoiceEnd, stop_reason: str | int | None) -> Delta:
-        self.finished = True
-        return Delta(text, reason, stop_reason)
 
 
 class StopStrings:
     """Finds the first of several strings in a text that comes in pieces.
 
+    Args:
+        stops: The strings.
+        show: Keep the one that was found at the text's end.
+
     Attributes:
         matched: The string that was found; nothing may be pushed after it.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, show: bool = False) -> None:
         self._stops = stops
+        self._show = show
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
@@ -113,7 +140,7 @@ class StopStrings:
         if found:
             # The first to be complete wins: the answer must not depend on how the text was cut into pieces.
             at, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
-            return text[:at]
+            return text[: at + len(self.matched)] if self._show else text[:at]
         held_from = self._first_open_match(text)
         self._held = text[held_from:]
         return text[:held_from]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model_server.config import DType
 from model_server.errors import ConfigError, ModelError
-from model_server.models import ARCHITECTURES, DecoderModel, HfConfig
+from model_server.models import Decoder, HfConfig, decoder_shape
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = frozenset(("F32", "BF16", "F16"))
@@ -32,7 +32,7 @@ class LoadedModel:
         max_positions: Longest text it was made for, in tokens.
     """
 
-    model: DecoderModel
+    model: Decoder
     eos_token_ids: frozenset[int]
     max_positions: int
 
@@ -55,14 +55,17 @@ def load_checkpoint(directory: Path, dtype: DType, device: torch.device) -> Load
     return LoadedModel(model, eos_token_ids(directory), model.shape.max_positions)
 
 
-def new_model(config: HfConfig, dtype: DType, device: torch.device) -> DecoderModel:
-    """Make the model that a configuration describes, its weights not yet written."""
-    for architecture in config.names("architectures"):
-        if architecture in ARCHITECTURES:
-            return ARCHITECTURES[architecture](config, _torch_dtype(config, dtype), device)
-    raise config.error(
-        "architectures", config.names("architectures"), f"one of {', '.join(sorted(ARCHITECTURES))}"
-    )
+def new_model(config: HfConfig, dtype: DType, device: torch.device) -> Decoder:
+    """Make the model that a configuration describes, its weights not yet written.
+
+    Raises:
+        ModelError: The configuration cannot be used, or the weights would not fit the device's memory.
+    """
+    shape, torch_dtype = decoder_shape(config), _torch_dtype(config, dtype)
+    try:
+        return Decoder(shape, torch_dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        raise ModelError(f"{config.where}: no memory for such a model on {device}: {error}") from error
 
 
 def torch_device(name: str) -> torch.device:
@@ -108,10 +111,13 @@ def fill(tensors: dict[str, Tensor], files: Iterable[Path], *, tied: bool) -> No
             # A file that is no safetensors file raises at opening, a damaged one may at any tensor.
             with safe_open(path, framework="pt", device="cpu") as stored:
                 for name in stored.keys():  # noqa: SIM118 (not a mapping)
-                    if name not in tensors and _is_redundant(name, tied):
-                        continue
-                    _fill_one(tensors, name, stored, path)
-                    missing.discard(name)
+                    if name in tensors:
+                        tensors[name].copy_(read_tensor(stored, name, tuple(tensors[name].shape), path))
+                        missing.discard(name)
+                    elif not _is_redundant(name, tied):
+                        raise ModelError(
+                            f"{path}: tensor {name!r} has no place in the model that config.json describes"
+                        )
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
     if missing:
@@ -122,18 +128,22 @@ def fill(tensors: dict[str, Tensor], files: Iterable[Path], *, tied: bool) -> No
         )
 
 
-def _fill_one(tensors: dict[str, Tensor], name: str, stored: safe_open, path: Path) -> None:
-    if name not in tensors:
-        raise ModelError(f"{path}: tensor {name!r} has no place in the model that config.json describes")
+def read_tensor(stored: safe_open, name: str, wanted: tuple[int, ...], path: Path) -> Tensor:
+    """Read one tensor of an open file.
+
+    Raises:
+        ModelError: Its shape or type is not what it must be.
+    """
     view = stored.get_slice(name)  # type: ignore[no-untyped-call]
-    shape, wanted = tuple(view.get_shape()), tuple(tensors[name].shape)
+    shape = tuple(view.get_shape())
     if shape != wanted:
         raise ModelError(f"{path}: tensor {name!r} has shape {shape}; config.json asks for {wanted}")
     if view.get_dtype() not in _STORED:
         raise ModelError(
             f"{path}: tensor {name!r} is stored as {view.get_dtype()}; use {', '.join(sorted(_STORED))}"
         )
-    tensors[name].copy_(stored.get_tensor(name))  # type: ignore[no-untyped-call]
+    tensor: Tensor = stored.get_tensor(name)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:

@@ -19,11 +19,19 @@ class HfConfig:
         """Tell whether the field is there and not null."""
         return self._values.get(field) is not None
 
-    def integer(self, field: str, default: int | None = None) -> int:
-        """Read a positive integer."""
+    def is_set(self, field: str) -> bool:
+        """Tell whether the field holds anything but null, false, or an empty list, object or string."""
+        return bool(self._values.get(field))
+
+    def is_text(self, field: str) -> bool:
+        """Tell whether the field is a string."""
+        return isinstance(self._values.get(field), str)
+
+    def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Read an integer of at least `minimum`, which is 0 or 1."""
         value = self._get(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(field, value, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(field, value, "a positive integer" if minimum else "an integer of at least 0")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:

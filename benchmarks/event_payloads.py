@@ -1,0 +1,146 @@
+"""Payloads as vLLM publishes them, and the indexer's own way for them: from bytes to the index, counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from indexer.config import IndexerConfig, PodStream
+from indexer.hybrid import HybridMatcher
+from indexer.index import Index
+from indexer.ingest import Ingest
+from indexer.keys import BlockHasher
+from indexer.metrics import IndexerMetrics
+from indexer.parity import ParityWatch
+from indexer.parity_alarm import ParityAlarm
+from indexer.speculate import Speculation
+
+MODEL = "bench"
+BLOCK_TOKENS = 16
+PROMPT_BLOCKS = 1024
+_VOCABULARY = 128_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What events look like.
+
+    Attributes:
+        blocks_per_event: 32 is a chunk of prefill, 1 a sequence that decodes.
+        events_per_payload: Sequences that run together: a step of the engine is one payload.
+        layout: "map" as of vLLM 0.32, "array" as of 0.16-0.23.
+        lora_name: The adapter of all of them.
+    """
+
+    blocks_per_event: int
+    events_per_payload: int = 16
+    layout: Literal["map", "array"] = "map"
+    lora_name: str | None = None
+
+    def told(self) -> dict[str, object]:
+        """For a figure's setting."""
+        return {
+            "blocks_per_event": self.blocks_per_event,
+            "events_per_payload": self.events_per_payload,
+            "layout": self.layout,
+            "lora": self.lora_name is not None,
+            "block_tokens": BLOCK_TOKENS,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """Stores of some prompts, and the removals of all of their blocks, tails first as engines evict."""
+
+    stores: Sequence[bytes]
+    removals: Sequence[bytes]
+    blocks: int
+
+
+def make_payloads(shape: Shape, blocks: int, seed: int = 0) -> Payloads:
+    """Prompts of 1,024 blocks, or one of fewer; as many at a time as a payload has events."""
+    rng = np.random.default_rng(seed)
+    length = min(PROMPT_BLOCKS, max(shape.blocks_per_event, blocks // shape.events_per_payload))
+    steps = length // shape.blocks_per_event
+    per_group = steps * shape.blocks_per_event * shape.events_per_payload
+    groups = max(1, blocks // per_group)
+    stores: list[bytes] = []
+    removals: list[bytes] = []
+    for _ in range(groups):
+        prompts = [_runs(shape, steps, rng) for _ in range(shape.events_per_payload)]
+        stores += [_batch([prompt[step] for prompt in prompts], shape) for step in range(steps)]
+        removals += [
+            _batch([_removal(prompt[step]) for prompt in prompts], shape) for step in reversed(range(steps))
+        ]
+    return Payloads(stores, removals, groups * per_group)
+
+
+def ingest(index: Index, hasher: BlockHasher, pods: Sequence[str]) -> Ingest:
+    """The subscriber's sink, with these pods followed."""
+    registry = CollectorRegistry()
+    config = IndexerConfig(block_tokens=BLOCK_TOKENS, hash_seed=7, engine_hashes_per_pod=1 << 30)
+    speculation = Speculation(index, ttl_s=2.0, max_s=60.0, max_entries=1_000_000)
+    metrics = IndexerMetrics(registry, stats=index.stats, speculative=lambda: len(speculation))
+    parity = ParityWatch()
+    sink = Ingest(
+        config,
+        index=index,
+        hasher=hasher,
+        parity=parity,
+        alarm=ParityAlarm(parity, metrics),
+        hybrid=HybridMatcher(index, BLOCK_TOKENS),
+        speculation=speculation,
+        metrics=metrics,
+        on_stored=lambda *_: None,
+        on_link=lambda *_: None,
+        clock=time.monotonic,
+    )
+    for pod in pods:
+        sink.opened(PodStream(pod, MODEL, "tcp://127.0.0.1:1"))
+    return sink
+
+
+def in_calls(payloads: Sequence[bytes], per_call: int) -> Iterator[Sequence[bytes]]:
+    """As many payloads at once as the subscriber found waiting."""
+    for start in range(0, len(payloads), per_call):
+        yield payloads[start : start + per_call]
+
+
+def _runs(shape: Shape, steps: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    size = shape.blocks_per_event
+    hashes = rng.integers(1, 2**64, steps * size, np.uint64).tolist()
+    tokens = rng.integers(0, _VOCABULARY, steps * size * BLOCK_TOKENS, np.uint32).tolist()
+    return [
+        {
+            "type": "BlockStored",
+            "block_hashes": hashes[step * size : (step + 1) * size],
+            "parent_block_hash": hashes[step * size - 1] if step else None,
+            "token_ids": tokens[step * size * BLOCK_TOKENS : (step + 1) * size * BLOCK_TOKENS],
+            "block_size": BLOCK_TOKENS,
+            "lora_id": 1 if shape.lora_name else None,
+            "medium": "GPU",
+            "lora_name": shape.lora_name,
+            "extra_keys": [[shape.lora_name] if shape.lora_name else None] * size,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+        for step in range(steps)
+    ]
+
+
+def _removal(store: dict[str, Any]) -> dict[str, Any]:
+    hashes = store["block_hashes"][::-1]
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
+
+
+def _batch(events: Sequence[dict[str, Any]], shape: Shape) -> bytes:
+    ts = time.time()
+    if shape.layout == "map":
+        return msgspec.msgpack.encode([ts, events, None])
+    return msgspec.msgpack.encode([ts, [list(event.values()) for event in events], None])

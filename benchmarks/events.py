@@ -1,0 +1,140 @@
+"""How many blocks of events one core applies: `python -m benchmarks.events [--json] [--quick] [--rivals]`.
+
+From the bytes of ZMQ payloads to blocks in the index, by the subscriber's own sink, metrics included, without
+the socket. Blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
+blocks again, so the index's memory exists already; `*_first_fill` is a new index, whose memory the system
+hands out page by page meanwhile. `*_slow_path` decodes and applies event by event, which is what unusual
+events take; `*_reference` does so on the plain-dict index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.event_payloads import (
+    BLOCK_TOKENS,
+    MODEL,
+    Payloads,
+    Shape,
+    in_calls,
+    ingest,
+    make_payloads,
+)
+from benchmarks.index_load import PODS
+from benchmarks.radix_rival import measure_rival
+from benchmarks.report import Options, cpu_s, read_options
+from indexer.applier import DecodingApplier
+from indexer.apply import PodView
+from indexer.config import IndexerConfig
+from indexer.flat_cache import FlatCache
+from indexer.flat_index import FlatIndex
+from indexer.index import Index
+from indexer.keys import BlockHasher
+from indexer.pod_cache import MappedCache, PodCache
+from indexer.reference_index import ReferenceIndex
+from indexer.tiers import Tiers
+from indexer.warm import warm_kernels
+
+_POD = PODS[0]
+_BLOCKS = {32: 262_144, 1: 65_536}
+_SLOW_BLOCKS = 32_768
+_MAX_BYTES = 16 << 20
+_HASHER = BlockHasher(BLOCK_TOKENS, 7)
+
+# Applies some payloads at once.
+Apply = Callable[[Sequence[bytes]], object]
+
+
+def main() -> int:
+    """Measures and prints."""
+    options = read_options(__doc__, rivals=True)
+    options.report.machine()
+    warm_kernels()
+    for blocks_per_event in (32, 1):
+        blocks = options.of_size(_BLOCKS[blocks_per_event], 256)
+        shape = Shape(blocks_per_event)
+        _fast(options, "", shape, blocks, per_call=16)
+        _fast(options, "_single_payloads", Shape(blocks_per_event, events_per_payload=1), blocks, per_call=1)
+        _fast(options, "_array", Shape(blocks_per_event, layout="array"), blocks, per_call=16)
+        _fast(options, "_lora", Shape(blocks_per_event, lora_name="sql-expert"), blocks, per_call=16)
+        _first_fill(options, shape, blocks)
+        slow = make_payloads(shape, min(blocks, _SLOW_BLOCKS), seed=blocks_per_event)
+        _slow(options, "_slow_path", shape, slow, _flat(slow.blocks))
+        _slow(options, "_reference", shape, slow, ReferenceIndex(2 * slow.blocks, Tiers()))
+    if options.rivals:
+        measure_rival(options, "events")
+    return 0
+
+
+def _fast(options: Options, suffix: str, shape: Shape, blocks: int, per_call: int) -> None:
+    payloads = make_payloads(shape, blocks)
+    sink = ingest(_flat(payloads.blocks), _HASHER, [_POD])
+    setting = {**shape.told(), "payloads_per_call": per_call, "blocks": payloads.blocks}
+    _rounds(options, suffix, shape, payloads, lambda some: sink.apply(_POD, some), setting, per_call)
+
+
+def _first_fill(options: Options, shape: Shape, blocks: int) -> None:
+    payloads = make_payloads(shape, blocks)
+    rates = []
+    for _ in range(options.rounds):
+        sink = ingest(_flat(payloads.blocks), _HASHER, [_POD])
+        rates.append(_rate(payloads.stores, payloads.blocks, lambda some, sink=sink: sink.apply(_POD, some)))
+    name = f"ingest_{shape.blocks_per_event}_per_event_first_fill_blocks_per_s"
+    setting = {**shape.told(), "payloads_per_call": 16, "blocks": payloads.blocks}
+    options.report.figure(name, "blocks/s", rates, **setting)
+
+
+def _slow(options: Options, suffix: str, shape: Shape, payloads: Payloads, index: Index) -> None:
+    cache: PodCache
+    if isinstance(index, FlatIndex):
+        cache = FlatCache(index, _POD, MODEL)
+    else:
+        cache = MappedCache(index, _POD, max_held=1 << 30, max_released=65_536)
+    view = PodView(
+        MODEL,
+        cache_of=lambda _group: cache,
+        tiers=index.tiers,
+        hasher=_HASHER,
+        config=IndexerConfig(block_tokens=BLOCK_TOKENS),
+    )
+    applier = DecodingApplier(view, _MAX_BYTES)
+    setting = {**shape.told(), "payloads_per_call": 16, "blocks": payloads.blocks}
+    _rounds(options, suffix, shape, payloads, applier.apply, setting, 16)
+
+
+def _rounds(
+    options: Options,
+    suffix: str,
+    shape: Shape,
+    payloads: Payloads,
+    apply: Apply,
+    setting: dict[str, object],
+    per_call: int,
+) -> None:
+    """Stores all and removes all, again and again; the first time warms."""
+    stored, removed = [], []
+    for _ in range(options.rounds + 1):
+        stored.append(_rate(payloads.stores, payloads.blocks, apply, per_call))
+        removed.append(_rate(payloads.removals, payloads.blocks, apply, per_call))
+    for verb, rates in (("ingest", stored), ("remove", removed)):
+        name = f"{verb}_{shape.blocks_per_event}_per_event{suffix}_blocks_per_s"
+        spread = f"{min(rates[1:]):.4g}..{max(rates[1:]):.4g}"
+        options.report.figure(name, "blocks/s", rates[1:], **setting, spread=spread)
+
+
+def _rate(payloads: Sequence[bytes], blocks: int, apply: Apply, per_call: int = 16) -> float:
+    """Blocks per second of CPU time."""
+
+    def work() -> None:
+        for some in in_calls(payloads, per_call):
+            apply(some)
+
+    return blocks / cpu_s(work)
+
+
+def _flat(blocks: int) -> FlatIndex:
+    return FlatIndex(256 * (blocks + 4096), Tiers())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""A gateway under load: a real Envoy and the router (or the bare picker) in front of fake pods.
+
+Settings in, processes and what they cost per request out. CPU is read from the processes' own accounts
+(Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from router.local.envoy_config import Door
+from router.local.stack import HOST, ChildPlan, StackOptions, plan_stack
+from router.local.stack_api import await_pods
+from router.local.supervisor import Supervisor, check_ports
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LOAD_TIMEOUT_S = 120.0
+# The access log's last flush belongs to the requests of a stretch.
+_SETTLE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often and how long is measured."""
+
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StackSetting:
+    """What stands behind a figure.
+
+    Attributes:
+        bare: The bare picker instead of the router.
+        with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
+    """
+
+    door: Door = "check"
+    responses: Literal["skip", "full"] = "skip"
+    pods: int = 16
+    bare: bool = False
+    with_events: bool = True
+    base_port: int = 21_000
+    router_flags: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One stretch of load: what the clients saw, and the CPU milliseconds per request of each process."""
+
+    seen: dict[str, float]
+    cpu_ms: dict[str, float]
+
+
+class GatewayStack:
+    """A started stack."""
+
+    def __init__(self, plan_urls: tuple[str, str], supervisor: Supervisor, events: Any) -> None:
+        self.url, self.grpc_address = plan_urls
+        self._events = events
+        self._pids = {child.plan.name: child.process.pid for child in supervisor.children}
+
+    def load(self, bodies: Path, clients: int, seconds: float) -> Stretch:
+        """HTTP load at the gateway."""
+        return self._stretch("benchmarks.load", self.url, bodies, clients, seconds)
+
+    def pick_load(self, bodies: Path, callers: int, seconds: float) -> Stretch:
+        """PickEndpoint load at the router."""
+        return self._stretch("benchmarks.pick_load", self.grpc_address, bodies, callers, seconds)
+
+    def store_blocks(self, per_s: int) -> None:
+        """Lets the pods announce so many blocks per second from now on."""
+        self._events.stdin.write(f"{per_s}\n".encode())
+        self._events.stdin.flush()
+
+    def cpu_s(self, name: str) -> float:
+        """CPU seconds that a process has used so far."""
+        return process_cpu_s(self._pids[name])
+
+    def _stretch(self, module: str, target: str, bodies: Path, clients: int, seconds: float) -> Stretch:
+        before = {name: self.cpu_s(name) for name in self._pids}
+        seen = run_load(module, target, bodies, clients, seconds)
+        time.sleep(_SETTLE_S)
+        per_request = 1000 / max(1, seen["requests"])
+        return Stretch(seen, {name: (self.cpu_s(name) - before[name]) * per_request for name in before})
+
+
+@contextmanager
+def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Iterator[GatewayStack]:
+    """Starts a stack and ends it."""
+    base = setting.base_port
+    options = StackOptions(setting.pods, base + 50, base, door=setting.door, responses=setting.responses)
+    plan = plan_stack(options, directory)
+    router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))
+    pods = ChildPlan(
+        "pods",
+        [sys.executable, "-m", "benchmarks.fake_pod", str(base + 101), str(setting.pods)],
+        range(base + 101, base + 101 + setting.pods),
+    )
+    if setting.bare:
+        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), f"{HOST}:{base + 101}"]
+        router = replace(router, argv=argv, ports=(base,), ready_url=None)
+    else:
+        router = replace(router, argv=[*router.argv, *setting.router_flags])
+    plan = replace(plan, children=[pods, router, envoy])
+    check_ports(plan.ports)
+    for name, text in plan.files.items():
+        (directory / name).write_text(text)
+    supervisor = Supervisor(directory, lambda _line: None)
+    events = _events(setting, bodies) if setting.with_events and not setting.bare else None
+    try:
+        supervisor.start(plan.children)
+        if events is not None:
+            await_pods(plan, supervisor.check)
+        yield GatewayStack((plan.gateway_url, f"{HOST}:{base}"), supervisor, events)
+    finally:
+        supervisor.stop()
+        if events is not None:
+            events.kill()
+            events.communicate()
+
+
+def run_load(module: str, target: str, bodies: Path, clients: int, seconds: float) -> dict[str, float]:
+    """One stretch of load from a process of its own."""
+    argv = [sys.executable, "-m", module, target, str(bodies), str(clients), str(seconds)]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=True)
+    seen: dict[str, float] = json.loads(done.stdout)
+    return seen
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of a process and all its threads (/proc/PID/stat, fields 14 and 15)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _events(setting: StackSetting, bodies: Path) -> subprocess.Popen[bytes]:
+    base = setting.base_port
+    argv = [sys.executable, "-m", "benchmarks.fake_events", str(base + 201), str(base + 301)]
+    return subprocess.Popen([*argv, str(setting.pods), str(bodies)], stdin=subprocess.PIPE)

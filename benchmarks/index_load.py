@@ -1,0 +1,83 @@
+"""Filled indexes to be matched: chains of blocks, and which of 256 pods hold how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from indexer.flat_index import FlatIndex
+from indexer.index import Index
+from indexer.keys import Keys
+from indexer.tiers import GPU_TIER, Tiers
+
+PODS = tuple(f"10.0.{number // 250}.{number % 250}:8000" for number in range(256))
+CHAIN_BLOCKS = 1000
+# A chain is not stored in one go: as chunks of prefill, with those of other pods between them.
+RUN_BLOCKS = 32
+
+# From a chain's number to the pods that hold it, and how many of its blocks.
+Depths = Callable[[int], dict[str, int]]
+
+
+@dataclass(slots=True)
+class Filled:
+    """An index with chains in it.
+
+    Attributes:
+        pods: All pods, to be asked for.
+        chains: The keys of each chain.
+    """
+
+    index: Index
+    chains: list[Keys]
+    pods: frozenset[str] = field(default=frozenset(PODS))
+
+    def match(self, number: int) -> None:
+        """Matches one chain against all pods."""
+        self.index.match(self.chains[number % len(self.chains)], self.pods)
+
+
+def flat(blocks: int) -> FlatIndex:
+    """A flat index with room for so many blocks and a few more."""
+    return FlatIndex((blocks + (1 << 16)) * 128, Tiers(), capacity_blocks=blocks + (1 << 16))
+
+
+def two_pods(number: int) -> dict[str, int]:
+    """Two pods hold all of a chain."""
+    return {PODS[number % len(PODS)]: CHAIN_BLOCKS, PODS[(7 * number + 1) % len(PODS)]: CHAIN_BLOCKS}
+
+
+def all_pods(_number: int) -> dict[str, int]:
+    """Every pod holds all of a chain."""
+    return dict.fromkeys(PODS, CHAIN_BLOCKS)
+
+
+def staggered(_number: int) -> dict[str, int]:
+    """Every pod holds a chain to a depth of its own."""
+    return {pod: CHAIN_BLOCKS * (place + 1) // len(PODS) for place, pod in enumerate(PODS)}
+
+
+def fill(index: Index, blocks: int, depths: Depths, *, scattered: bool = False) -> Filled:
+    """Stores chains, run by run, those of many pods between each other.
+
+    Args:
+        scattered: Block by block instead, in no order: what nothing in the index can foresee.
+    """
+    rng = np.random.default_rng(blocks)
+    count = max(1, blocks // CHAIN_BLOCKS)
+    chains = list(rng.integers(0, 2**64, (count, CHAIN_BLOCKS), np.uint64))
+    if scattered:
+        everything = np.concatenate(chains)
+        rng.shuffle(everything)
+        index.add(PODS[0], GPU_TIER, everything)
+    together = 64
+    for first in range(0, count, together):
+        group = range(first, min(first + together, count))
+        for start in range(0, CHAIN_BLOCKS, RUN_BLOCKS):
+            for number in group:
+                for pod, depth in depths(number).items():
+                    if start < depth:
+                        index.add(pod, GPU_TIER, chains[number][start : min(start + RUN_BLOCKS, depth)])
+    return Filled(index, chains)

@@ -1,0 +1,159 @@
+"""What a pick costs behind a real Envoy, door by door.
+
+`python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
+tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
+over rounds; `*_floor_*` is the same gRPC server with doors that do nothing, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.conversations import SIZES, write_bodies
+from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
+from benchmarks.rivals import measure_rivals
+
+EVENT_BLOCKS_PER_S = 50_000
+_CLIENTS = 32
+# A few streams at a time, so that Envoy hands on every chunk by itself.
+_STREAM_CLIENTS = 4
+_IDLE_PODS = 100
+
+
+class Report:
+    """Prints figures as they come, as JSON lines or as a table."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def figure(self, name: str, unit: str, values: Sequence[float], setting: dict[str, object]) -> None:
+        """The median of some rounds."""
+        value = round(statistics.median(values), 4)
+        if self._as_json:
+            line = {"name": name, "unit": unit, "value": value, "n": len(values)}
+            print(json.dumps({**line, "setting": {"cores": os.cpu_count(), **setting}}), flush=True)
+        else:
+            print(f"{name:<36} {value:>12.3f} {unit:<5} n={len(values)}  {setting}", flush=True)
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--quick", action="store_true", help="one short round: does it run, not how fast")
+    parser.add_argument("--rivals", action="store_true", help="other routers on the same load, too")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    options = parser.parse_args()
+    effort = Effort(1, 0.5) if options.quick else Effort(options.rounds, options.seconds)
+    report = Report(as_json=options.json)
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
+        directory = Path(name)
+        bodies = write_bodies(directory)
+        for door in ("check", "extproc"):
+            _door(door, bodies, directory, effort, report)
+        _full(bodies, directory, effort, report)
+        _floors(bodies, directory, effort, report)
+        _idle(bodies, directory, effort, report)
+        if options.rivals:
+            measure_rivals(bodies["small"], directory, effort, report)
+    return 0
+
+
+def _door(door: str, bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    """One door's CPU at each prompt size and its throughput; with Check also under events, and unary."""
+    setting = StackSetting(door="check" if door == "check" else "ext_proc")
+    with gateway_stack(setting, bodies["all"], directory) as stack:
+        for size in SIZES:
+            rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
+            shown = _shown(setting, rounds, prompt=size)
+            report.figure(f"{door}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], shown)
+            if size == "small":
+                report.figure(f"{door}_per_s", "1/s", [one.seen["per_s"] for one in rounds], shown)
+                report.figure(f"{door}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
+        if door == "check":
+            _under_events(stack, bodies["small"], setting, effort, report)
+    if door == "check":
+        # Nobody reports how these picks go on, so the ledger forgets them soon.
+        flags = ("--request-lifetime", "2s")
+        with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
+            rounds = _rounds(effort, lambda: stack.pick_load(bodies["small"], _CLIENTS, effort.seconds))
+            cpu = [one.cpu_ms["router"] for one in rounds]
+            report.figure("pick_unary_cpu_ms", "ms", cpu, _shown(setting, rounds, door="PickEndpoint"))
+
+
+def _under_events(
+    stack: GatewayStack, bodies: Path, setting: StackSetting, effort: Effort, report: Report
+) -> None:
+    stack.store_blocks(EVENT_BLOCKS_PER_S)
+    rounds = _rounds(effort, lambda: stack.load(bodies, _CLIENTS, effort.seconds))
+    stack.store_blocks(0)
+    shown = _shown(setting, rounds, blocks_per_s=EVENT_BLOCKS_PER_S)
+    report.figure("check_p99_under_events_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
+    report.figure("check_per_s_under_events", "1/s", [one.seen["per_s"] for one in rounds], shown)
+
+
+def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    """Both phases of ext_proc, and what one more chunk of a stream adds."""
+    setting = StackSetting(door="ext_proc", responses="full")
+    with gateway_stack(setting, bodies["all"], directory) as stack:
+        rounds = _rounds(effort, lambda: stack.load(bodies["small"], _CLIENTS, effort.seconds))
+        cpu = [one.cpu_ms["router"] for one in rounds]
+        report.figure("extproc_full_small_cpu_ms", "ms", cpu, _shown(setting, rounds))
+        plain = _rounds(effort, lambda: stack.load(bodies["small"], _STREAM_CLIENTS, effort.seconds))
+        streams = _rounds(effort, lambda: stack.load(bodies["stream"], _STREAM_CLIENTS, effort.seconds))
+        chunk_us = [
+            1000
+            * (stream.cpu_ms["router"] - one.cpu_ms["router"])
+            / (stream.seen["reads"] - one.seen["reads"])
+            for stream, one in zip(streams, plain, strict=True)
+        ]
+        shown = _shown(setting, streams, chunks=round(streams[0].seen["reads"], 1))
+        report.figure("chunk_full_cpu_us", "us", chunk_us, shown)
+
+
+def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    for name, door in (("check", "check"), ("extproc", "ext_proc")):
+        setting = StackSetting(door="check" if door == "check" else "ext_proc", bare=True)
+        with gateway_stack(setting, bodies["all"], directory) as stack:
+            rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+            cpu = [one.cpu_ms["router"] for one in rounds]
+            report.figure(f"{name}_floor_cpu_ms", "ms", cpu, _shown(setting, rounds))
+
+
+def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    setting = StackSetting(pods=_IDLE_PODS, with_events=False)
+    with gateway_stack(setting, bodies["small"], directory) as stack:
+        time.sleep(2 * effort.seconds)
+        values = []
+        for _ in range(effort.rounds):
+            before_s, cpu_s = time.monotonic(), stack.cpu_s("router")
+            time.sleep(effort.seconds)
+            values.append(1000 * (stack.cpu_s("router") - cpu_s) / (time.monotonic() - before_s))
+        report.figure("idle_100_pods_mcpu", "mCPU", values, {"pods": setting.pods})
+
+
+def _rounds(effort: Effort, stretch: Callable[[], Stretch]) -> list[Stretch]:
+    """Some stretches of load after one that warms caches and connections."""
+    return [stretch() for _ in range(effort.rounds + 1)][1:]
+
+
+def _shown(setting: StackSetting, rounds: Sequence[Stretch], **more: object) -> dict[str, object]:
+    shown: dict[str, object] = {"door": setting.door, "responses": setting.responses, "pods": setting.pods}
+    errors = sum(int(one.seen.get("errors", 0)) for one in rounds)
+    requests = sum(int(one.seen["requests"]) for one in rounds)
+    return {**shown, "requests": requests, "errors": errors, **more}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Closed-loop PickEndpoint load from a process of its own: an address and chat bodies in, one JSON line out.
+
+`python -m benchmarks.pick_load ADDRESS BODIES CALLERS SECONDS`: the twin of benchmarks.load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from itertools import cycle
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from router._pb import endpoint_picker_pb2 as pb
+from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+
+
+async def main(address: str, bodies: Path, callers: int, seconds: float) -> None:
+    """Runs one stretch and prints what was seen."""
+    requests = cycle([_request(line) for line in bodies.read_bytes().splitlines()])
+    end_s = time.perf_counter() + seconds
+    calls = 0
+
+    async def call(stub: pb_grpc.EndpointPickerStub) -> None:
+        nonlocal calls
+        while time.perf_counter() < end_s:
+            await stub.PickEndpoint(next(requests))
+            calls += 1
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        await asyncio.gather(*(call(pb_grpc.EndpointPickerStub(channel)) for _ in range(callers)))
+    print(json.dumps({"requests": calls, "per_s": calls / seconds}), flush=True)
+
+
+def _request(body: bytes) -> pb.PickEndpointRequest:
+    chat = json.loads(body)
+    messages = json.dumps(chat["messages"]).encode()
+    return pb.PickEndpointRequest(model=chat["model"], chat=pb.ChatInput(messages_json=messages))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))

@@ -1,0 +1,107 @@
+"""Figures of a benchmark as they come: JSON lines or a table, behind one line about the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MANY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        quick: Tiny sizes: does it run, not how fast.
+        rounds: How often each figure is measured.
+        rivals: Others on the same load, too.
+    """
+
+    report: Report
+    quick: bool
+    rounds: int
+    rivals: bool
+
+    def of_size(self, full: int, quick: int) -> int:
+        """How much of something, in full and in quick."""
+        return quick if self.quick else full
+
+
+class Report:
+    """Prints figures."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def figure(self, name: str, unit: str, values: Sequence[float], **setting: object) -> float:
+        """Prints the median of some rounds, and tells it; of many also what one in ten was faster than."""
+        value = statistics.median(values)
+        if len(values) >= _MANY:
+            setting["p10"] = float(f"{sorted(values)[len(values) // 10]:.4g}")
+        if self._as_json:
+            line = {"name": name, "unit": unit, "value": float(f"{value:.5g}"), "n": len(values)}
+            print(json.dumps({**line, "setting": setting}), flush=True)
+        else:
+            shown = " ".join(f"{name}={value}" for name, value in setting.items())
+            print(f"{name:<44} {value:>14,.2f} {unit:<9} n={len(values):<5} {shown}", flush=True)
+        return value
+
+    def machine(self) -> None:
+        """Says what the figures were measured on, and how busy it is."""
+        self.figure(
+            "machine",
+            "cores",
+            [os.cpu_count() or 0],
+            cpu=_cpu_model(),
+            python=platform.python_version(),
+            numba=importlib.metadata.version("numba"),
+            numpy=importlib.metadata.version("numpy"),
+            load_1m=round(os.getloadavg()[0], 1),
+        )
+
+
+def read_options(doc: str | None, *, rivals: bool = False) -> Options:
+    """Reads the command line of a benchmark whose module says `doc` of itself."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each figure (default: %(default)s)")
+    if rivals:
+        parser.add_argument("--rivals", action="store_true", help="others on the same load, too")
+    read = parser.parse_args()
+    rounds = 1 if read.quick else read.rounds
+    return Options(Report(as_json=read.json), read.quick, rounds, rivals and read.rivals)
+
+
+def each_us(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Wall time of each of these calls: where they are too short to be counted in CPU time."""
+    times = []
+    for call in calls:
+        started_ns = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - started_ns) / 1000)
+    return times
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """CPU time of this process for some work; other load on the machine does not count."""
+    started_s = time.process_time()
+    work()
+    return time.process_time() - started_s
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

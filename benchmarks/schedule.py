@@ -1,0 +1,148 @@
+"""What a scheduling cycle costs, from the matches of a request to its answer: 5, 25, 100 and 400 pods.
+
+`python -m benchmarks.schedule [--json] [--rounds N]`. Measured are the credit of every candidate's cache, its
+price, the ranking, the ledger's entry and the decision, in CPU time of this process; every pod has waiting
+and decoding requests and a fresh account of its load. Medians over rounds of many cycles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from indexer import PodMatches, StreamState
+from indexer.index import MatchTable
+from indexer.pods_file import PodEntry
+from indexer.tiers import Tiers
+from router.ledger import Ledger, LedgerParameters
+from router.lineup import Lineups
+from router.pods import Pod, PodSet, ServedModels
+from router.request import RequestKind, RouteRequest
+from router.schedule import Prompted, Scheduler
+from router.scrape import EngineLoad
+
+_PODS = (5, 25, 100, 400)
+_PROMPT_TOKENS = 8192
+_BLOCK_TOKENS = 16
+_CYCLES = 500
+
+
+class Fleet:
+    """Busy pods that hold shorter and longer parts of one prompt.
+
+    Args:
+        orders_prefills: Whether their engines order their queues.
+    """
+
+    def __init__(self, pods: int, *, orders_prefills: bool) -> None:
+        self._pods = PodSet()
+        self._ledger = Ledger(LedgerParameters(), self._pods.board)
+        self._scheduler = Scheduler(
+            self._pods.board, self._ledger, np.random.default_rng(7), block_tokens=_BLOCK_TOKENS
+        )
+        entries = [_entry(number) for number in range(pods)]
+        self._pods.declare(entries)
+        for number, entry in enumerate(entries):
+            self._pods.put(_pod(entry, number, orders_prefills=orders_prefills))
+        keys = np.arange(_PROMPT_TOKENS // _BLOCK_TOKENS, dtype=np.uint64)
+        request = RouteRequest("", RequestKind.CHAT, "m")
+        self._lineup = Lineups(self._pods).of(request)
+        self._matches = [_matches(self._lineup.addresses, len(keys))]
+        self._prompted = Prompted(request, _PROMPT_TOKENS, [_PROMPT_TOKENS], [keys], None)
+        self._number = 0
+        self.run(self.requests(4 * pods))
+        for number in range(2 * pods):
+            self._ledger.first_token(str(number + 1), 1.0)
+
+    def requests(self, count: int) -> list[Prompted]:
+        """Requests to be scheduled, each once."""
+        first, self._number = self._number + 1, self._number + count
+        requests = (
+            replace(self._prompted.request, request_id=str(number)) for number in range(first, first + count)
+        )
+        return [replace(self._prompted, request=request) for request in requests]
+
+    def run(self, requests: list[Prompted]) -> None:
+        """Schedules them one after the other."""
+        for prompted in requests:
+            self._scheduler.schedule(prompted, self._lineup, self._pods.snapshot(), self._matches, 1.0)
+
+    def end_newest(self, count: int) -> None:
+        """Ends as many requests as were scheduled last."""
+        for number in range(self._number, self._number - count, -1):
+            self._ledger.end(str(number), 1.0)
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    for pods in _PODS:
+        for orders_prefills in (False, True):
+            value_us = _measure(Fleet(pods, orders_prefills=orders_prefills), options.rounds)
+            name = f"schedule_{pods}_pods{'_ordered' if orders_prefills else ''}_us"
+            setting = {
+                "pods": pods,
+                "prompt_tokens": _PROMPT_TOKENS,
+                "waiting_per_pod": 2,
+                "decoding_per_pod": 2,
+                "orders_prefills": orders_prefills,
+                "cores": os.cpu_count(),
+            }
+            if options.json:
+                line = {"name": name, "unit": "us", "value": round(value_us, 2), "n": options.rounds}
+                print(json.dumps({**line, "setting": setting}), flush=True)
+            else:
+                print(f"{name:30} {value_us:8.1f} us", flush=True)
+    return 0
+
+
+def _measure(fleet: Fleet, rounds: int) -> float:
+    values = []
+    for number in range(rounds + 1):
+        requests = fleet.requests(_CYCLES)
+        started_s = time.process_time()
+        fleet.run(requests)
+        took_s = time.process_time() - started_s
+        fleet.end_newest(_CYCLES)
+        if number:  # the first warms caches
+            values.append(took_s / _CYCLES * 1e6)
+    return statistics.median(values)
+
+
+def _entry(number: int) -> PodEntry:
+    return PodEntry(f"pod-{number}", "bench", f"10.0.{number // 250}.{number % 250}", 8000)
+
+
+def _pod(entry: PodEntry, number: int, *, orders_prefills: bool) -> Pod:
+    load = EngineLoad(
+        waiting=1,
+        running=2,
+        kv_usage=number % 10 / 10,
+        kv_capacity_tokens=200_000,
+        scraped_s=0.5,
+        orders_prefills=orders_prefills,
+    )
+    models = ServedModels("m", frozenset({"m"}), max_model_len=131_072)
+    return Pod(entry.pod, entry.name, entry, ready=True, why="", probed=True, models=models, load=load)
+
+
+def _matches(pods: tuple[str, ...], blocks: int) -> PodMatches:
+    tiers = Tiers()
+    held = np.array([blocks * place // len(pods) for place in range(len(pods))], np.int32)
+    by_tier = np.zeros((len(pods), len(tiers.names)), np.int32)
+    by_tier[:, 0] = held
+    table = MatchTable({pod: row for row, pod in enumerate(pods)}, tiers, held, by_tier)
+    return PodMatches(table, dict.fromkeys(pods, StreamState.EXACT), frozenset(pods))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""What a prompt's token ids cost the router, beside the bare tokenizer library in the same run.
+
+`python -m benchmarks.tokens [--json] [--tokenizer DIR] [--rounds N]`. Texts are English prose, never seen
+before but for what a conversation repeats. Figures are CPU of the whole process, medians over rounds:
+
+- `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the decoded body
+  to the ids; `next_turn_16k_json_ms` with the JSON decoded too; `next_turn_library_ms` those 300 characters
+  alone through the tokenizer library, which nothing can save.
+- `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms` the same text through the library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from router.request import RequestKind, RouteRequest, api_request
+from router.tokens import TokenizeOptions, TokenizerRegistry
+from tokenization import TINY_DIRECTORY
+
+_MODEL = "bench"
+_CONTEXT_TOKENS = 16_000
+_SAMPLE_CHARS = 50_000
+_QUESTION_CHARS = 300
+_ANSWER_CHARS = 1200
+_NEW_ANSWER_CHARS = 200
+_NEW_QUESTION_CHARS = 100
+# Far off, so that a busy machine cannot turn the measured work into a refusal.
+_DEADLINE_S = 30.0
+
+Message = dict[str, Any]
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line (the only form there is)")
+    parser.add_argument("--tokenizer", type=Path, default=TINY_DIRECTORY, help="default: the tiny one")
+    parser.add_argument("--rounds", type=int, default=31)
+    options = parser.parse_args()
+    bench = Bench(options.tokenizer)
+    for name, rounds in bench.measure(options.rounds).items():
+        line = {
+            "name": name,
+            "unit": "ms",
+            "value": round(statistics.median(rounds) * 1000, 3),
+            "n": len(rounds),
+            "setting": {
+                "cpu": "process",
+                "prompt_tokens": bench.prompt_tokens,
+                "tokenizer": options.tokenizer.name,
+            },
+        }
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+class Bench:
+    """One tokenizer and a supply of texts.
+
+    Args:
+        directory: Holds a tokenizer.json and a chat template.
+
+    Attributes:
+        prompt_tokens: Median length of the next turns' prompts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._registry = TokenizerRegistry.load({_MODEL: directory}, TokenizeOptions(deadline_s=_DEADLINE_S))
+        self._text = _prose()
+        prose = self._prose(_SAMPLE_CHARS)
+        self._chars = _CONTEXT_TOKENS * len(prose) // len(self._library.encode(prose).ids)
+        self.prompt_tokens = 0.0
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """CPU seconds of every round by name."""
+        figures: dict[str, list[float]] = {}
+        lengths = []
+        for _ in range(rounds):
+            cpu_s, tokens = self._round()
+            lengths.append(tokens)
+            for name, seconds in cpu_s.items():
+                figures.setdefault(name, []).append(seconds)
+        self.prompt_tokens = statistics.median(lengths)
+        return figures
+
+    def _round(self) -> tuple[dict[str, float], int]:
+        messages = self._conversation()
+        self._tokens(messages)
+        messages = [
+            *messages,
+            {"role": "assistant", "content": self._prose(_NEW_ANSWER_CHARS)},
+            {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)},
+        ]
+        raw = msgspec.json.encode({"model": _MODEL, "messages": messages})
+        json_s = _cpu_s(lambda: msgspec.json.decode(raw))
+        next_s = _cpu_s(lambda: self._tokens(messages))
+        new = self._prose(_NEW_ANSWER_CHARS + _NEW_QUESTION_CHARS)
+        new_s = _cpu_s(lambda: self._library.encode(new).ids)
+        text = self._prose(self._chars)
+        cold = api_request("cold", RequestKind.COMPLETIONS, {"model": _MODEL, "prompt": text}, len(text))
+        cold_s = _cpu_s(lambda: self._ids(cold))
+        library_s = _cpu_s(lambda: self._library.encode(text).ids)
+        return {
+            "next_turn_16k_ms": next_s,
+            "next_turn_16k_json_ms": next_s + json_s,
+            "next_turn_library_ms": new_s,
+            "cold_16k_ms": cold_s,
+            "cold_16k_library_ms": library_s,
+        }, self._tokens(messages)
+
+    def _conversation(self) -> list[Message]:
+        messages = [{"role": "system", "content": self._prose(_ANSWER_CHARS)}]
+        chars = _ANSWER_CHARS
+        while chars < self._chars:
+            messages.append({"role": "user", "content": self._prose(_QUESTION_CHARS)})
+            messages.append({"role": "assistant", "content": self._prose(_ANSWER_CHARS)})
+            chars += _QUESTION_CHARS + _ANSWER_CHARS
+        return [*messages, {"role": "user", "content": self._prose(_QUESTION_CHARS)}]
+
+    def _tokens(self, messages: list[Message]) -> int:
+        body = {"model": _MODEL, "messages": messages}
+        return self._ids(api_request("turn", RequestKind.CHAT, body, 0))
+
+    def _ids(self, request: RouteRequest) -> int:
+        tokens = self._registry.prompt_tokens(request, _MODEL)
+        if tokens.degraded is not None:
+            raise RuntimeError(f"not tokenized: {tokens.degraded}")
+        return tokens.total
+
+    def _prose(self, chars: int) -> str:
+        text = ""
+        while len(text) < chars:
+            text += next(self._text)
+        return text[:chars]
+
+
+def _prose() -> Iterator[str]:
+    """The Python manual's paragraphs for ever, each time with other words in front."""
+    paragraphs = [part for topic in topics.values() for part in topic.split("\n\n") if len(part) > 200]
+    turn = 0
+    while True:
+        for at, paragraph in enumerate(paragraphs):
+            yield f"Note {turn * len(paragraphs) + at}. {paragraph}\n\n"
+        turn += 1
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    started_s = time.process_time()
+    work()
+    return time.process_time() - started_s
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+"""What the engine, the models and the attention backends say to each other.
+
+In and out: plain descriptions of one step. It computes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model_server.attention.groups import KvGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention must know about a model.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Heads of keys and values; a divisor of `heads`.
+        head_dim: Elements of one head.
+        scale: Factor of the scores before the softmax.
+        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Where the KV of all layers lies.
+
+    Attributes:
+        groups: Of the layers; each has a block table of its own in every span.
+        num_blocks: Blocks in the pool, shared by all groups.
+        block_tokens: Tokens in one block.
+    """
+
+    groups: tuple[KvGroupSpec, ...]
+    num_blocks: int
+    block_tokens: int
+
+    @property
+    def num_planes(self) -> int:
+        """Layers that one block holds."""
+        return max(len(group.layers) for group in self.groups)
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Return (group, plane) of each layer."""
+        return {
+            layer: (index, plane)
+            for index, group in enumerate(self.groups)
+            for plane, layer in enumerate(group.layers)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a flat token batch.
+
+    Attributes:
+        start: Tokens of the sequence whose KV is in the pool already.
+        length: Tokens in this batch, the next ones of the sequence.
+        block_tables: Per KV group, the sequence's blocks, long enough for all of its tokens.
+    """
+
+    start: int
+    length: int
+    block_tables: Sequence[Sequence[int]]
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the sequence once the batch is computed."""
+        return self.start + self.length
+
+
+class StepMeta(Protocol):
+    """One step as a backend has laid it out; the same for all layers.
+
+    Attributes:
+        positions: int64 [tokens], each token's place in its sequence.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """See above."""
+
+
+class Attention(Protocol):
+    """The KV pool of all layers, and attention over it."""
+
+    def prepare(self, spans: Sequence[Span]) -> StepMeta:
+        """Lay out one step.
+
+        Args:
+            spans: In the order of the flat batch. Single tokens that follow one another are attended
+                together: put them first, by rising context length.
+        """
+
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        """Write the KV of all tokens of the step; must come before `attend` of the same layer.
+
+        Args:
+            layer: Index of the layer.
+            key: [tokens, kv_heads, head_dim], rotated.
+            value: The same shape.
+            meta: Of this step.
+        """
+
+    def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
+        """Attend causally, each token to its own sequence and within the layer's window.
+
+        Args:
+            query: [tokens, heads, head_dim], rotated.
+            layer: Index of the layer.
+            meta: Of this step.
+
+        Returns:
+            [tokens, heads * head_dim].
+        """
+
+    def block_tensors(self) -> Sequence[Tensor]:
+        """Return all that the pool keeps, [num_blocks, ...] each: a block is its row in all of them."""
+
+
+def slots_of(span: Span, group: int, block_tokens: int) -> list[int]:
+    """Return where the KV of each token of a span goes: block * block_tokens + offset."""
+    table = span.block_tables[group]
+    return [
+        table[position // block_tokens] * block_tokens + position % block_tokens
+        for position in range(span.start, span.stop)
+    ]
+
+
+def to_device(numbers: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Make an index tensor from Python numbers or a numpy array."""
+    return torch.as_tensor(numbers, dtype=dtype).to(device)

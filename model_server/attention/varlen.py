@@ -1,0 +1,149 @@
+"""Attention on CUDA through torch's variable-length kernel, which reads the blocks where they lie.
+
+In: queries, keys and values of a flat token batch, and where each sequence's blocks are. Out: attention
+outputs. One call a layer for prefills and decodes together. Knows neither requests nor weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from model_server.attention.batch import AttentionShape, KvLayout, Span, slots_of, to_device
+from model_server.attention.groups import undivided
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenMeta:
+    """Where the tokens of one step are; the same for all layers.
+
+    Attributes:
+        positions: int64 [tokens], each token's place in its sequence.
+        slots: Per group, int64 [tokens]: block * block_tokens + offset.
+        block_tables: Per group, int32 [sequences, blocks], padded with block 0.
+        query_starts: int32 [sequences + 1], first row of each sequence, and the end.
+        contexts: int32 [sequences], tokens of each sequence up to its last one here.
+        max_query: Most rows of a sequence.
+        max_context: Most tokens of a sequence.
+    """
+
+    positions: Tensor
+    slots: Sequence[Tensor]
+    block_tables: Sequence[Tensor]
+    query_starts: Tensor
+    contexts: Tensor
+    max_query: int
+    max_context: int
+
+
+class VarlenAttention:
+    """The KV pool of all layers, and attention over it; see `Attention` for the methods."""
+
+    def __init__(
+        self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = (layout.num_blocks, layout.block_tokens, shape.kv_heads, shape.head_dim)
+        self._keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
+        self._values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
+        self._shape = shape
+        self._layout = layout
+        self._device = device
+        self._places = layout.places()
+
+    def prepare(self, spans: Sequence[Span]) -> VarlenMeta:
+        """Lay out one step."""
+        block_tokens, groups = self._layout.block_tokens, range(len(self._layout.groups))
+        widths = [-(-span.stop // block_tokens) for span in spans]
+        return VarlenMeta(
+            positions=self._indices(
+                [position for span in spans for position in range(span.start, span.stop)]
+            ),
+            slots=[
+                self._indices([slot for span in spans for slot in slots_of(span, group, block_tokens)])
+                for group in groups
+            ],
+            block_tables=[
+                self._indices(
+                    [
+                        [*span.block_tables[group][:width], *[0] * (max(widths) - width)]
+                        for span, width in zip(spans, widths, strict=True)
+                    ],
+                    torch.int32,
+                )
+                for group in groups
+            ],
+            query_starts=self._indices([0, *accumulate(span.length for span in spans)], torch.int32),
+            contexts=self._indices([span.stop for span in spans], torch.int32),
+            max_query=max(span.length for span in spans),
+            max_context=max(span.stop for span in spans),
+        )
+
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: VarlenMeta) -> None:
+        """Write the KV of all tokens of the step."""
+        group, plane = self._places[layer]
+        for pool, new in ((self._keys[plane], key), (self._values[plane], value)):
+            pool.flatten(0, 1).index_copy_(0, meta.slots[group], new)
+
+    def attend(self, query: Tensor, layer: int, meta: VarlenMeta) -> Tensor:
+        """Attend causally, each token to its own sequence and within the layer's window."""
+        group, plane = self._places[layer]
+        window = self._shape.windows[layer]
+        attended = varlen_attn(
+            query,
+            self._keys[plane],
+            self._values[plane],
+            meta.query_starts,
+            None,
+            meta.max_query,
+            meta.max_context,
+            scale=self._shape.scale,
+            # The kernel counts the tokens before the query's own.
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=self._shape.heads != self._shape.kv_heads,
+            seqused_k=meta.contexts,
+            block_table=meta.block_tables[group],
+        )
+        assert isinstance(attended, Tensor)
+        return attended.flatten(1)
+
+    def block_tensors(self) -> Sequence[Tensor]:
+        """Return everything that the pool keeps, [num_blocks, ...] each."""
+        return [*self._keys, *self._values]
+
+    def _indices(self, numbers: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(numbers, self._device, dtype)
+
+
+def varlen_fault(
+    shape: AttentionShape, block_tokens: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why the kernel cannot serve a model here, or None if it can; runs it once to know.
+
+    Args:
+        shape: Of the model.
+        block_tokens: Tokens in one block; some versions of the kernel take multiples of 256 alone.
+        dtype: Of queries, keys and values.
+        device: Where it would run.
+    """
+    if device.type != "cuda":
+        return f"it runs on CUDA alone, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"it computes in 16-bit floats, not in {dtype}"
+    layout = KvLayout(undivided(len(shape.windows)), num_blocks=2, block_tokens=block_tokens)
+    try:
+        trial = VarlenAttention(shape, layout, dtype, device)
+        for length in (block_tokens + 1, 1):
+            meta = trial.prepare([Span(block_tokens + 1 - length, length, [[1, 0]])])
+            for layer in {window: layer for layer, window in enumerate(shape.windows)}.values():
+                query = torch.ones((length, shape.heads, shape.head_dim), dtype=dtype, device=device)
+                trial.store(layer, query[:, : shape.kv_heads], query[:, : shape.kv_heads], meta)
+                if not torch.allclose(trial.attend(query, layer, meta), query.flatten(1)):
+                    return f"it gives wrong results with blocks of {block_tokens} tokens"
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None

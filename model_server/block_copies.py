@@ -1,0 +1,208 @@
+"""Copies whole KV blocks: within the device's pool, and between it and host memory.
+
+In: block numbers and slots. Out: the bytes moved, at once on a CPU, behind streams on CUDA. Knows neither
+contents nor requests; whoever asks keeps blocks and slots alive until a copy is done.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Transfer(Protocol):
+    """A copy under way."""
+
+    def done(self) -> bool:
+        """Tell whether it is complete."""
+
+    def wait(self) -> None:
+        """Block until it is."""
+
+
+class BlockCopies(Protocol):
+    """Moves blocks; each call takes effect in the order of the calls and of the model's steps.
+
+    Attributes:
+        block_bytes: Bytes of one block.
+    """
+
+    block_bytes: int
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copy host slots into device blocks."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy device blocks to device blocks, before anything computed next."""
+
+    def fence(self) -> None:
+        """Let nothing computed next overtake a restore that is under way."""
+
+
+class Done:
+    """A copy that was complete when its call returned."""
+
+    def done(self) -> bool:
+        """Tell whether it is complete."""
+        return True
+
+    def wait(self) -> None:
+        """Block until it is."""
+
+
+class CpuCopies:
+    """Plain copies, row by row: for rows of kilobytes that is faster than an index operation's two passes.
+
+    Args:
+        tensors: What the pool keeps, [num_blocks, ...] each.
+        host_blocks: Slots of host memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
+        self._device = [_byte_rows(tensor).numpy() for tensor in tensors]
+        self._host = [np.zeros((host_blocks, rows.shape[1]), np.uint8) for rows in self._device]
+        self.block_bytes = sum(rows.shape[1] for rows in self._device)
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Copy device blocks into host slots."""
+        for device, host in zip(self._device, self._host, strict=True):
+            _copy_rows(device, blocks, host, slots)
+        return Done()
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copy host slots into device blocks."""
+        for device, host in zip(self._device, self._host, strict=True):
+            _copy_rows(host, slots, device, blocks)
+        return Done()
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy device blocks to device blocks."""
+        for device in self._device:
+            _copy_rows(device, sources, device, targets)
+
+    def fence(self) -> None:
+        """Do nothing: no copy is ever under way."""
+
+
+class CudaCopies:
+    """Copies on side streams, host memory pinned, blocks gathered on the device into one piece.
+
+    A store's gathering reads blocks that the next step may overwrite: that step waits for it, on the device.
+    The way to the host is then nobody's concern but the slot's. All stores are on one stream and all
+    restores on another, so that each kind keeps its order.
+
+    Args:
+        tensors: What the pool keeps, [num_blocks, ...] each, on one device.
+        host_blocks: Slots of host memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
+        self._device = [_byte_rows(tensor).view(torch.int32) for tensor in tensors]
+        self._widths = [rows.shape[1] for rows in self._device]
+        self._on = tensors[0].device
+        self._host = torch.empty((host_blocks, sum(self._widths)), dtype=torch.int32, pin_memory=True)
+        self.block_bytes = 4 * sum(self._widths)
+        self._stores = torch.cuda.Stream(self._on)
+        self._restores = torch.cuda.Stream(self._on)
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Gather device blocks, then copy them into host slots."""
+        compute = torch.cuda.current_stream(self._on)
+        self._stores.wait_stream(compute)
+        with torch.cuda.stream(self._stores):
+            rows = torch.tensor(blocks, device=self._on)
+            staged = torch.cat([tensor.index_select(0, rows) for tensor in self._device], dim=1)
+            gathered = torch.cuda.Event()
+            gathered.record(self._stores)
+            for first, slot, length in _runs(range(len(slots)), slots):
+                self._host[slot : slot + length].copy_(staged[first : first + length], non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stores)
+        compute.wait_event(gathered)
+        return _CudaTransfer(done, staged)
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copy host slots to the device, then scatter them into blocks."""
+        self._restores.wait_stream(torch.cuda.current_stream(self._on))
+        with torch.cuda.stream(self._restores):
+            rows = torch.tensor(blocks, device=self._on)
+            staged = torch.empty((len(slots), sum(self._widths)), dtype=torch.int32, device=self._on)
+            for slot, first, length in _runs(slots, range(len(slots))):
+                staged[first : first + length].copy_(self._host[slot : slot + length], non_blocking=True)
+            for tensor, part in zip(self._device, staged.split(self._widths, dim=1), strict=True):
+                tensor.index_copy_(0, rows, part)
+            done = torch.cuda.Event()
+            done.record(self._restores)
+        return _CudaTransfer(done, staged)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy device blocks to device blocks on the stream that computes."""
+        rows, places = (torch.tensor(numbers, device=self._on) for numbers in (sources, targets))
+        for tensor in self._device:
+            tensor.index_copy_(0, places, tensor.index_select(0, rows))
+
+    def fence(self) -> None:
+        """Let what is computed next wait, on the device, for the restores."""
+        torch.cuda.current_stream(self._on).wait_stream(self._restores)
+
+
+class _CudaTransfer:
+    def __init__(self, event: torch.cuda.Event, staged: Tensor) -> None:
+        self._event = event
+        self._staged: Tensor | None = staged  # its memory must not be reused before the copy is done
+
+    def done(self) -> bool:
+        if self._event.query():
+            self._staged = None
+        return self._staged is None
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
+    """Make what copies the blocks of a pool.
+
+    Args:
+        tensors: What the pool keeps, [num_blocks, ...] each.
+        host_blocks: Slots of host memory to take.
+    """
+    if tensors[0].device.type == "cuda":
+        return CudaCopies(tensors, host_blocks)
+    return CpuCopies(tensors, host_blocks)
+
+
+def bytes_of_block(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes that one block takes in a pool."""
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+
+
+def _byte_rows(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8).view(len(tensor), -1)
+
+
+def _copy_rows(
+    source: np.ndarray, sources: Sequence[int], target: np.ndarray, targets: Sequence[int]
+) -> None:
+    for from_row, to_row, length in _runs(sources, targets):
+        target[to_row : to_row + length] = source[from_row : from_row + length]
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (source, target, length) of stretches that are contiguous on both sides."""
+    start = 0
+    for end in range(1, len(sources) + 1):
+        length = end - start
+        if (
+            end < len(sources)
+            and sources[end] == sources[start] + length
+            and targets[end] == targets[start] + length
+        ):
+            continue
+        yield sources[start], targets[start], length
+        start = end

@@ -1,0 +1,165 @@
+"""The decoder architectures that the engine can run, by the name that config.json gives them.
+
+In: a configuration. Out: the shape of the decoder it describes, or a ModelError with file and field. A new
+architecture joins by a function here and a line in `ARCHITECTURES`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from model_server.models.hf_config import HfConfig
+from model_server.models.rope import Rope
+from model_server.models.rope_config import read_rope, rope_of, stretched_context
+from model_server.models.shape import Activation, DecoderShape
+
+_LAYERS_MAX = 1024
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA_PATTERN = 6
+
+
+def decoder_shape(config: HfConfig) -> DecoderShape:
+    """Read config.json, old keys and new.
+
+    Raises:
+        ModelError: The architecture is unknown, or a field is missing, of the wrong type, or asks for
+            something unsupported.
+    """
+    if config.has("quantization_config"):
+        method = config.section("quantization_config").text("quant_method", "an unnamed method")
+        raise config.error(
+            "quantization_config", method, "absent: quantized checkpoints cannot be loaded, take the original"
+        )
+    for architecture in config.names("architectures"):
+        if architecture in ARCHITECTURES:
+            return ARCHITECTURES[architecture](config)
+    raise config.error(
+        "architectures", config.names("architectures"), f"one of {', '.join(sorted(ARCHITECTURES))}"
+    )
+
+
+def _llama(config: HfConfig) -> DecoderShape:
+    biased = config.boolean("attention_bias", False)
+    return replace(_base(config, read_rope(config)), qkv_bias=biased, output_bias=biased)
+
+
+def _mistral(config: HfConfig) -> DecoderShape:
+    return _windowed(_base(config, read_rope(config)), config, default_kind=lambda _: _SLIDING)
+
+
+def _qwen2(config: HfConfig) -> DecoderShape:
+    return replace(_qwen_windows(_base(config, read_rope(config)), config), qkv_bias=True)
+
+
+def _qwen3(config: HfConfig) -> DecoderShape:
+    shape = _qwen_windows(_base(config, read_rope(config), default_head_dim=128), config)
+    biased = config.boolean("attention_bias", False)
+    return replace(shape, head_norms=True, qkv_bias=biased, output_bias=biased)
+
+
+def _gemma3(config: HfConfig) -> DecoderShape:
+    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.has(field):
+            raise config.error(field, config.number(field), "null: capped logits are not supported")
+    if config.boolean("use_bidirectional_attention", False):
+        raise config.error("use_bidirectional_attention", True, "false: only causal attention is supported")
+    local, everywhere = _gemma_ropes(config)
+    base = _base(
+        config, everywhere, default_head_dim=256, default_activation="gelu_pytorch_tanh", default_tied=True
+    )
+    pattern = config.integer("sliding_window_pattern", _GEMMA_PATTERN)
+    shape = _windowed(base, config, default_kind=lambda layer: _SLIDING if (layer + 1) % pattern else _FULL)
+    biased = config.boolean("attention_bias", False)
+    return replace(
+        shape,
+        ropes=tuple(everywhere if window is None else local for window in shape.windows),
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        qkv_bias=biased,
+        output_bias=biased,
+        head_norms=True,
+        output_norms=True,
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(shape.hidden),
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[HfConfig], DecoderShape]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Gemma3ForCausalLM": _gemma3,
+}
+
+
+def _base(
+    config: HfConfig,
+    rope: Rope,
+    *,
+    default_head_dim: int | None = None,
+    default_activation: str = "silu",
+    default_tied: bool = False,
+) -> DecoderShape:
+    """Read what all architectures have: a Llama."""
+    if config.boolean("mlp_bias", False):
+        raise config.error("mlp_bias", True, "false: biases of the MLP are not supported")
+    activation = config.text("hidden_activation", config.text("hidden_act", default_activation))
+    if activation not in _ACTIVATIONS:
+        raise config.error("hidden_act", activation, f"one of {', '.join(_ACTIVATIONS)}")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
+    head_dim = config.integer("head_dim", default_head_dim or max(hidden // heads, 1))
+    if head_dim % 2:
+        raise config.error("head_dim", head_dim, "even, for rotary positions")
+    layers = config.integer("num_hidden_layers")
+    if layers > _LAYERS_MAX:
+        raise config.error("num_hidden_layers", layers, f"at most {_LAYERS_MAX}")
+    return DecoderShape(
+        vocab_size=config.integer("vocab_size"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=config.integer("intermediate_size"),
+        max_positions=stretched_context(rope, config.integer("max_position_embeddings", 2048)),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        tied_embeddings=config.boolean("tie_word_embeddings", default_tied),
+        windows=(None,) * layers,
+        ropes=(rope,) * layers,
+        attention_scale=head_dim**-0.5,
+        activation=_ACTIVATIONS[activation],
+    )
+
+
+def _windowed(shape: DecoderShape, config: HfConfig, *, default_kind: Callable[[int], str]) -> DecoderShape:
+    """Give the layers their windows: by `layer_types`, or where that is absent by an older rule."""
+    if not config.has("sliding_window"):
+        return shape
+    window = config.integer("sliding_window")
+    kinds = config.names("layer_types") or [default_kind(layer) for layer in range(shape.layers)]
+    if len(kinds) != shape.layers or not {*kinds} <= {_SLIDING, _FULL}:
+        raise config.error("layer_types", kinds, f"{shape.layers} times {_SLIDING!r} or {_FULL!r}")
+    return replace(shape, windows=tuple(window if kind == _SLIDING else None for kind in kinds))
+
+
+def _qwen_windows(shape: DecoderShape, config: HfConfig) -> DecoderShape:
+    if not config.boolean("use_sliding_window", False):
+        return shape
+    whole = config.integer("max_window_layers", 28, minimum=0)
+    return _windowed(shape, config, default_kind=lambda layer: _FULL if layer < whole else _SLIDING)
+
+
+def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
+    """Return the rotary positions of sliding layers and of full ones."""
+    thetas = {
+        _SLIDING: config.number("rope_local_base_freq", 10_000.0),
+        _FULL: config.number("rope_theta", 1_000_000.0),
+    }
+    if not config.has("rope_parameters"):
+        return Rope(thetas[_SLIDING]), rope_of(config.section("rope_scaling"), config, thetas[_FULL])
+    sections = config.section("rope_parameters")
+    local, everywhere = (rope_of(sections.section(kind), config, theta) for kind, theta in thetas.items())
+    return local, everywhere
