@@ -21,7 +21,7 @@ help:
 	@echo "make test       all tests that need no cluster"
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
-	@echo "make bench      what a pick costs at the gateway"
+	@echo "make bench      what a pick costs at the gateway; kvroute bench: the rest"
 	@echo "make setup      .venv with the kvroute command, from requirements.lock"
 	@echo "make lock       resolve requirements.lock anew; make proto: generate the gRPC stubs anew"
 
@@ -36,6 +36,8 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@echo "compiling the index (the first time: up to a minute)"
+	@$(BIN)/python -c "from indexer.warm import warm_kernels; warm_kernels()"
 	@touch $@
 
 up: setup

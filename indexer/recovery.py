@@ -183,7 +183,7 @@ class Recovery:
         self._perform(actions, now_s)
 
     def doubted(self, reason: str, now_s: float) -> bool:
-        """See `StreamMachine.doubted`; False for a view that is just being built, which it does not change."""
+        """See `StreamMachine.doubted`; False for a view that is being built, which it does not change."""
         counts = self._machine.state is not StreamState.RECOVERING
         self._perform(self._machine.doubted(reason), now_s)
         return counts

@@ -12,6 +12,7 @@ import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_index import FlatIndex
+from indexer.hybrid import GroupRule, usable_blocks
 from indexer.keys import BlockHasher
 from indexer.pod_state import PodStates
 from indexer.tiers import SPECULATIVE_TIER, Tiers
@@ -35,6 +36,7 @@ def warm_kernels() -> None:
     index.add(_PODS[0], SPECULATIVE_TIER, keys)
     index.match(keys, frozenset(_PODS))
     index.held(keys, _PODS[0])
+    usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
     index.remove(_PODS[0], SPECULATIVE_TIER, keys)
     index.restore(index.snapshot(_PODS[:1]))
     # More than fits into what is there at first: arrays and tables are made anew.

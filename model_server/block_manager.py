@@ -14,7 +14,7 @@ from model_server.free_queue import Block
 from model_server.host_tier import HostBlock, HostTier
 from model_server.live_request import BlockTable, LiveRequest
 from model_server.offload import Offload
-from model_server.prefix import blocks_behind, full_prefix, resumable_prefix
+from model_server.prefix import blocks_behind, blocks_bound, full_prefix, resumable_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class BlockManager:
         chunk_tokens: Most tokens of one request in a step.
         enable_prefix_caching: Whether requests find each other's blocks.
         swap: Whether a preempted request's blocks wait in the host tier, where there is room.
+
+    Attributes:
+        pool: See above.
+        offload: See above.
+        block_tokens: See above.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class BlockManager:
         self.pool = pool
         self.offload = offload
         self._groups = tuple(groups)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
         self._caching = enable_prefix_caching
         self._swap = swap
@@ -73,7 +78,7 @@ class BlockManager:
 
     def blocks_bound(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens holds at any time."""
-        return sum(self._bound(group, num_tokens) for group in range(len(self._groups)))
+        return blocks_bound(self._needs, num_tokens, self._chunk_tokens, self.block_tokens)
 
     def expect(self, live: LiveRequest) -> None:
         """Look up how much of a waiting request is cached, from where the last look ended."""
@@ -81,13 +86,13 @@ class BlockManager:
             live.expected_tokens = live.swapped_tokens
             return
         lead = self._needs.index(None) if self._selective else 0
-        digests = live.digests_of((live.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        digests = live.digests_of((live.num_tokens - 1) // self.block_tokens, self.block_tokens)
         found = live.expected_blocks
         if found and self._find((lead, digests[found - 1])) is None:
             found = 0
         while found < len(digests) and self._find((lead, digests[found])) is not None:
             found += 1
-        live.expected_blocks, live.expected_tokens = found, found * self._block_tokens
+        live.expected_blocks, live.expected_tokens = found, found * self.block_tokens
 
     def find_prefix(self, live: LiveRequest) -> Prefix:
         """Return the longest run of blocks that hold the request's first tokens already.
@@ -95,9 +100,9 @@ class BlockManager:
         The last token is never taken from the cache: it must be computed to get the next one. So a fully
         cached prompt that ends on a block boundary computes its last block anew.
         """
-        if not self._caching:
+        if not self._caching or live.swapped is not None:
             return Prefix(0, [[] for _ in self._groups], 0)
-        digests = live.digests_of((live.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        digests = live.digests_of((live.num_tokens - 1) // self.block_tokens, self.block_tokens)
 
         def is_cached(group: int, index: int) -> bool:
             return self._find((group, digests[index])) is not None
@@ -124,8 +129,7 @@ class BlockManager:
         found = [entry for entries in prefix.entries for entry in entries if isinstance(entry, Block)]
         revived = sum(block.ref_count == 0 for block in found)
         wanted = self.blocks_bound(live.num_tokens) - len(found) + revived
-        # Bounds of windowed groups leave room to spare, which a pool for one request does not have.
-        return wanted + reserved <= self.pool.num_free or self.pool.num_free == self.pool.num_blocks
+        return wanted + reserved <= self.pool.num_free
 
     def still_needed(self, live: LiveRequest) -> int:
         """Return how many blocks a request's known tokens will need beside those that it holds."""
@@ -139,9 +143,9 @@ class BlockManager:
         if live.swapped is not None:
             self._swap_in(live)
             return
-        live.computed = prefix.length * self._block_tokens
+        live.computed = prefix.length * self.block_tokens
         if self._selective:
-            live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self._block_tokens}
+            live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self.block_tokens}
         self._bring_back(live, prefix.entries)
         for table, need in zip(live.tables, self._needs, strict=True):
             table.registered = prefix.length
@@ -164,7 +168,7 @@ class BlockManager:
         """
         leader, last = live.leader, len(live.request.prompt_token_ids) - 1
         assert leader is not None
-        shared = last // self._block_tokens
+        shared = last // self.block_tokens
         live.tables = [BlockTable() for _ in self._groups]
         live.computed = last
         for group, (table, theirs) in enumerate(zip(live.tables, leader.tables, strict=True)):
@@ -175,7 +179,7 @@ class BlockManager:
                 self.pool.touch(block)
             table.extend(theirs.blocks[first:shared])
             table.rolled, table.registered = first, shared
-            if last % self._block_tokens:
+            if last % self.block_tokens:
                 source = theirs.blocks[shared]
                 assert source is not None
                 (copy,) = self.pool.allocate(1)
@@ -185,7 +189,7 @@ class BlockManager:
     def grow(self, live: LiveRequest, num_tokens: int) -> bool:
         """Give the request blocks for its first `num_tokens` tokens. Returns False if too few are free."""
         self._roll(live)
-        wanted = -(-num_tokens // self._block_tokens)
+        wanted = -(-num_tokens // self.block_tokens)
         missing = [max(0, wanted - len(table.blocks)) for table in live.tables]
         if sum(missing) > self.pool.num_free:
             return False
@@ -200,7 +204,7 @@ class BlockManager:
         This happens before the forward pass, as in vLLM, so that a request scheduled later in the same step
         can share them: in each layer all KV of a step is written before anything reads it.
         """
-        full = num_tokens // self._block_tokens
+        full = num_tokens // self.block_tokens
         if not self._caching:
             return
         for group, table in enumerate(live.tables):
@@ -256,17 +260,10 @@ class BlockManager:
     def _find(self, key: ContentKey) -> Block | HostBlock | None:
         return self.pool.find(key) or self._host.find(key)
 
-    def _bound(self, group: int, num_tokens: int) -> int:
-        blocks, need = -(-num_tokens // self._block_tokens), self._needs[group]
-        if need is None:
-            return blocks
-        # The window, what alignment keeps in front of it, and a chunk.
-        return min(blocks, need + 2 + -(-self._chunk_tokens // self._block_tokens))
-
     def _first_needed(self, group: int, position: int) -> int:
         """Return the first block needed to go on at a position, and to resume at the block it is in."""
         need = self._needs[group]
-        return 0 if need is None else max(0, position // self._block_tokens - need)
+        return 0 if need is None else max(0, position // self.block_tokens - need)
 
     def _roll(self, live: LiveRequest) -> None:
         """Free what no token from `computed` on sees any more."""
@@ -278,9 +275,7 @@ class BlockManager:
             table.rolled = max(table.rolled, first)
             self.pool.release(gone)
 
-    def _bring_back(
-        self, live: LiveRequest, entries: Sequence[Sequence[Block | HostBlock | None]]
-    ) -> None:
+    def _bring_back(self, live: LiveRequest, entries: Sequence[Sequence[Block | HostBlock | None]]) -> None:
         """Fill the tables: device blocks are shared, host blocks restored into new ones."""
         everything = [entry for group in entries for entry in group]
         sources = [entry for entry in everything if isinstance(entry, HostBlock)]
@@ -309,7 +304,7 @@ class BlockManager:
 
     def _swap_out(self, live: LiveRequest) -> None:
         """Copy the blocks that hold computed tokens to the host tier, if it has room for all of them."""
-        filled = -(-live.computed // self._block_tokens)
+        filled = -(-live.computed // self.block_tokens)
         tables = [table.blocks[:filled] for table in live.tables]
         slots = self.offload.swap_out([block for table in tables for block in table if block is not None])
         if slots is None:
@@ -320,7 +315,7 @@ class BlockManager:
 
     def _register_tail(self, live: LiveRequest) -> None:
         """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
-        full = live.computed // self._block_tokens
+        full = live.computed // self.block_tokens
         for group, need in enumerate(self._needs):
             if need is not None and self._selective:
                 self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
@@ -344,23 +339,23 @@ class BlockManager:
         ]
         if not fresh:
             return
-        digests = live.digests_of(stop, self._block_tokens)
+        digests = live.digests_of(stop, self.block_tokens)
         start = min(start, fresh[0][0])
         self.pool.register(
             [block for _, block in fresh],
             [self._content(live, group, index) for index, _ in fresh],
             parent=digests[start - 1] if start else None,
-            token_ids=live.token_ids[start * self._block_tokens : stop * self._block_tokens],
+            token_ids=live.token_ids[start * self.block_tokens : stop * self.block_tokens],
             computed=computed,
         )
 
     def _content(self, live: LiveRequest, group: int, index: int) -> BlockContent:
-        start = index * self._block_tokens
+        start = index * self.block_tokens
         return BlockContent(
             group=group,
             digest=live.digests[index],
             parent=live.digests[index - 1] if index else None,
-            token_ids=tuple(live.token_ids[start : start + self._block_tokens]),
+            token_ids=tuple(live.token_ids[start : start + self.block_tokens]),
             extra_keys=live.extra_keys(index),
             lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),
         )

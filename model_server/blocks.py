@@ -120,17 +120,19 @@ class BlockPool:
         self._provisional.clear()
         return events
 
-    def forget_registered(self) -> None:
-        """Unregister what was to be computed since the last `take_events`: it never was.
+    def forget_registered(self) -> list[Block]:
+        """Unregister what was to be computed since the last `take_events`, and return it: it never was.
 
         Evictions of the same time did happen and stay in the events.
         """
-        for block in self._registered:
+        never_computed = list(self._registered)
+        for block in never_computed:
             self._unmap(block)
         never = {id(event) for event in self._provisional}
         self._events = [event for event in self._events if id(event) not in never]
         self._registered.clear()
         self._provisional.clear()
+        return never_computed
 
     def reset(self) -> bool:
         """Forget all content. Returns False, and does nothing, while any block is held."""

@@ -14,7 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from model_server.config import DTYPES, KV_CACHE_DTYPES, TINY_MODEL, EngineConfig
+from model_server.config import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    TINY_MODEL,
+    EngineConfig,
+)
 from model_server.errors import ConfigError, ModelServerError
 
 if TYPE_CHECKING:
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
+_API_KEY_VARIABLE = "KVROUTE_API_KEY"
+_DEMO = "demo-offload"
 _MAX_BODY_BYTES = 16 << 20
 # Packages of the extra `model-server`, whose absence is the user's to mend rather than a bug.
 _EXTRA = frozenset(
@@ -38,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 after a regular stop, 1 if it could not start, 2 for wrong flags.
     """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == [_DEMO]:
+        return _demo_offload(arguments[1:])
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     try:
         engine, events = _engine_config(args), _events_config(args)
     except ConfigError as error:
@@ -64,9 +76,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         served_names=tuple(args.served_model_name or [_default_name(engine.model)]),
         events=events,
         max_body_bytes=args.max_body_bytes,
+        api_key=args.api_key,
+        runtime_loras=args.allow_runtime_lora_updating,
     )
     try:
         serve.run(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    except ModelServerError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _demo_offload(arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog=f"kvroute model-server {_DEMO}",
+        description="Show what the host tier saves: one prompt cold, from the device, and from the host.",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=_positive, default=2048, metavar="N", help="its length (default: %(default)s)"
+    )
+    _add_engine_flags(parser.add_argument_group("engine"))
+    args = parser.parse_args(arguments)
+    try:
+        from model_server.demo_offload import demonstrate
+
+        for line in demonstrate(_engine_config(args), args.prompt_tokens):
+            print(line)
     except ConfigError as error:
         parser.error(str(error))
     except ModelServerError as error:
@@ -126,6 +162,17 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="refuse larger HTTP bodies (default: %(default)s)",
     )
     group.add_argument(
+        "--api-key",
+        default=os.environ.get(_API_KEY_VARIABLE) or None,
+        metavar="KEY",
+        help=f"refuse API requests without it (default: ${_API_KEY_VARIABLE}, which other users cannot read)",
+    )
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let clients load adapters from this machine's directories (default: they may not)",
+    )
+    group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
@@ -160,11 +207,33 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", default=defaults.device, help="torch device (default: %(default)s)")
     number("--block-size", defaults.block_tokens, "tokens per KV block")
-    number("--num-gpu-blocks", defaults.gpu_blocks, "KV blocks in the pool", "--num-gpu-blocks-override")
+    number(
+        "--num-gpu-blocks",
+        defaults.gpu_blocks,
+        "KV blocks in the pool",
+        "--gpu-blocks",
+        "--num-gpu-blocks-override",
+    )
+    number("--cpu-blocks", defaults.cpu_blocks, "KV blocks in the host tier")
+    group.add_argument("--cpu-gib", type=float, metavar="GIB", help="the same as GiB of host memory")
     number("--max-model-len", None, "most tokens of prompt and answer together (default: the model's own)")
     number("--max-num-seqs", defaults.max_num_seqs, "most requests running at once")
     number("--max-num-batched-tokens", defaults.max_num_batched_tokens, "token budget of one step")
     number("--max-num-queued-reqs", defaults.max_waiting, "most requests waiting; one more is refused")
+    group.add_argument(
+        "--scheduling-policy",
+        choices=SCHEDULING_POLICIES,
+        default=defaults.scheduling_policy,
+        help="order of prefills: by arrival, by the request's priority, or by arrival plus ten times the "
+        "prefill's own seconds (default: %(default)s)",
+    )
+    group.add_argument(
+        "--preemption-mode",
+        choices=PREEMPTION_MODES,
+        default=defaults.preemption_mode,
+        help="what a preempted request does to go on: compute its KV again, or fetch it from the host tier "
+        "(default: %(default)s)",
+    )
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -174,6 +243,11 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     number("--max-loras", defaults.max_loras, "most LoRA adapters loaded at once")
     number("--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
     number("--seed", defaults.seed, "seeds requests that bring no seed")
+    group.add_argument(
+        "--check-invariants",
+        action="store_true",
+        help="check all KV books after each step and die if they are wrong (slow, for debugging)",
+    )
 
 
 def _add_event_flags(group: argparse._ArgumentGroup) -> None:
@@ -209,14 +283,19 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         block_tokens=args.block_size,
         gpu_blocks=args.num_gpu_blocks,
+        cpu_blocks=args.cpu_blocks,
+        cpu_gib=args.cpu_gib,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=args.max_num_queued_reqs,
+        scheduling_policy=args.scheduling_policy,
+        preemption_mode=args.preemption_mode,
         enable_prefix_caching=args.enable_prefix_caching,
         max_loras=args.max_loras,
         torch_threads=args.torch_threads,
         seed=args.seed,
+        check_invariants=args.check_invariants,
     )
 
 

@@ -4,6 +4,7 @@ One step is drain the inbox -> schedule -> run the model -> publish cache events
 no text and no HTTP; the model is behind `Runner`, the listeners behind two callables.
 """
 
+import itertools
 import logging
 import random
 import threading
@@ -11,43 +12,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Protocol
-
-import torch
 
 from model_server.admission import check_request
+from model_server.block_content import Announcer
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
-from model_server.config import TINY_MODEL, EngineConfig
+from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
 from model_server.events import EventSink
+from model_server.host_tier import HostTier
+from model_server.invariants import check_invariants
 from model_server.live_request import LiveRequest
 from model_server.lora_registry import LoraRegistry
+from model_server.offload import Offload
+from model_server.prefill_order import PrefillRate
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
-from model_server.runner import TorchRunner
 from model_server.scheduler import Chunk, Scheduler
-from model_server.tiny import load_tiny
-from model_server.weights import load_checkpoint, torch_device
+from model_server.step_runner import Runner
 
-__all__ = ["Engine", "EngineStats", "OutputSink", "Runner", "build_engine"]
+__all__ = ["Engine", "EngineStats", "OutputSink", "Runner"]
 
 logger = logging.getLogger(__name__)
 
 OutputSink = Callable[[TokenOutput], None]
 
 _HEARTBEAT_S = 1.0  # how often an idle loop shows that it lives
-
-
-class Runner(Protocol):
-    """What computes a step: the model, its KV pool and the sampler."""
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
-        """Compute the chunks; return the next token by request id for each chunk that samples."""
 
 
 class Engine:
@@ -70,12 +60,6 @@ class Engine:
         max_model_len: int,
         loras: LoraRegistry | None = None,
     ) -> None:
-        if max_model_len > config.gpu_blocks * config.block_tokens:
-            # With this a request that runs alone always fits, so preemption cannot go round in circles.
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, but {config.gpu_blocks} blocks of {config.block_tokens} "
-                f"tokens hold {config.gpu_blocks * config.block_tokens}; add blocks or lower max_model_len"
-            )
         self.max_model_len = max_model_len
         self.block_tokens = config.block_tokens
         self.loras = loras
@@ -83,18 +67,40 @@ class Engine:
         self._caching = config.enable_prefix_caching
         self._runner = runner
         self._events = events
-        self._pool = BlockPool(config.gpu_blocks, config.block_tokens)
+        announcer = Announcer(runner.kv_groups, config.block_tokens)
+        self._pool = BlockPool(config.gpu_blocks, announcer)
+        self._host = HostTier(_host_blocks(config, runner), announcer, self._pool.announce)
+        self._offload = Offload(self._pool, self._host, runner.block_copies(self._host.num_blocks))
+        manager = BlockManager(
+            self._pool,
+            self._offload,
+            runner.kv_groups,
+            block_tokens=config.block_tokens,
+            chunk_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            swap=config.preemption_mode == "swap",
+        )
+        if (needed := manager.blocks_bound(max_model_len)) > config.gpu_blocks:
+            # With this a request that runs alone always fits, so preemption cannot go round in circles.
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} tokens, "
+                f"but there are {config.gpu_blocks}; add blocks or lower max_model_len"
+            )
         self._scheduler = Scheduler(
-            BlockManager(self._pool, enable_prefix_caching=config.enable_prefix_caching),
+            manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
         )
+        self._rate = PrefillRate()
+        self._checking = config.check_invariants
+        self._asleep = False
+        self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
-        self._wake = threading.Condition()  # guards the next five
+        self._wake = threading.Condition()  # guards the next four
         self._inbox: deque[Callable[[], None]] = deque()
         self._live: dict[str, tuple[LiveRequest, OutputSink]] = {}
         self._aborting: set[str] = set()
-        self._reset: Future[bool] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
         self._healthy = True
@@ -129,7 +135,14 @@ class Engine:
             if len(self._live) - len(self._scheduler.running) >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
             seed = request.sampling.seed
-            live = LiveRequest(request, self._seeds.getrandbits(63) if seed is None else seed, adapter)
+            live = LiveRequest(
+                request,
+                self._seeds.getrandbits(63) if seed is None else seed,
+                adapter,
+                arrived_s=time.monotonic(),
+                serial=next(self._serials),
+                leader=self._leader(request),
+            )
             self._live[request.request_id] = (live, sink)
             self._post(lambda: self._scheduler.add(live))
 
@@ -147,16 +160,26 @@ class Engine:
         Returns:
             False, with nothing done, while requests hold blocks.
         """
-        with self._wake:
-            if self._closing:
-                return False
-            if self._reset is None:
-                self._reset = Future()
-                self._post(self._reset_pool)
-            answer = self._reset
-        if self._thread is None:
-            self._drain_inbox()
-        return answer.result()
+        return self._ask(self._reset_pool)
+
+    def sleep(self) -> bool:
+        """Forget all cached blocks, announce it, and give the memory of both tiers back.
+
+        Requests that come meanwhile wait until `wake_up`.
+
+        Returns:
+            False, with nothing done, while requests hold blocks.
+        """
+        return self._ask(self._fall_asleep)
+
+    def wake_up(self) -> bool:
+        """Take the memory again and go on; returns False if the engine did not sleep."""
+        return self._ask(self._wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._asleep
 
     def stats(self) -> EngineStats:
         """Return the counters; callable from any thread."""
@@ -175,6 +198,14 @@ class Engine:
             steps=self._steps,
             last_step_monotonic_s=self._turned_s,
             healthy=self._healthy,
+            host_hits_tokens=scheduler.host_prompt_tokens,
+            host_blocks=self._host.num_blocks,
+            host_usage=self._host.num_used / max(1, self._host.num_blocks),
+            swapped_in_blocks=self._offload.swapped_in_blocks,
+            swapped_out_blocks=self._offload.swapped_out_blocks,
+            block_bytes=self._offload.block_bytes,
+            restores=self._offload.restores,
+            prefill_tokens_per_s=self._rate.tokens_per_s,
         )
 
     def start(self) -> None:
@@ -196,30 +227,32 @@ class Engine:
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
         self._drain_inbox()
-        chunks = self._scheduler.schedule()
-        if not chunks:
+        if self._asleep:
             return False
+        chunks = self._scheduler.schedule(self._rate.seconds_per_token)
+        if not chunks:
+            return self._idle()
         self._steps += 1
         try:
-            tokens = self._runner.run(chunks)
+            tokens = self._compute(chunks)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", self._steps, len(chunks))
-            self._pool.forget_registered()
+            never_computed = self._pool.forget_registered()
+            self._scheduler.distrust(never_computed, [chunk.live for chunk in chunks])
             self._publish()
             for chunk in chunks:
                 self._finish(chunk.live, "error", f"the model failed: {error}")
         else:
             self._publish()
             self._deliver(chunks, tokens)
+        self._publish()  # what requests that ended leave in windowed groups
+        if self._checking:
+            self.check_invariants()
         return True
 
     def check_invariants(self) -> None:
-        """Assert that the pool's books agree with the requests'; call it between steps."""
-        self._pool.check_invariants(live.blocks for live in self._scheduler.running)
-        assert not any(live.blocks for live in self._scheduler.waiting), "a waiting request holds blocks"
-        for live in self._scheduler.running:
-            assert [block.block_id for block in live.blocks] == list(live.block_ids)
-            assert 0 <= live.computed <= len(live.blocks) * self.block_tokens
+        """Assert that the books of both tiers agree with the requests'; call it between steps."""
+        check_invariants(self._scheduler, self._pool, self._host, self.block_tokens)
 
     def _loop(self) -> None:
         try:
@@ -235,6 +268,46 @@ class Engine:
             self._end_all("error", "the engine failed")
         else:
             self._end_all("abort", None)
+
+    def _idle(self) -> bool:
+        """Settle copies when there is nothing to compute; returns whether there may be something now."""
+        waits = self._offload.restoring
+        if waits:
+            self._offload.wait()
+        self._publish()
+        return waits
+
+    def _compute(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+        decodes = sum(chunk.length == 1 for chunk in chunks)
+        started_s = time.monotonic()
+        tokens = self._runner.run(chunks)
+        prefills = sum(chunk.length for chunk in chunks) - decodes
+        self._rate.observe(prefills, decodes, time.monotonic() - started_s)
+        return tokens
+
+    def _leader(self, request: GenerationRequest) -> LiveRequest | None:
+        """Return the live request whose blocks this one may share; the caller holds the lock."""
+        leader, _ = self._live.get(request.fork_of or "", (None, None))
+        if leader is None:
+            return None
+        theirs = leader.request
+        same = (
+            theirs.prompt_token_ids == request.prompt_token_ids
+            and theirs.cache_salt == request.cache_salt
+            and theirs.lora_name == request.lora_name
+        )
+        return leader if same else None
+
+    def _ask(self, action: Callable[[], bool]) -> bool:
+        """Have the stepping thread do something between two steps; returns False once the engine closes."""
+        answer: Future[bool] = Future()
+        with self._wake:
+            if self._closing:
+                return False
+            self._post(lambda: answer.set_result(action()))
+        if self._thread is None:
+            self._drain_inbox()
+        return answer.result()
 
     def _post(self, action: Callable[[], None]) -> None:
         """Leave work for the stepping thread; the caller holds the lock."""
@@ -308,13 +381,29 @@ class Engine:
         except Exception:
             logger.exception("the event sink raised; %d cache events are lost", len(events))
 
-    def _reset_pool(self) -> None:
+    def _reset_pool(self) -> bool:
+        self._offload.drain()
         done = self._pool.reset()
+        if done:
+            self._host.clear()
         self._publish()
-        with self._wake:
-            answer, self._reset = self._reset, None
-        assert answer is not None
-        answer.set_result(done)
+        return done
+
+    def _fall_asleep(self) -> bool:
+        if self._asleep or not self._reset_pool():
+            return self._asleep
+        self._asleep = True
+        self._offload.detach()
+        self._runner.free_kv()
+        return True
+
+    def _wake_up(self) -> bool:
+        if not self._asleep:
+            return False
+        self._runner.allocate_kv()
+        self._offload.attach(self._runner.block_copies(self._host.num_blocks))
+        self._asleep = False
+        return True
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         """Refuse new requests, then end those there are."""
@@ -336,40 +425,7 @@ def _output(
     return TokenOutput(live.request_id, token_ids, reason, live.cached_tokens or 0, error, logprobs)
 
 
-def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
-    """Load the model and make an engine for it, not yet started.
-
-    Args:
-        config: Which model, and how much of everything.
-        sink: Where the cache events of each step go.
-
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the machine.
-    """
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
-    device = torch_device(config.device)
-    if config.model == TINY_MODEL:
-        loaded = load_tiny(config.dtype, device)
-    else:
-        loaded = load_checkpoint(Path(config.model), config.dtype, device)
-    max_model_len = _max_model_len(config, loaded.max_positions)
-    runner = TorchRunner(
-        loaded.model,
-        loaded.eos_token_ids,
-        num_blocks=config.gpu_blocks,
-        block_tokens=config.block_tokens,
-        fp8_kv=config.kv_cache_dtype == "fp8",
-    )
-    return Engine(config, runner, sink, max_model_len, LoraRegistry(loaded.model, config.max_loras))
-
-
-def _max_model_len(config: EngineConfig, max_positions: int) -> int:
-    if config.max_model_len is None:
-        return min(max_positions, config.gpu_blocks * config.block_tokens)
-    if config.max_model_len > max_positions:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model was made for {max_positions} positions"
-        )
-    return config.max_model_len
+def _host_blocks(config: EngineConfig, runner: Runner) -> int:
+    if config.cpu_gib is None:
+        return config.cpu_blocks
+    return int(config.cpu_gib * 2**30) // runner.block_bytes

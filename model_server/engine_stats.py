@@ -23,6 +23,14 @@ class EngineStats:
         steps: Steps that ran the model.
         last_step_monotonic_s: `time.monotonic()` when the loop last turned; an idle loop turns too.
         healthy: False once the loop has died.
+        host_hits_tokens: Those of `prefix_hits_tokens` that had to be restored from the host tier.
+        host_blocks: Blocks in the host tier.
+        host_usage: Share of them that hold something, 0 to 1.
+        swapped_in_blocks: Blocks restored from the host tier.
+        swapped_out_blocks: Blocks stored in the host tier.
+        block_bytes: Bytes of one block, for bytes moved and held.
+        restores: Times that a request waited for a restore.
+        prefill_tokens_per_s: Measured speed of prefills; 0 before the first.
     """
 
     running: int
@@ -37,3 +45,11 @@ class EngineStats:
     steps: int
     last_step_monotonic_s: float
     healthy: bool
+    host_hits_tokens: int = 0
+    host_blocks: int = 0
+    host_usage: float = 0.0
+    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0
+    block_bytes: int = 0
+    restores: int = 0
+    prefill_tokens_per_s: float = 0.0

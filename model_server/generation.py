@@ -44,12 +44,15 @@ class AsyncEngine:
         engine: The engine.
         loop: The loop that everything but the sink runs on.
         metrics: Observes each request's latencies.
+
+    Attributes:
+        metrics: The same.
     """
 
     def __init__(self, engine: EngineLike, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
         self._engine = engine
         self._loop = loop
-        self._metrics = metrics
+        self.metrics = metrics
         self._arrived: deque[TokenOutput] = deque()
         self._wake_pending = False
         self._generations: dict[str, Generation] = {}
@@ -67,7 +70,7 @@ class AsyncEngine:
         Raises:
             ApiError: The engine did not take one of them; then none of them runs.
         """
-        observers = [self._metrics.choice(arrived_s) for _ in requests]
+        observers = [self.metrics.choice(arrived_s, len(request.prompt_token_ids)) for request in requests]
         generation = Generation(self, requests, texts, observers)
         try:
             for request in requests:
@@ -89,10 +92,23 @@ class AsyncEngine:
         """The clock of all times here."""
         return time.monotonic()
 
-    def release(self, request_id: str, *, finished: bool) -> None:
-        """Forget a request, aborting it unless the engine has finished it."""
-        if self._generations.pop(request_id, None) is not None and not finished:
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of requests that run, and of those that wait for their first token."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request_id, generation in self._generations.items():
+            name, began = generation.adapter_of(request_id)
+            if name is not None:
+                (running if began else waiting).add(name)
+        return sorted(running), sorted(waiting)
+
+    def release(self, request_id: str, *, finished: bool) -> bool:
+        """Forget a request, aborting it unless it has finished; False if it was forgotten before."""
+        if self._generations.pop(request_id, None) is None:
+            return False
+        if not finished:
             self._engine.abort(request_id)
+        return True
 
     def _on_output(self, output: TokenOutput) -> None:
         """Engine thread: hand one output over."""
@@ -129,6 +145,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._indices = {request.request_id: index for index, request in enumerate(requests)}
+        self._lora_names = [request.lora_name for request in requests]
         self._constraints = [request.constraint for request in requests]
         self._observers = observers
         self._waiting: list[TokenOutput] = []
@@ -146,6 +163,11 @@ class Generation:
         """Prompt tokens that came from the cache, per choice."""
         return tuple(text.cached_tokens for text in self.texts)
 
+    def adapter_of(self, request_id: str) -> tuple[str | None, bool]:
+        """The adapter of one of the requests, and whether its first token has come."""
+        index = self._indices[request_id]
+        return self._lora_names[index], self._observers[index].began
+
     def put(self, output: TokenOutput) -> None:
         """Take one of the engine's outputs."""
         self._waiting.append(output)
@@ -158,8 +180,9 @@ class Generation:
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
-        for request_id in self._indices:
-            self._engine.release(request_id, finished=False)
+        for request_id, index in self._indices.items():
+            if self._engine.release(request_id, finished=False):
+                self._observers[index].broken("abort")
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield what has arrived, all of it at once, until every choice has finished.
@@ -189,6 +212,7 @@ class Generation:
             return None
         if output.finish_reason in ("abort", "error"):
             self._engine.release(output.request_id, finished=True)
+            observer.broken(output.finish_reason)
             self._error = _failure(output)
             return None
         now_s = self._engine.now_s()
@@ -196,7 +220,7 @@ class Generation:
             observer.tokens(now_s)
         delta = text.push(output)
         if delta.finish_reason is not None:
-            observer.finished(now_s, delta.finish_reason)
+            observer.finished(now_s, delta.finish_reason, text.completion_tokens)
             # A stop string ends the text here while the engine still runs.
             self._engine.release(output.request_id, finished=output.finish_reason is not None)
             constraint = self._constraints[index]

@@ -128,8 +128,13 @@ class HostTier:
         """Return what can be fetched: what a listener's mirror must hold."""
         return {key: 1 for key, block in self._kept.items() if block.ready}
 
-    def check_invariants(self) -> None:
-        """Assert that every slot is free once or used once, and that contents are where they say."""
+    def check_invariants(self, swapped: Sequence[HostBlock], restoring: Sequence[HostBlock]) -> None:
+        """Assert that every slot is free once or used once, and that contents are where they say.
+
+        Args:
+            swapped: Slots of requests that are swapped out.
+            restoring: Slots that are read for running requests.
+        """
         used = [block.slot for block in (*self._kept.values(), *self._swapped)]
         assert sorted([*self._free, *used]) == list(range(self.num_blocks)), "a slot leaked or is used twice"
         for key, block in self._kept.items():
@@ -137,6 +142,8 @@ class HostTier:
             assert block.content.key == key, "a host block cannot be found"
             assert block.ready or block.holders, "a host block waits for a copy that nobody makes"
         assert all(block.content is None and block.holders for block in self._swapped)
+        assert self._swapped.issuperset(swapped), "a swapped request lost its slots"
+        assert all(source.holders for source in restoring), "a slot that is read may be reused"
 
     def _take_slot(self) -> int | None:
         if self._free:

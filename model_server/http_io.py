@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -179,10 +180,16 @@ class QuietEnd:
             pass
         except asyncio.CancelledError:
             if not started:
-                await _send_error(send, ApiError(503, "the server is shutting down; send the request again"))
+                await send_error(send, ApiError(503, "the server is shutting down; send the request again"))
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
+def json_response(value: object, status: int = 200) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Answer with an error, and hang up."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": error.body(), "more_body": False})

@@ -6,7 +6,7 @@ metrics on the registry it is given. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,6 +26,9 @@ _ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+_REASONS = ("stop", "length", "abort", "error")
+_TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _E2E_BUCKETS_S = (
     *(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -49,38 +52,103 @@ class RequestMetrics:
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
         self.itl_s = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _ITL_BUCKETS_S)
         self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S)
+        self.tpot_s = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S
+        )
+        self.decode_s = histogram(
+            "vllm:request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S
+        )
+        self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS)
+        self.generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
+        )
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens asked for.", _TOKEN_BUCKETS)
+        self.copies = histogram("vllm:request_params_n", "n asked for.", _N_BUCKETS)
         success = Counter(
             "vllm:request_success", "Finished requests.", (*_LABELS, "finished_reason"), registry=registry
         )
-        self.success = {reason: success.labels(*labels, reason) for reason in ("stop", "length")}
+        self.success = {reason: success.labels(*labels, reason) for reason in _REASONS}
 
-    def choice(self, arrived_s: float) -> ChoiceObserver:
-        """Observe one choice of a request that arrived at this time."""
-        return ChoiceObserver(self, arrived_s)
+    def choice(self, arrived_s: float, prompt_tokens: int = 0) -> ChoiceObserver:
+        """Observe one choice, with a prompt this long, of a request that arrived at this time."""
+        return ChoiceObserver(self, arrived_s, prompt_tokens)
+
+    def params(self, copies: int, max_tokens: int) -> None:
+        """Note what a request asked for."""
+        self.copies.observe(copies)
+        self.max_tokens.observe(max_tokens)
 
 
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 
-    __slots__ = ("_arrived_s", "_last_tokens_s", "_metrics")
+    __slots__ = ("_arrived_s", "_first_tokens_s", "_last_tokens_s", "_metrics", "_prompt_tokens")
 
-    def __init__(self, metrics: RequestMetrics, arrived_s: float) -> None:
+    def __init__(self, metrics: RequestMetrics, arrived_s: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived_s = arrived_s
-        self._last_tokens_s: float | None = None
+        self._prompt_tokens = prompt_tokens
+        self._first_tokens_s: float | None = None
+        self._last_tokens_s = 0.0
+
+    @property
+    def began(self) -> bool:
+        """Whether a token has come."""
+        return self._first_tokens_s is not None
 
     def tokens(self, now_s: float) -> None:
         """New tokens came."""
-        if self._last_tokens_s is None:
+        if self._first_tokens_s is None:
+            self._first_tokens_s = now_s
             self._metrics.ttft_s.observe(now_s - self._arrived_s)
         else:
             self._metrics.itl_s.observe(now_s - self._last_tokens_s)
         self._last_tokens_s = now_s
 
-    def finished(self, now_s: float, reason: str) -> None:
+    def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:
         """The choice came to its regular end."""
-        self._metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics = self._metrics
+        metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.generation_tokens.observe(completion_tokens)
+        if self._first_tokens_s is not None:
+            decode_s = now_s - self._first_tokens_s
+            metrics.decode_s.observe(decode_s)
+            if completion_tokens > 1:
+                metrics.tpot_s.observe(decode_s / (completion_tokens - 1))
+        metrics.success[reason].inc()
+
+    def broken(self, reason: str) -> None:
+        """The choice ended by "abort" or "error": it has no times that mean anything."""
         self._metrics.success[reason].inc()
+
+
+class LoraCollector(Collector):
+    """Tells which adapters are in use, as GIE's LoRA affinity reads it.
+
+    Args:
+        max_loras: Most adapters loaded at once.
+        in_use: Adapters of the requests that run, and of those that wait for their first token.
+        now_s: Unix time, the metric's value: readers take the newest of its label sets.
+    """
+
+    def __init__(
+        self,
+        max_loras: int,
+        in_use: Callable[[], tuple[Iterable[str], Iterable[str]]],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._max_loras = max_loras
+        self._in_use = in_use
+        self._now_s = now_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one metric with its present labels."""
+        running, waiting = self._in_use()
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
+        family.add_metric((str(self._max_loras), ",".join(waiting), ",".join(running)), self._now_s())
+        yield family
 
 
 class EngineCollector(Collector):
@@ -112,11 +180,27 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", stats.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found cached.", stats.prefix_hits_tokens)
+        device_hits = stats.prefix_hits_tokens - stats.host_hits_tokens
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found on the device.", device_hits)
+        # The host tier is asked for what the device does not have.
+        asked = stats.prefix_queries_tokens - device_hits if stats.host_blocks else 0
+        yield self._counter("vllm:external_prefix_cache_queries", "Tokens looked up in the host tier.", asked)
+        yield self._counter(
+            "vllm:external_prefix_cache_hits", "Tokens found in the host tier.", stats.host_hits_tokens
+        )
+        yield self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens not computed.", stats.prefix_hits_tokens
+        )
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens)
         yield self._counter("vllm:num_preemptions", "Requests preempted.", stats.preemptions)
         yield self._counter("kvroute_engine_steps", "Model steps run.", stats.steps)
+        yield self._gauge(
+            "kvroute_engine_prefill_tokens_per_second",
+            "Measured speed of prefills.",
+            stats.prefill_tokens_per_s,
+        )
+        yield from self._host_tier(stats)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=tuple(self._cache_config)
         )
@@ -124,6 +208,16 @@ class EngineCollector(Collector):
         yield info
         if self._publisher_stats is not None:
             yield from self._publisher(self._publisher_stats())
+
+    def _host_tier(self, stats: EngineStats) -> Iterator[Metric]:
+        hits, size = stats.host_hits_tokens, stats.block_bytes
+        yield self._counter("kvroute_engine_host_hits", "Tokens restored from the host tier.", hits)
+        yield self._counter("kvroute_engine_swap_ins", "Blocks restored.", stats.swapped_in_blocks)
+        yield self._counter("kvroute_engine_swap_outs", "Blocks stored.", stats.swapped_out_blocks)
+        yield self._counter("kvroute_engine_swap_in_bytes", "Bytes restored.", stats.swapped_in_blocks * size)
+        yield self._counter("kvroute_engine_swap_out_bytes", "Bytes stored.", stats.swapped_out_blocks * size)
+        yield self._counter("kvroute_engine_restores", "Waits of requests for blocks.", stats.restores)
+        yield self._gauge("kvroute_engine_host_usage", "Share of the host tier in use.", stats.host_usage)
 
     def _publisher(self, stats: PublisherStats) -> Iterator[Metric]:
         yield self._counter("kvroute_kv_event_batches_published", "Batches sent.", stats.published)

@@ -42,6 +42,7 @@ class Offload:
 
     Attributes:
         host: The host tier.
+        block_bytes: Bytes of one block.
         swapped_in_blocks: Blocks restored since the start.
         swapped_out_blocks: Blocks stored since the start.
         restores: Times that a request waited for blocks to be restored.
@@ -52,27 +53,32 @@ class Offload:
         self.swapped_in_blocks = 0
         self.swapped_out_blocks = 0
         self.restores = 0
-        self._copies = copies
+        self.block_bytes = copies.block_bytes
+        self._attached: BlockCopies | None = copies
         self._batch = _Batch()
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
         pool.on_evict = self.keep
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._copies.block_bytes
+    def _copies(self) -> BlockCopies:
+        assert self._attached is not None, "there is no memory to copy"
+        return self._attached
 
     @property
     def restoring(self) -> bool:
         """Whether a restore is under way."""
         return bool(self._restoring)
 
-    def attach(self, copies: BlockCopies) -> None:
-        """Use another pool's memory from now on; nothing may be under way."""
+    def detach(self) -> None:
+        """Let go of both tiers' memory; nothing may be under way."""
         assert not self._storing, "a store is under way"
         assert not self._restoring, "a restore is under way"
-        self._copies = copies
+        self._attached = None
+
+    def attach(self, copies: BlockCopies) -> None:
+        """Use this memory from now on."""
+        self._attached = copies
 
     def keep(self, block: Block) -> None:
         """See that the content of a block is in the host tier, if there is room."""
@@ -88,7 +94,9 @@ class Offload:
         """Copy a request's blocks, full or not, to slots of its own; None if there is no room."""
         slots = self.host.reserve(len(blocks))
         if slots is not None:
-            self._batch.stores.extend((block.block_id, slot) for block, slot in zip(blocks, slots, strict=True))
+            self._batch.stores.extend(
+                (block.block_id, slot) for block, slot in zip(blocks, slots, strict=True)
+            )
         return slots
 
     def restore(self, pairs: list[tuple[HostBlock, Block]]) -> Restore:

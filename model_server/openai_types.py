@@ -97,6 +97,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: _Name | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     user: str | None = None
     request_id: _Name | None = None
 

@@ -5,12 +5,11 @@ least first. Pure: times are arguments. Routers that count the work ahead of a r
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from model_server.config import SchedulingPolicy
 from model_server.live_request import LiveRequest
 
-SchedulingPolicy: TypeAlias = Literal["fcfs", "priority", "aged"]
-SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority", "aged")
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
 

@@ -19,6 +19,21 @@ def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
     return None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
 
+def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
+    """Return the most blocks of all groups together that a request holds at any time.
+
+    Args:
+        needs: Per group, as `blocks_behind` tells.
+        num_tokens: Of the request.
+        chunk_tokens: Most of them that one step computes.
+        block_tokens: Tokens in one block.
+    """
+    blocks = -(-num_tokens // block_tokens)
+    # The window, what alignment keeps in front of it, and a chunk that begins and ends within a block.
+    rolling = 2 + -(-chunk_tokens // block_tokens)
+    return sum(blocks if need is None else min(blocks, need + rolling) for need in needs)
+
+
 def full_prefix(limit: int, needs: Sequence[int | None], is_cached: IsCached) -> int:
     """Return the unbroken prefix that all groups with full attention hold, in blocks; at most `limit`."""
     length = limit

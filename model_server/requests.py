@@ -76,6 +76,9 @@ class GenerationRequest:
         cache_salt: Prefix blocks are shared only between requests of the same salt.
         lora_name: A loaded adapter; None is the base model.
         constraint: What the answer must be like; used by this request alone. None leaves it free.
+        priority: Lower numbers run first where the engine schedules by priority.
+        fork_of: A request submitted before with the same prompt, salt and adapter, whose blocks this one may
+            share as soon as they are computed: the other choices of one prompt name the first.
     """
 
     request_id: str
@@ -84,6 +87,8 @@ class GenerationRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     constraint: TokenConstraint | None = None
+    priority: int = 0
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

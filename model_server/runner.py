@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from model_server.adjust import SamplingRow
-from model_server.attention import KvLayout, Span, new_attention, undivided
+from model_server.attention import Attention, KvGroupSpec, KvLayout, Span, new_attention, undivided
+from model_server.block_copies import BlockCopies, bytes_of_block, new_copies
 from model_server.live_request import LiveRequest
 from model_server.logprobs import log_probabilities, read_logprobs
 from model_server.lora import LoraBatch
@@ -25,9 +26,9 @@ class TorchRunner:
 
     Attributes:
         model: The decoder.
-        attention: The KV pool of all its layers.
         vocab_size: Token ids are below this.
         eos_token_ids: Tokens that end a text.
+        kv_groups: Layers that share a block table.
     """
 
     def __init__(
@@ -42,9 +43,35 @@ class TorchRunner:
         self.model = model
         self.vocab_size = model.shape.vocab_size
         self.eos_token_ids = eos_token_ids
-        # One block table a request: layers with a window keep the blocks behind it too.
-        layout = KvLayout(undivided(model.shape.layers), num_blocks, block_tokens)
-        self.attention = new_attention(model.shape.attention, layout, model.dtype, model.device, fp8=fp8_kv)
+        self.kv_groups = layer_groups(model)
+        self._layout = KvLayout(self.kv_groups, num_blocks, block_tokens)
+        self._fp8_kv = fp8_kv
+        self._attention: Attention | None = self._new_attention()
+
+    @property
+    def attention(self) -> Attention:
+        """The KV pool of all layers."""
+        assert self._attention is not None, "the pool's memory was given back"
+        return self._attention
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return bytes_of_block(self.attention.block_tensors())
+
+    def block_copies(self, host_blocks: int) -> BlockCopies:
+        """Return what copies the pool's blocks, with memory for this many in the host tier."""
+        return new_copies(self.attention.block_tensors(), host_blocks)
+
+    def free_kv(self) -> None:
+        """Give the pool's memory back; nothing can run before `allocate_kv`."""
+        self._attention = None
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocate_kv(self) -> None:
+        """Take memory for the pool again; it holds nothing."""
+        self._attention = self._new_attention()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
@@ -67,7 +94,7 @@ class TorchRunner:
                 last_rows.append(len(token_ids) - 1)
                 sampling.append(chunk)
         meta = self.attention.prepare(
-            [Span(chunk.start, chunk.length, (chunk.live.block_ids,)) for chunk in ordered]
+            [Span(chunk.start, chunk.length, chunk.live.block_ids) for chunk in ordered]
         )
         device = self.model.device
         logits = self.model.forward(
@@ -90,6 +117,10 @@ class TorchRunner:
         told = read_logprobs(logprobs, counts, tokens)
         return [ChosenToken(token, entry) for token, entry in zip(tokens, told, strict=True)]
 
+    def _new_attention(self) -> Attention:
+        model = self.model
+        return new_attention(model.shape.attention, self._layout, model.dtype, model.device, fp8=self._fp8_kv)
+
     def _sampling_row(self, live: LiveRequest) -> SamplingRow:
         params = live.request.sampling
         banned: frozenset[int] = frozenset()
@@ -104,3 +135,13 @@ class TorchRunner:
             live.token_ids,
             None if constraint is None else constraint.allowed_bits(),
         )
+
+
+def layer_groups(model: Decoder) -> tuple[KvGroupSpec, ...]:
+    """Return the model's layers by what they keep.
+
+    A model of windows alone keeps everything: where prompts part is told by full attention only, and readers
+    of the events can place blocks of a window by those of full attention only.
+    """
+    groups = model.kv_groups
+    return groups if any(group.window_tokens is None for group in groups) else undivided(model.shape.layers)

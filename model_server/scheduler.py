@@ -5,13 +5,15 @@ not tensors, threads or time.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from model_server.block_manager import BlockManager
+from model_server.config import SchedulingPolicy
+from model_server.free_queue import Block
 from model_server.host_tier import HostBlock
 from model_server.live_request import LiveRequest
-from model_server.prefill_order import PARTIAL_PROMPTS_MAX, SchedulingPolicy, order_key
+from model_server.prefill_order import PARTIAL_PROMPTS_MAX, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: SchedulingPolicy = "fcfs",
-        block_tokens: int,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode"
         self._manager = manager
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
-        self._block_tokens = block_tokens
         self._key = order_key(policy, 0.0)
         self.running: list[LiveRequest] = []
         self.waiting: deque[LiveRequest] = deque()
@@ -106,6 +106,20 @@ class Scheduler:
             more = self._take_restored()
         return chunks
 
+    def distrust(self, never_computed: Iterable[Block], failed: Iterable[LiveRequest]) -> None:
+        """After a failed step: whoever shares a block that was never computed has nothing.
+
+        Args:
+            never_computed: Blocks that the step was to fill.
+            failed: Requests that it was for, which are about to be removed; others begin again.
+        """
+        never, ending = set(map(id, never_computed)), set(map(id, failed))
+        for live in list(self.running):
+            if any(id(block) in never for table in live.tables for block in table.blocks):
+                live.computed = 0
+                if id(live) not in ending:
+                    self._preempt(live)
+
     def _take_restored(self) -> bool:
         """Let requests go on whose blocks have come back; returns whether there were any."""
         self._manager.offload.poll()
@@ -124,7 +138,7 @@ class Scheduler:
             if not live.tables:  # preempted a moment ago
                 continue
             while not self._manager.grow(live, live.num_tokens):
-                victim = self._victim(live, decodes)
+                victim = self._victim(decodes)
                 self._preempt(victim)
                 if victim is live:
                     break
@@ -132,8 +146,8 @@ class Scheduler:
                 chunks.append(_next_chunk(live, 1))
         return chunks
 
-    def _victim(self, live: LiveRequest, decodes: list[LiveRequest]) -> LiveRequest:
-        """Return who gives way to a decode: the last prefill, else the last decode behind it, or itself."""
+    def _victim(self, decodes: list[LiveRequest]) -> LiveRequest:
+        """Return who gives way to a decode: the last prefill, else the last decode."""
         prefills = [other for other in self.running if other.pending > 1 or other.restore is not None]
         if prefills:
             return max(prefills, key=self._key)
@@ -193,7 +207,7 @@ class Scheduler:
             self._count(live, live.computed, 0)
         else:
             prefix = manager.find_prefix(live)
-            computed = live.swapped_tokens or prefix.length * self._block_tokens
+            computed = live.swapped_tokens or prefix.length * manager.block_tokens
             if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - computed > budget:
                 return False
             reserved = sum(manager.still_needed(other) for other in self.running if other.pending > 1)
@@ -206,7 +220,7 @@ class Scheduler:
                 for index, entry in enumerate(entries)
                 if isinstance(entry, HostBlock)
             }
-            self._count(live, live.computed, len(in_host) * self._block_tokens)
+            self._count(live, live.computed, len(in_host) * manager.block_tokens)
         self.waiting.remove(live)
         self.running.append(live)
         return True

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,14 +17,16 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from model_server.build import build_engine
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.engine import Engine, build_engine
+from model_server.engine import Engine
 from model_server.errors import ModelServerError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
+from model_server.http_admin import ServerState
 from model_server.http_api import HttpApi
 from model_server.http_protocol import HeadCappedProtocol
-from model_server.metrics import EngineCollector, RequestMetrics, new_registry
+from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
 from model_server.publish import KVEventPublisher, KVEventsConfig
 from model_server.snapshot import Snapshot
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 # On a signal, running requests get this long to finish; then they are told to try again elsewhere.
 _GRACE_S = 2.0
 _ABORT_S = 1
+# A step that takes longer, with work to do, is a hang: no sane token budget needs this long.
+_STUCK_S = 60.0
 # Longer than common proxies keep idle connections, so that it is they who close them.
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048
@@ -51,6 +56,8 @@ class ServeOptions:
         served_names: Names the model is served under, the main one first.
         events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
         max_body_bytes: Larger HTTP bodies are refused.
+        api_key: What clients must send; None lets everybody in.
+        runtime_loras: Whether clients may load adapters from this machine's directories.
     """
 
     engine: EngineConfig
@@ -59,6 +66,8 @@ class ServeOptions:
     served_names: tuple[str, ...]
     events: KVEventsConfig | None
     max_body_bytes: int
+    api_key: str | None = None
+    runtime_loras: bool = False
 
 
 class StartError(ModelServerError):
@@ -125,6 +134,9 @@ class Server:
         registry.register(
             EngineCollector(self.name, self._engine.stats, publisher_stats, self._cache_config())
         )
+        if self._engine.loras is not None:
+            max_loras = self._options.engine.max_loras
+            registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
         model = ServedModel(
             self._options.served_names,
             self._options.engine.model,
@@ -134,17 +146,21 @@ class Server:
             self._engine.loras,
         )
         api = HttpApi(
-            model=model,
-            engine=self._engine,
-            async_engine=self._async_engine,
+            model,
+            self._async_engine,
+            max_body_bytes=self._options.max_body_bytes,
+            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+            api_key=self._options.api_key,
+        )
+        state = ServerState(
             registry=registry,
             healthy=self._healthy,
             event_sources=self._event_sources(),
             snapshot=self._snapshot(),
-            max_body_bytes=self._options.max_body_bytes,
-            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+            load=lambda: api.load,
+            runtime_loras=self._options.runtime_loras,
         )
-        self._http = _Uvicorn(api.app(), on_ready)
+        self._http = _Uvicorn(api.app(self._engine, state), on_ready)
         try:
             with self._http.stopped_by_signals(self.stop):
                 await self._http.serve(sockets=[listener])
@@ -162,7 +178,10 @@ class Server:
         asyncio.get_running_loop().call_later(_GRACE_S, self._async_engine.abort_all)
 
     def _healthy(self) -> bool:
-        return self._engine.stats().healthy and (self._publisher is None or self._publisher.healthy)
+        stats = self._engine.stats()
+        has_work = stats.running + stats.waiting > 0 and not self._engine.is_sleeping
+        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > _STUCK_S
+        return stats.healthy and not stuck and (self._publisher is None or self._publisher.healthy)
 
     def _event_sources(self) -> dict[str, dict[str, object]]:
         return {} if self._publisher is None else {"0": self._publisher.config.announced()}
@@ -176,6 +195,8 @@ class Server:
         return {
             "block_size": str(self._engine.block_tokens),
             "num_gpu_blocks": str(self._engine.stats().total_blocks),
+            "num_cpu_blocks": str(self._engine.stats().host_blocks),
+            "prefill_order": config.scheduling_policy,
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "max_model_len": str(self._engine.max_model_len),

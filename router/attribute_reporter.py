@@ -59,7 +59,8 @@ class AttributeReporter:
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
         """What a usage comes to; an expression that fails on it reports nothing."""
-        from celpy import CELEvalError, json_to_cel
+        from celpy.adapter import json_to_cel
+        from celpy.evaluation import CELEvalError
 
         told: dict[str, dict[str, int]] = {}
         activation = {"usage": json_to_cel(msgspec.json.decode(usage_json))}
@@ -90,7 +91,8 @@ def _attribute(item: Fields) -> _Attribute:
 
 def _compiled(item: Fields, name: str) -> Any:
     try:
-        from celpy import CELParseError, Environment
+        from celpy import Environment
+        from celpy.celparser import CELParseError
     except ImportError:
         item.fail(name, "needs CEL: pip install 'kvroute[cel]'")
     environment = Environment()

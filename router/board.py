@@ -40,8 +40,15 @@ POD = np.dtype(
     ]
 )
 
-# One request that awaits its first token; pod: its row, -1 in a free slot.
-WAITING = np.dtype([("pod", "i8"), ("arrived_s", "f8"), ("tokens", "f8")])
+# One request that awaits its first token.
+WAITING = np.dtype(
+    [
+        ("pod", "i8"),  # its row, -1 in a free slot
+        ("arrived_s", "f8"),
+        ("tokens", "f8"),
+        ("since_s", "f8"),  # since when it is computed; inf: it is not yet
+    ]
+)
 
 _ROWS_AT_FIRST = 16
 _SLOTS_AT_FIRST = 64
@@ -128,8 +135,8 @@ class PodBoard:
         """A request was sent to the pod; answers the slot that names it while it awaits its first token."""
         with self.lock:
             row, slot = self._row(pod), self._take_slot()
-            self._waiting[slot] = (row, now_s, tokens)
             queue = self._queues[row]
+            self._waiting[slot] = (row, now_s, tokens, np.inf if queue else now_s)
             queue[slot] = None
             known = self.pods[row]
             known["awaiting"] += 1
@@ -223,6 +230,8 @@ class PodBoard:
             following = next(iter(queue), None)
             known["head_tokens"] = 0.0 if following is None else self._waiting[following]["tokens"]
             known["head_since_s"] = now_s
+            if following is not None:
+                self._waiting[following]["since_s"] = now_s
         self._free_slot(slot)
         return row
 

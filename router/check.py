@@ -19,6 +19,7 @@ from router.errors import RequestError
 from router.gateway_pick import GatewayPick
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
+from router.plugins.handlers import unset_handler_headers
 from router.request import RequestKind, RouteRequest, http_request, too_large
 
 _log = logging.getLogger(__name__)
@@ -60,9 +61,14 @@ class CheckDoor:
                 return denied_answer(error)
         removed = system_owned(headers)
         explained = self._picks.explained(decision)
-        if is_given and explained is None:
+        routing = decision.routing
+        if routing is not None:
+            removed += unset_handler_headers(headers, routing)
+        if is_given and explained is None and routing is None:
             return ok_answer(destination, None, removed)
-        return ok_answer.__wrapped__(destination, None if is_given else request_id, removed, explained)
+        return ok_answer.__wrapped__(
+            destination, None if is_given else request_id, removed, explained, routing
+        )
 
     def _request(
         self, request_id: str, headers: dict[str, str], attributes: attribute_context_pb2.AttributeContext

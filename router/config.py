@@ -95,6 +95,11 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         )
     picker = _picker(flags)
     pods_file, watch = _discovery(flags, picker)
+    compat = flags.compat or (picker and (picker.compat or "answers")) or "off"
+    if compat == "off" and picker is not None and picker.picks:
+        raise ConfigError(
+            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
+        )
     tokenizers = {_TINY_MODEL: str(TINY_DIRECTORY)} | dict(flags.tokenizer)
     config = RouterConfig(
         pods_file=pods_file,
@@ -122,7 +127,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         decisions_kept=flags.decisions_kept,
         drain_timeout_s=flags.drain_timeout,
         picker=picker,
-        compat=flags.compat or (picker and (picker.compat or "answers")) or "off",
+        compat=compat,
         emit_endpoint_scores=flags.emit_endpoint_scores,
         subset_filter=not flags.disable_endpoint_subset_filter,
         resources_file=flags.resources_file,

@@ -21,7 +21,7 @@ _TEXT_BYTES_MAX = 1 << 20
 # Deeper than any configuration, and far from where YAML's own recursion ends.
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
-_FACTORS = {"": 1} | {
+_FACTORS: dict[str, int] = {"": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("", 1000), ("i", 1024))
     for power, letter in enumerate("kMGT", 1)
@@ -168,7 +168,7 @@ class Fields:
         # A made-up tag is refused by the loader; the types are those of YAML's own rules.
         loader = yaml.SafeLoader("")
         try:
-            value = loader.construct_document(self._node)  # type: ignore[no-untyped-call]
+            value = loader.construct_document(self._node)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             _fail_at(self._source, self._node, self._where, f"cannot be read: {error}")
         return value if isinstance(value, dict) else {}

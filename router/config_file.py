@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.config_fields import Fields, documents, read_text
+from router.errors import ConfigError
 
 _API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 _KIND = "EndpointPickerConfig"
@@ -130,7 +131,7 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
     """
     nodes = documents(text, source)
     if len(nodes) != 1:
-        Fields(source, "", nodes[1] if nodes else None).fail("", "the file must be one mapping")
+        raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
     root = Fields(source, "", nodes[0], _TOP)
     root.choice("apiVersion", _API_VERSIONS)
     root.choice("kind", (_KIND,))

@@ -175,13 +175,17 @@ def _price_queues(
     """Writes what is queued before the request, and the weight of its own seconds."""
     ahead_s = np.zeros(len(rows))
     delayed = np.zeros(len(rows), np.int64)
-    _look_at_order(pods, waiting, rows, seconds_per_token, request.now_s, prices, ahead_s, delayed)
+    _look_at_order(
+        pods, waiting, rows, seconds_per_token, request.now_s, parameters, prices, ahead_s, delayed
+    )
     for place in range(len(rows)):
         pod, rate = pods[rows[place]], seconds_per_token[place]
-        queued_s = ahead_s[place] if pod["orders_prefills"] > 0.0 else pod["awaiting_tokens"] * rate
-        # A prefill that takes longer than expected must not use up the others' time.
-        running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
-        queued_s = max(0.0, queued_s - parameters.elapsed_share * max(0.0, running_s))
+        if pod["orders_prefills"] > 0.0:
+            queued_s = ahead_s[place]
+        else:
+            # A prefill that takes longer than expected must not use up the others' time.
+            running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
+            queued_s = pod["awaiting_tokens"] * rate - parameters.elapsed_share * max(0.0, running_s)
         if prices[place]["load_age_s"] <= parameters.load_age_max_s:
             queued_s += pod["foreign_waiting"] * request.mean_tokens * rate
         prices[place]["queued_prefill_s"] = queued_s
@@ -199,6 +203,7 @@ def _look_at_order(
     rows: NDArray[np.int64],
     seconds_per_token: NDArray[np.float64],
     now_s: float,
+    parameters: CostParameters,
     prices: NDArray[Any],
     ahead_s: NDArray[np.float64],
     delayed: NDArray[np.int64],
@@ -212,7 +217,8 @@ def _look_at_order(
             any_orders = True
     if any_orders:
         own_s = prices["own_prefill_s"]
-        work_ahead(waiting, places, seconds_per_token, own_s, now_s, ahead_s, delayed)
+        share = parameters.elapsed_share
+        work_ahead(waiting, places, seconds_per_token, own_s, now_s, share, ahead_s, delayed)
 
 
 @kernel_with_arrays

@@ -17,8 +17,18 @@ from router.rates import PrefillRates
 _DECISIONS_DEFAULT = 20
 
 
-class StreamStates(Protocol):
-    """What the pages need of the indexer."""
+class IndexState(Protocol):
+    """What the pages need of the indexer; see `KvIndexer`."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the index answers."""
+
+    def pending(self) -> frozenset[str]:
+        """Pods whose views are waited for."""
+
+    def parity_details(self) -> list[str]:
+        """A line for each pod that computes other tokens than we do."""
 
     def states(self) -> Mapping[str, StreamState]:
         """State of every followed pod's event stream."""
@@ -30,7 +40,7 @@ class DebugPages:
     def __init__(
         self,
         pods: PodSet,
-        index: StreamStates,
+        index: IndexState,
         ledger: Ledger,
         rates: PrefillRates,
         explain: Explain,
@@ -56,10 +66,15 @@ class DebugPages:
         return 200, {"status": "alive"}
 
     def _is_ready(self, _query: Query) -> tuple[int, Any]:
+        index = {
+            "views_pending": sorted(self._index.pending()),
+            "index_reachable": self._index.reachable,
+            "parity": self._index.parity_details(),
+        }
         if self._health.ready:
-            return 200, {"status": "ready"}
+            return 200, {"status": "ready", **index}
         waiting = [pod.address for pod in self._pods.snapshot().values() if not pod.probed]
-        return 503, {"status": "not ready", "pods_not_probed_yet": waiting}
+        return 503, {"status": "not ready", "pods_not_probed_yet": waiting, **index}
 
     def _decisions(self, query: Query) -> tuple[int, Any]:
         if "request_id" in query:
@@ -72,7 +87,10 @@ class DebugPages:
 
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
         views = self._index.states()
-        return 200, {"pods": [self._pod(pod, views) for pod in self._pods.snapshot().values()]}
+        return 200, {
+            "pods": [self._pod(pod, views) for pod in self._pods.snapshot().values()],
+            "parity": self._index.parity_details(),
+        }
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
         models = pod.models

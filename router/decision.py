@@ -25,6 +25,7 @@ class Decision(msgspec.Struct, frozen=True):
         decided_s: On the router's monotonic clock.
         priority: Of the request; below 0 it may be shed.
         session_pod: The pod that its session was at; None without a session, or at its first request.
+        client_model: As the client named the model, where it was rewritten.
         routing: What a configured pipeline decided; None where the cost policy picked.
     """
 
@@ -38,6 +39,7 @@ class Decision(msgspec.Struct, frozen=True):
     decided_s: float
     priority: int = 0
     session_pod: str | None = None
+    client_model: str | None = None
     routing: Routing | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Flow control's metrics, with the reference's names: outcomes and waits in, queue and saturation read live."""
+"""Flow control's metrics under the reference's names: outcomes in, queue and saturation read live."""
 
 from __future__ import annotations
 

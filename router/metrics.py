@@ -111,7 +111,7 @@ class RouterMetrics:
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
         self._attempted: dict[tuple[str, str], Counter] = {}
-        self._model_children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._model_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._insides: dict[str, Inside] = {}
         self._lock = Lock()
 
@@ -119,7 +119,9 @@ class RouterMetrics:
         """Counts a pick."""
         model = self._models.admit(decision.model or "")
         best = decision.primary
-        requests, input_tokens = self._of_model(model, decision.priority)
+        client = decision.client_model
+        named = model if client is None else self._models.admit(client)
+        requests, input_tokens = self._of_model(named, model, decision.priority)
         requests.inc()
         self._attempts_on(model, best.pod).inc()
         self._picking.observe(took_s)
@@ -178,12 +180,12 @@ class RouterMetrics:
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
 
-    def _of_model(self, model: str, priority: int) -> tuple[Counter, Histogram]:
-        children = self._model_children.get((model, priority))
+    def _of_model(self, named: str, model: str, priority: int) -> tuple[Counter, Histogram]:
+        children = self._model_children.get((named, model, priority))
         if children is None:
-            labels = (model, model, "", str(priority))
+            labels = (named, model, "", str(priority))
             children = self._requests.labels(*labels), self._input.labels(*labels)
-            self._model_children[model, priority] = children
+            self._model_children[named, model, priority] = children
         return children
 
     def _attempts_on(self, model: str, pod: str) -> Counter:

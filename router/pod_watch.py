@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 
 from indexer import PodStream
-from indexer.pods_file import MODEL_LABEL, PodEntry
+from indexer.pods_file import MODEL_LABEL, RANKS_LABEL, PodEntry
+from router.engine_watch import EngineWatch
 from router.pods import Pod, PodSet
 from router.pods_source import PodsSource
 from router.probe import Prober, ProbeResult
@@ -68,6 +69,7 @@ class PodWatch:
         pods: The set to keep; only this object writes to it.
         prober: How a pod is asked.
         follow: Told the full set of event streams whenever it changes, always by the same thread.
+        engines: Holds what pods tell against the views of their caches; None: nobody does.
         declared: Told the addresses of all pods whenever the pods were declared.
         interval_s: Mean time between two probes of a pod.
     """
@@ -80,12 +82,14 @@ class PodWatch:
         follow: Callable[[Iterable[PodStream]], None],
         *,
         interval_s: float,
+        engines: EngineWatch | None = None,
         declared: Callable[[Collection[str]], None] = _ignore,
     ) -> None:
         self._source = source
         self._pods = pods
         self._prober = prober
         self._follow = follow
+        self._engines = engines
         self._declared = declared
         self._interval_s = interval_s
         self._watched: dict[str, _Watched] = {}
@@ -199,14 +203,22 @@ class PodWatch:
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
+                answered_tokens = 0 if self._engines is None else self._engines.asked(address)
                 result = await self._probe(address, with_models)
                 watched.running = False
+            self._hold_against(pod, result, answered_tokens)
             self._take(result, watched)
             # Jitter keeps many routers from asking in step; a pod that starts is waited for more eagerly.
             interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
             wake = self._loop.call_at(_grid(now_s + interval_s * random.uniform(0.8, 1.2)), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
+
+    def _hold_against(self, pod: Pod, result: ProbeResult, answered_tokens: int) -> None:
+        # The page of a pod with several engines may be of any of them.
+        one_engine = pod.entry.labels.get(RANKS_LABEL, "1") == "1"
+        if self._engines is not None and result.reading is not None and one_engine:
+            self._engines.told(pod.address, result.reading, answered_tokens)
 
     async def _probe(self, address: str, with_models: bool) -> ProbeResult:
         try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from indexer.reconcile import EngineReading
+from router.engine_page import engine_reading
 from router.http_get import HttpGetError, HttpGetter
 from router.pods import ServedModels
 from router.scrape import COST_POLICY, EngineLoad, Wanted, engine_load
@@ -28,6 +30,7 @@ class ProbeResult:
         why: What is wrong, for a person; empty when healthy.
         models: None when not asked for, or not told.
         load: None when not told.
+        reading: What the page tells of the engine's life; None when not told.
     """
 
     address: str
@@ -36,6 +39,7 @@ class ProbeResult:
     why: str = ""
     models: ServedModels | None = None
     load: EngineLoad | None = None
+    reading: EngineReading | None = None
 
 
 class Prober:
@@ -69,6 +73,7 @@ class Prober:
             True,
             models=served_models(models) if models is not None else None,
             load=engine_load(metrics, time.monotonic(), self._wanted) if metrics is not None else None,
+            reading=engine_reading(metrics) if metrics is not None else None,
         )
 
     def forget(self, address: str) -> None:

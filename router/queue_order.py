@@ -30,10 +30,13 @@ def work_ahead(
     seconds_per_token: NDArray[np.float64],
     own_s: NDArray[np.float64],
     now_s: float,
+    elapsed_share: float,
     ahead_s: NDArray[np.float64],
     delayed: NDArray[np.int64],
 ) -> None:
     """Adds up, for each candidate, the seconds ahead of a new request and how many requests it delays.
+
+    A request that is computed already counts with its remaining seconds, in the order and in the sum.
 
     Args:
         waiting: board.WAITING [slots].
@@ -41,6 +44,7 @@ def work_ahead(
         seconds_per_token: float64 [candidates].
         own_s: float64 [candidates], the new request's own seconds there.
         now_s: When it arrives.
+        elapsed_share: How much of a running prefill's elapsed time is believed to be done.
         ahead_s: float64 [candidates], added to.
         delayed: int64 [candidates], added to.
     """
@@ -51,6 +55,8 @@ def work_ahead(
             continue
         place = places[row]
         theirs_s = request["tokens"] * seconds_per_token[place]
+        # A prefill that takes longer than expected must not use up the others' time.
+        theirs_s -= elapsed_share * min(theirs_s, max(0.0, now_s - request["since_s"]))
         if is_ahead(request["arrived_s"], theirs_s, now_s, own_s[place]):
             ahead_s[place] += theirs_s
         else:

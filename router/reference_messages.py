@@ -6,6 +6,7 @@ Every header that is kept is set again, and what the router owns is not among th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
@@ -103,7 +104,7 @@ def routed_metadata(destination: str, scores: Mapping[str, float] | None) -> str
     return metadata({_NAMESPACE: {DESTINATION_HEADER: destination, SCORES_KEY: dict(scores)}})
 
 
-def metadata(values: Mapping[str, object]) -> struct_pb2.Struct:
+def metadata(values: Mapping[str, Any]) -> struct_pb2.Struct:
     """Dynamic metadata by namespace."""
     struct = struct_pb2.Struct()
     struct.update(values)

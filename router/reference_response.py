@@ -77,8 +77,9 @@ class ReferenceResponse:
 
     def _buffered(self, message: pb.HttpBody) -> pb.ProcessingResponse:
         response = pb.ProcessingResponse(response_body=pb.BodyResponse())
-        restored = restored_model(message.body, *self.models)
-        if restored is not message.body:
+        data = message.body
+        restored = restored_model(data, *self.models)
+        if restored is not data:
             common = response.response_body.response
             common.body_mutation.body = restored
             option = common.header_mutation.set_headers.add()

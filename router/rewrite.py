@@ -1,6 +1,7 @@
 """Model names rewritten on the way in and restored on the way out: rules and bytes in, bytes out.
 
-Rules are those of InferenceModelRewrite. A rewritten body keeps its other values as they are: order, and numbers of any size. Pure.
+Rules are those of InferenceModelRewrite. A rewritten body keeps its other values as they are: order, and
+numbers of any size. Pure.
 """
 
 from __future__ import annotations

@@ -187,4 +187,6 @@ class Router:
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
             prompt = prompted.sent_to(pod, matches[0]) if len(prompted.keys) == 1 else None
             self._index.speculate(decision.request_id, pod, every_key, decided_s, prompt)
+            for other in decision.routing.also if decision.routing is not None else ():
+                self._index.speculate(decision.request_id, other, every_key, decided_s, None)
         return decision, displaced

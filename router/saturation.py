@@ -1,4 +1,4 @@
-"""How full the pods are, as flow control sees it: the board's rows in, one number out; from 1 on they are full.
+"""How full the pods are, as flow control sees it: the board's rows in, one number out; 1 and more is full.
 
 Two detectors: by what engines tell of their queues and caches, and by what this router sent them. Pure.
 """

@@ -148,6 +148,7 @@ class Scheduler:
             decided_s=now_s,
             priority=prompted.priority,
             session_pod=session_pod,
+            client_model=request.client_model,
             routing=routing,
         )
         if self._sessions is not None and session is not None:

@@ -143,7 +143,7 @@ _ENGINES = (
 )
 
 
-class _UnusableError(Exception):
+class UnusableError(Exception):
     """The page says something senseless."""
 
 
@@ -158,17 +158,17 @@ def engine_load(page: bytes, now_s: float, wanted: frozenset[Wanted] = COST_POLI
     Returns:
         None when the page tells no usable load.
     """
-    lines = _Lines(page)
+    lines = Lines(page)
     try:
         for engine in _ENGINES:
             if lines.values(engine.kv_usage.name):
                 return _load(lines, engine, now_s, wanted)
-    except _UnusableError:
+    except UnusableError:
         pass
     return None
 
 
-def _load(lines: _Lines, engine: _Engine, now_s: float, wanted: frozenset[Wanted]) -> EngineLoad:
+def _load(lines: Lines, engine: _Engine, now_s: float, wanted: frozenset[Wanted]) -> EngineLoad:
     usages = lines.numbers(engine.kv_usage) if Wanted.KV_USAGE in wanted else []
     config = lines.labels(engine.cache_config) if engine.cache_config else []
     speeds = lines.numbers(_Series(engine.speed)) if engine.speed and Wanted.SPEED in wanted else []
@@ -184,7 +184,7 @@ def _load(lines: _Lines, engine: _Engine, now_s: float, wanted: frozenset[Wanted
     )
 
 
-def _capacity_tokens(lines: _Lines, engine: _Engine, config: list[dict[bytes, bytes]]) -> int | None:
+def _capacity_tokens(lines: Lines, engine: _Engine, config: list[dict[bytes, bytes]]) -> int | None:
     if engine.cache_config is None:
         blocks = zip(lines.numbers(engine.block_tokens), lines.numbers(engine.blocks), strict=False)
         tokens = sum(int(size * count) for size, count in blocks)
@@ -196,7 +196,7 @@ def _capacity_tokens(lines: _Lines, engine: _Engine, config: list[dict[bytes, by
     return tokens if 0 < tokens <= _CAPACITY_TOKENS_MAX else None
 
 
-def _lora(lines: _Lines, name: bytes) -> LoraLoad | None:
+def _lora(lines: Lines, name: bytes) -> LoraLoad | None:
     """The series with the newest timestamp: the engine leaves those of former adapters on its page."""
     newest = max(lines.values(name).items(), key=lambda item: _number(item[1]), default=None)
     if newest is None:
@@ -210,7 +210,7 @@ def _lora(lines: _Lines, name: bytes) -> LoraLoad | None:
     )
 
 
-class _Lines:
+class Lines:
     """The lines of a page, found by the name they begin with."""
 
     def __init__(self, page: bytes) -> None:
@@ -220,7 +220,7 @@ class _Lines:
         """Values by labels, as they are written.
 
         Raises:
-            _UnusableError: There are too many.
+            UnusableError: There are too many.
         """
         page, needle, found = self._page, b"\n" + name, {}
         at = page.find(needle)
@@ -231,7 +231,7 @@ class _Lines:
                 labels, _, tail = rest.rpartition(b"}")
                 found[labels] = (tail.split(maxsplit=1) or [b""])[0]
                 if len(found) > _SERIES_MAX:
-                    raise _UnusableError
+                    raise UnusableError
             at = page.find(needle, at + len(needle))
         return found
 
@@ -239,7 +239,7 @@ class _Lines:
         """Values of one series of each engine.
 
         Raises:
-            _UnusableError: One is no sensible count.
+            UnusableError: One is no sensible count.
         """
         found = self.values(series.name)
         if series.label is None:
@@ -260,10 +260,10 @@ def _number(text: bytes) -> float:
     try:
         value = float(text)
     except ValueError as error:
-        raise _UnusableError from error
+        raise UnusableError from error
     # Timestamps are the largest numbers that make sense.
     if not (math.isfinite(value) and 0.0 <= value <= _COUNT_MAX * 10):
-        raise _UnusableError
+        raise UnusableError
     return value
 
 

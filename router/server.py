@@ -15,7 +15,9 @@ import numpy as np
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from indexer import KvIndexer, PodStream, StreamState
+from indexer import KvIndexer, PodStream
+from indexer.open_files import raise_open_files
+from indexer.reconcile import EngineReading
 from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
 from router.admission import Admission, AdmissionParameters
@@ -23,6 +25,7 @@ from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
 from router.debug_http import DebugServer
 from router.debug_pages import DebugPages
+from router.engine_watch import EngineWatch
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.explain_service import ExplainDoor
@@ -41,6 +44,7 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
+from router.metric_twins import MetricTwins
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
@@ -64,6 +68,7 @@ _log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
+_PARITY_EVERY_S = 5.0
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
 _STOP_S = 2.0
@@ -99,8 +104,12 @@ class RouterServer:
         )
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, self._rates, time.monotonic))
+        if config.compat != "off":
+            registry.register(MetricTwins(registry))
         self.explain = Explain(config.decisions_kept, self._pod_name)
-        self._outcomes = Outcomes(self._ledger, self._rates, self.explain, self._metrics, self._settle)
+        self._outcomes = Outcomes(
+            self._ledger, self._rates, self.explain, self._metrics, self._settle, self._drop
+        )
         prober = Prober(timeout_s=_PROBE_TIMEOUT_S)
         self.watch = PodWatch(
             self._source,
@@ -108,6 +117,7 @@ class RouterServer:
             prober,
             self._follow,
             interval_s=config.refresh_interval_s,
+            engines=EngineWatch(self._outcomes.promises, self._observe),
             declared=self._forget_others,
         )
         self.index = KvIndexer(
@@ -285,19 +295,25 @@ class RouterServer:
         self._debug = DebugServer(config.host, config.metrics_port, registry, pages.pages())
 
     def _keep_house(self) -> None:
+        parity_due_s = 0.0
         while not self._stopping.wait(_HOUSEKEEPING_S):
             now_s = time.monotonic()
             self._outcomes.expire(now_s)
             self._reconciler.look(self.pods.snapshot(), now_s)
+            if now_s >= parity_due_s:
+                parity_due_s = now_s + _PARITY_EVERY_S
+                self.index.check_parity()
             if not self.health.ready and self._synced():
                 self.health.set_ready(True)
                 _log.info("ready")
 
     def _synced(self) -> bool:
-        """Whether every pod was asked and every event stream has caught up, or has had its time."""
-        if time.monotonic() - self._started_s > self._config.sync_timeout_s:
-            return True
-        return self.watch.synced and StreamState.RECOVERING not in self.index.states().values()
+        """Whether every pod was asked, and the view of each that may be picked was built; or had its time."""
+        late = time.monotonic() - self._started_s > self._config.sync_timeout_s
+        if not (self.watch.synced or late):
+            return False
+        pods = self.pods.snapshot()
+        return not any(pod in pods and pods[pod].ready for pod in self.index.pending())
 
     def _pod_name(self, address: str) -> str:
         pod = self.pods.snapshot().get(address)
@@ -307,12 +323,19 @@ class RouterServer:
     def _settle(self, request_id: str, now_s: float) -> None:
         self.index.settle(request_id, now_s)
 
+    def _drop(self, request_id: str) -> None:
+        self.index.dropped(request_id)
+
+    def _observe(self, pod: str, reading: EngineReading) -> None:
+        self.index.observe(pod, reading)
+
     def _follow(self, streams: Iterable[PodStream]) -> None:
         self.index.follow(streams)
 
     def _forget_others(self, pods: Collection[str]) -> None:
         self._rates.keep(pods)
         self._metrics.keep(pods)
+        self._outcomes.promises.keep(pods)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -324,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         stop = StopSignals()
+        raise_open_files()
         return _serve(RouterServer(config), stop)
     except ConfigError as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL
+from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL, SNAPSHOT_LABEL
 from router.local.envoy_config import Door, EnvoySettings, bootstrap
 from router.local.errors import LocalStackError
 
@@ -181,6 +181,7 @@ def _pods_file(options: StackOptions, model_name: str) -> str:
                 MODEL_LABEL: model_name,
                 EVENTS_PORT_LABEL: str(options.base_port + _POD_EVENTS + number),
                 REPLAY_PORT_LABEL: str(options.base_port + _POD_REPLAY + number),
+                SNAPSHOT_LABEL: "true",
             },
         }
         for number in range(1, options.replicas + 1)

@@ -43,7 +43,8 @@ class MaxScorePicker(_Picker):
     """Highest score first; equals in random order."""
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
-        return np.lexsort((random.random(len(scores)), -scores))
+        order: NDArray[np.int64] = np.lexsort((random.random(len(scores)), -scores))
+        return order
 
 
 class RandomPicker(_Picker):

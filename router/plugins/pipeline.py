@@ -6,6 +6,7 @@ tells producers and observers what came of it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from router.plugins.producers import (
 from router.plugins.profiles import PluginError
 from router.pods import Pod
 from router.routing import Routing, Situation
+
+_log = logging.getLogger(__name__)
 
 # Parts of a message that only a multimodal model understands.
 _MEDIA = ("image_url", "input_image", "audio_url", "input_audio", "video_url", "image")
@@ -84,8 +87,12 @@ class Pipeline:
             if handled is None:
                 raise NoEndpointLeftError("no endpoints available for the given request")
             response_headers = self._tell(request, handled)
-        except PluginError as error:
-            raise RequestError(500, str(error)) from error
+        except RequestError:
+            raise
+        except Exception as error:
+            # Whatever a plugin trips over costs this request, and no other.
+            _log.exception("request %s: a plugin failed", request.id)
+            raise RequestError(500, f"a plugin failed: {error}") from error
         for producer in self._approximate:
             producer.keep(list(situation.pods))
             for address in {target.address for target in handled.targets.values()}:

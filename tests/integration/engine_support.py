@@ -2,8 +2,11 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from model_server.attention import kv_groups
+from model_server.block_hash import event_hash
+from model_server.build import most_tokens
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.events import AllBlocksCleared, BlockRemoved, KVEvent
@@ -24,37 +27,131 @@ class CheckingRunner:
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS})
 
-    def __init__(self, block_tokens: int) -> None:
+    block_bytes = 64
+
+    def __init__(
+        self, block_tokens: int, windows: Sequence[int | None] = (None,), polls_per_copy: int = 0
+    ) -> None:
+        self.kv_groups = kv_groups(windows)
         self._block_tokens = block_tokens
-        self._slots: dict[int, tuple[int, ...]] = {}
+        self._polls_per_copy = polls_per_copy
+        self._blocks: dict[int, dict[int, tuple[int, ...]]] = {}
         self.chunks: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
 
+    def block_copies(self, host_blocks: int) -> "SlowCopies":
+        """Return what copies the slots."""
+        return SlowCopies(self._blocks, host_blocks, self._polls_per_copy)
+
+    def free_kv(self) -> None:
+        """Forget all slots."""
+        self._blocks.clear()
+
+    def allocate_kv(self) -> None:
+        """Begin with empty slots."""
+
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
-        """Write all slots of the step, then read each sampling request's whole context."""
+        """Write all slots of the step, then read what each request's last token sees."""
         self.chunks.append([(chunk.live.request_id, chunk.start, chunk.length) for chunk in chunks])
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("out of luck")
         for chunk in chunks:
             for position in range(chunk.start, chunk.stop):
-                token = chunk.live.token_ids[position]
-                before = self._read(chunk, position - 1) if position else ()
-                self._slots[self._slot(chunk, position)] = (*before, token)
+                text = (
+                    *(self._read(chunk, 0, position - 1) if position else ()),
+                    chunk.live.token_ids[position],
+                )
+                for group in range(len(self.kv_groups)):
+                    block = self._blocks.setdefault(self._block_id(chunk, group, position), {})
+                    block[position % self._block_tokens] = text
         tokens: dict[str, ChosenToken] = {}
         for chunk in chunks:
+            self._check_context(chunk)
             if chunk.samples:
-                text = self._read(chunk, chunk.stop - 1)
-                assert list(text) == chunk.live.token_ids, "the KV is not that of the request's tokens"
+                text = self._read(chunk, 0, chunk.stop - 1)
                 tokens[chunk.live.request_id] = ChosenToken(next_token(text))
         return tokens
 
-    def _slot(self, chunk: Chunk, position: int) -> int:
-        block_id = chunk.live.block_ids[position // self._block_tokens]
-        return block_id * self._block_tokens + position % self._block_tokens
+    def _check_context(self, chunk: Chunk) -> None:
+        text = tuple(chunk.live.token_ids)
+        for number, group in enumerate(self.kv_groups):
+            window = group.window_tokens
+            first = 0 if window is None else max(0, chunk.start + 1 - window)
+            for position in range(first, chunk.stop):
+                read = self._read(chunk, number, position)
+                assert read == text[: position + 1], "the KV is not that of the request's tokens"
 
-    def _read(self, chunk: Chunk, position: int) -> tuple[int, ...]:
-        return self._slots[self._slot(chunk, position)]
+    def _block_id(self, chunk: Chunk, group: int, position: int) -> int:
+        return chunk.live.block_ids[group][position // self._block_tokens]
+
+    def _read(self, chunk: Chunk, group: int, position: int) -> tuple[int, ...]:
+        return self._blocks[self._block_id(chunk, group, position)][position % self._block_tokens]
+
+
+class SlowCopies:
+    """Copies of a CheckingRunner's blocks that take effect as late as those of a GPU may.
+
+    A store reads at once and a restore writes when it is done, which is after some polls, at a wait, or at
+    a fence: whoever reads, reuses or announces too early is found out.
+    """
+
+    block_bytes = 64
+
+    def __init__(self, blocks: dict[int, dict[int, tuple[int, ...]]], host_blocks: int, polls: int) -> None:
+        self._device = blocks
+        self._host: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._host_blocks = host_blocks
+        self._polls = polls
+        self._restores: list[LateTransfer] = []
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> "LateTransfer":
+        """Read now, write into the host later."""
+        assert all(slot < self._host_blocks for slot in slots)
+        read = [dict(self._device[block]) for block in blocks]
+        return LateTransfer(lambda: self._host.update(zip(slots, read, strict=True)), self._polls)
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> "LateTransfer":
+        """Write into the device later."""
+
+        def write() -> None:
+            for slot, block in zip(slots, blocks, strict=True):
+                self._device[block] = dict(self._host[slot])
+
+        self._restores.append(LateTransfer(write, self._polls))
+        return self._restores[-1]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy now."""
+        for source, target in zip(sources, targets, strict=True):
+            self._device[target] = dict(self._device[source])
+
+    def fence(self) -> None:
+        """Complete the restores."""
+        for transfer in self._restores:
+            transfer.wait()
+        self._restores.clear()
+
+
+class LateTransfer:
+    """Takes effect after some polls, or when it is waited for."""
+
+    def __init__(self, effect: Callable[[], None], polls: int) -> None:
+        self._effect: Callable[[], None] | None = effect
+        self._polls = polls
+
+    def done(self) -> bool:
+        """Count a poll."""
+        self._polls -= 1
+        if self._polls < 0:
+            self.wait()
+        return self._effect is None
+
+    def wait(self) -> None:
+        """Take effect now."""
+        if self._effect is not None:
+            self._effect()
+            self._effect = None
 
 
 class EventLog:
@@ -62,7 +159,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self.batches: list[list[KVEvent]] = []
-        self.mirror: dict[object, int] = {}
+        self.mirror: dict[tuple[str | None, int | None, object], int] = {}
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Apply one step's events."""
@@ -70,18 +167,30 @@ class EventLog:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.mirror.clear()
-            elif isinstance(event, BlockRemoved):
-                for key in event.block_hashes:
-                    assert self.mirror[key] > 0, "removed what was never stored"
-                    self.mirror[key] -= 1
-                    if not self.mirror[key]:
-                        del self.mirror[key]
+                continue
+            names = [(event.medium, event.group_idx, key) for key in event.block_hashes]
+            if isinstance(event, BlockRemoved):
+                for name in names:
+                    assert self.mirror[name] > 0, "removed what was never stored"
+                    self.mirror[name] -= 1
+                    if not self.mirror[name]:
+                        del self.mirror[name]
             else:
-                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-                parent = event.parent_block_hash
-                assert parent is None or parent in self.mirror, "a child without its parent"
-                for key in event.block_hashes:
-                    self.mirror[key] = self.mirror.get(key, 0) + 1
+                assert event.token_ids, "a store without tokens"
+                if event.kv_cache_spec_kind == "full_attention":
+                    assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                for name in names:
+                    self.mirror[name] = self.mirror.get(name, 0) + 1
+
+
+def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
+    """Return what a listener's mirror must hold."""
+    tiers = {"GPU": engine._pool.cached_copies(), "CPU": engine._host.cached_copies()}
+    return {
+        (medium, group, event_hash(digest)): copies
+        for medium, tier in tiers.items()
+        for (group, digest), copies in tier.items()
+    }
 
 
 class Outputs:
@@ -104,8 +213,16 @@ def next_token(text: Sequence[int]) -> int:
     return 1 + zlib.crc32(bytes(token % 256 for token in text)) % (VOCAB_SIZE - 1)
 
 
-def checking_engine(**settings: object) -> tuple[Engine, CheckingRunner, EventLog]:
-    """Make an engine around a CheckingRunner, with small defaults."""
+def checking_engine(
+    windows: Sequence[int | None] = (None,), polls_per_copy: int = 0, **settings: object
+) -> tuple[Engine, CheckingRunner, EventLog]:
+    """Make an engine around a CheckingRunner, with small defaults.
+
+    Args:
+        windows: Of the model's layers.
+        polls_per_copy: How long copies between the tiers take.
+        settings: Of the engine.
+    """
     config = EngineConfig(
         **{  # type: ignore[arg-type]
             "block_tokens": 4,
@@ -115,16 +232,16 @@ def checking_engine(**settings: object) -> tuple[Engine, CheckingRunner, EventLo
             **settings,
         }
     )
-    runner, events = CheckingRunner(config.block_tokens), EventLog()
-    max_model_len = config.max_model_len or config.gpu_blocks * config.block_tokens
+    runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
+    max_model_len = config.max_model_len or most_tokens(config, 1 << 16, runner.kv_groups)
     return Engine(config, runner, events, max_model_len), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerationRequest:
     """Make a greedy request."""
-    salt = fields.pop("cache_salt", None)
+    own = {name: fields.pop(name) for name in ("cache_salt", "priority", "fork_of") if name in fields}
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **fields})  # type: ignore[arg-type]
-    return GenerationRequest(name, tuple(prompt), sampling, salt)  # type: ignore[arg-type]
+    return GenerationRequest(name, tuple(prompt), sampling, **own)  # type: ignore[arg-type]
 
 
 def run_to_end(engine: Engine) -> int:

@@ -1,4 +1,4 @@
-"""The hermetic cases: their pods as small servers of metrics pages, their configurations as routers, their messages."""
+"""The hermetic cases: their pods as servers of metrics pages, their configurations as routers."""
 
 from __future__ import annotations
 

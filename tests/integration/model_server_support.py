@@ -15,8 +15,9 @@ import uvloop
 import zmq
 from openai import OpenAI
 
+from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine, build_engine
+from model_server.engine import Engine
 from model_server.publish import KVEventPublisher, KVEventsConfig
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
@@ -66,7 +67,13 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(*, max_body_bytes: int = MAX_BODY_BYTES, **engine: Any) -> Iterator[RunningServer]:
+def running_server(
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    api_key: str | None = None,
+    runtime_loras: bool = False,
+    **engine: Any,
+) -> Iterator[RunningServer]:
     """Start a server on free ports; at the end, stop it as a signal would."""
     options = ServeOptions(
         engine=EngineConfig(**{"torch_threads": 1, **engine}),
@@ -75,6 +82,8 @@ def running_server(*, max_body_bytes: int = MAX_BODY_BYTES, **engine: Any) -> It
         served_names=(MODEL, "alias"),
         events=None,
         max_body_bytes=max_body_bytes,
+        api_key=api_key,
+        runtime_loras=runtime_loras,
     )
     tokenizer = load_tokenizer(MODEL)
     publisher = KVEventPublisher(KVEventsConfig("tcp://*:0", "tcp://127.0.0.1:0", topic="kv@test"))

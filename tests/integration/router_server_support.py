@@ -12,6 +12,7 @@ from typing import Any
 
 import urllib3
 
+from indexer import IndexerConfig
 from router.config import RouterConfig
 from router.server import RouterServer
 
@@ -30,6 +31,8 @@ class FakePod:
         healthy: Whether /health says so.
         may_answer: While cleared, nothing is answered.
         may_finish: While cleared, answers to POSTs are begun and not ended.
+        metrics: What /metrics tells.
+        pages: How often it was asked.
         models: Ids on /v1/models, as (id, parent).
         seen: Headers of the posted requests.
         bodies: Their bodies.
@@ -42,6 +45,8 @@ class FakePod:
         self.may_answer.set()
         self.may_finish = threading.Event()
         self.may_finish.set()
+        self.metrics = METRICS
+        self.pages = 0
         self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
@@ -76,7 +81,10 @@ class FakePod:
         if path == "/v1/models":
             cards = [{"id": name, "parent": parent, "max_model_len": 4096} for name, parent in self.models]
             return 200, json.dumps({"data": cards}).encode()
-        return (200, METRICS.encode()) if path == "/metrics" else (404, b"")
+        if path == "/metrics":
+            self.pages += 1
+            return 200, self.metrics.encode()
+        return 404, b""
 
     def _start(self, port: int) -> ThreadingHTTPServer:
         server = _Server(("127.0.0.1", port), _handler(self))
@@ -109,7 +117,12 @@ def write_pods(path: Path, addresses: Sequence[str]) -> Path:
 def running_router(pods_file: Path, **settings: Any) -> Iterator[RouterServer]:
     """A started router on free ports."""
     ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port"), 0)
-    quick = {"refresh_interval_s": 0.1, "sync_timeout_s": 1.0}
+    # The pods publish no events, so that nothing is to be waited for.
+    quick = {
+        "refresh_interval_s": 0.1,
+        "sync_timeout_s": 1.0,
+        "index": IndexerConfig(bootstrap_s=1.0),
+    }
     config = RouterConfig(pods_file=pods_file, host="127.0.0.1", **{**ports, **quick, **settings})
     router = RouterServer(config)
     try:

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.engine_support import Outputs, checking_engine, next_token, request, run_to_end
+from tests.integration.engine_support import (
+    Outputs,
+    cached_copies,
+    checking_engine,
+    next_token,
+    request,
+    run_to_end,
+)
 
 
 @dataclass
@@ -18,6 +25,8 @@ class Submit:
     own: list[int] = field(default_factory=list)
     max_tokens: int = 4
     salt: str | None = None
+    priority: int = 0
+    forks: int = 0
 
 
 SUBMIT = st.builds(
@@ -26,34 +35,61 @@ SUBMIT = st.builds(
     own=st.lists(st.integers(1, 3), max_size=6),
     max_tokens=st.integers(1, 30),
     salt=st.sampled_from([None, None, None, "salt"]),
+    priority=st.integers(0, 2),
+    forks=st.sampled_from([0, 0, 0, 2]),
 )
 STEPS = st.integers(1, 12)
 RARE = st.one_of(st.tuples(st.just("abort"), st.integers(0, 20)), st.just("fail"), st.just("reset"))
 ACTIONS = st.one_of(SUBMIT, STEPS, SUBMIT, STEPS, RARE)
 
 
+SETTINGS = st.fixed_dictionaries(
+    {
+        "gpu_blocks": st.integers(8, 20),
+        "max_num_batched_tokens": st.integers(4, 24),
+        "block_tokens": st.sampled_from([2, 3, 4]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "aged"]),
+        "cpu_blocks": st.sampled_from([0, 3, 12, 40]),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "swap": st.booleans(),
+    }
+)
+# Full attention, windows of one kind, and both kinds, each with a block table of its own.
+WINDOWS = st.sampled_from([(None,), (5,), (5, None), (None, 3), (6, 6, None)])
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(ACTIONS, min_size=15, max_size=50),
-    gpu_blocks=st.integers(8, 20),
-    budget=st.integers(4, 24),
-    block_tokens=st.sampled_from([2, 3, 4]),
+    chosen=SETTINGS,
+    windows=WINDOWS,
+    polls_per_copy=st.integers(0, 3),
 )
 def test_books_hold_under_any_schedule(
-    actions: list, gpu_blocks: int, budget: int, block_tokens: int, caplog: pytest.LogCaptureFixture
+    actions: list,
+    chosen: dict,
+    windows: tuple[int | None, ...],
+    polls_per_copy: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At any time blocks have their right owners, a counting mirror equals the pool, and tokens are right."""
+    """At any time blocks have their right owners, a counting mirror equals both tiers, and tokens are right."""
     caplog.set_level(logging.CRITICAL + 1)
+    chosen = dict(chosen, gpu_blocks=chosen["gpu_blocks"] + 12 * (len(set(windows)) - 1))
+    swap = chosen.pop("swap") and chosen["cpu_blocks"] > 0
     engine, runner, events = checking_engine(
-        gpu_blocks=gpu_blocks, max_num_batched_tokens=budget, block_tokens=block_tokens
+        windows, polls_per_copy, preemption_mode="swap" if swap else "recompute", **chosen
     )
     outputs, prompts = Outputs(), {}
     for action in actions:
         if isinstance(action, Submit):
-            name = f"r{len(prompts)}"
+            leader = f"r{len(prompts)}"
             prompt = [*range(1, action.shared + 1), *action.own, 9][-engine.max_model_len + 1 :]
-            prompts[name] = prompt
-            engine.submit(request(name, prompt, action.max_tokens, cache_salt=action.salt), outputs)
+            for fork in range(action.forks + 1):
+                name = f"r{len(prompts)}"
+                prompts[name] = prompt
+                fields = {"cache_salt": action.salt, "priority": action.priority}
+                fork_of = leader if fork else None
+                engine.submit(request(name, prompt, action.max_tokens, fork_of=fork_of, **fields), outputs)
         elif isinstance(action, tuple):
             engine.abort(f"r{action[1]}")
         elif action == "fail":
@@ -63,10 +99,11 @@ def test_books_hold_under_any_schedule(
         for _ in range(action if isinstance(action, int) else 0):
             engine.step()
             engine.check_invariants()
-            assert events.mirror == engine._pool.cached_copies()
+            assert events.mirror == cached_copies(engine)
     run_to_end(engine)
-    assert events.mirror == engine._pool.cached_copies()
-    assert engine.stats().kv_usage == 0
+    engine.reset_prefix_cache()
+    assert events.mirror == cached_copies(engine) == {}
+    assert engine.stats().kv_usage == engine.stats().host_usage == 0
     assert set(outputs.last) == set(prompts)
     for name, prompt in prompts.items():
         text = list(prompt)

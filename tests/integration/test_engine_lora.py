@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine, build_engine
+from model_server.engine import Engine
 from model_server.errors import RequestError
 from model_server.events import BlockStored
 from model_server.requests import GenerationRequest, SamplingParams

@@ -11,14 +11,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_server.block_hash import ROOT_DIGEST, hash_block
+from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine, build_engine
+from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.requests import GenerationRequest
 from model_server.runner import TorchRunner
 from model_server.tiny import load_tiny
 from model_server.weights import load_checkpoint
-from tests.integration.engine_support import EventLog, Outputs, request, run_to_end
+from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
     again = generate(engine, [*reversed(items)], at_once=False)
     assert again.tokens == alone
     assert sum(last.cached_tokens for last in again.last.values()) > 0
-    assert events.mirror == engine._pool.cached_copies()
+    assert events.mirror == cached_copies(engine)
 
 
 def test_a_corrupted_block_changes_the_answer() -> None:
@@ -100,7 +101,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     first = generate(engine, [item])
     again = generate(engine, [item])
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
-    block = engine._pool.find(_first_digest(item))
+    block = engine._pool.find((0, _first_digest(item)))
     assert block is not None
     assert isinstance(engine._runner, TorchRunner)
     for tensor in engine._runner.attention.block_tensors():

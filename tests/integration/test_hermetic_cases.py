@@ -1,4 +1,4 @@
-"""The reference's own hermetic cases, replayed over gRPC against the running router, configuration by configuration."""
+"""The reference's own hermetic cases, replayed over gRPC against the running router."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import grpc
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.hermetic_support import DATA, Scene, check_answer, message, scene
+from tests.integration.router_server_support import get
 from tests.wire.router_wire_support import Stream, set_headers
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -51,6 +53,23 @@ def test_a_stream_is_answered_as_the_reference_answers_it(case: Mapping[str, Any
         assert [answer.WhichOneof("response") for answer in answers] == [one["type"] for one in expected]
         for answer, one in zip(answers, expected, strict=True):
             check_answer(answer, one)
+        for name, told in case.get("expect_metrics", {}).items():
+            check_metric(get(played.router, "/metrics")[1].decode(), name, told)
+
+
+def check_metric(page: str, name: str, told: Mapping[str, Any]) -> None:
+    """A counter or gauge of a case; histograms tell of responses there, and of picks here."""
+    if "value" not in told:
+        return
+    # Without Kubernetes there is no pool to name.
+    expected = {label: "default" if label == "name" else value for label, value in told["labels"].items()}
+    samples = [
+        sample
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and expected.items() <= sample.labels.items()
+    ]
+    assert [sample.value for sample in samples] == [told["value"]]
 
 
 def test_a_session_token_brings_a_request_back(tmp_path: Path) -> None:
@@ -116,7 +135,7 @@ def test_without_a_decider_only_decode_is_picked(tmp_path: Path) -> None:
 
 
 def test_flow_control_holds_a_request_until_another_ends(tmp_path: Path) -> None:
-    """At a concurrency of one the second request waits, unanswered, until the first one's response is over."""
+    """At a concurrency of one the second request waits until the first one's response is over."""
     case = CASES["flow-control-concurrency-blocks-then-dispatches"]
     asked = [
         {"type": "request_headers", "headers": {"x-request-id": "r"}, "end_of_stream": False},

@@ -64,3 +64,10 @@ def test_hits_that_never_come_are_phantoms(predicted: int, hits: int, found: boo
         predicted_tokens=BEFORE.predicted_tokens + predicted,
     )
     assert reconcile(BEFORE, now, 10) is (Finding.PHANTOM_HITS if found else None)
+
+
+def test_a_request_that_was_in_flight_is_no_phantom() -> None:
+    """Its hits may be in the older page already, though it was known to be answered only after that."""
+    before = replace(BEFORE, promised_tokens=100 + 8000)
+    now = replace(BEFORE, query_tokens=50_000, predicted_tokens=100 + 8000, promised_tokens=100 + 8000)
+    assert reconcile(before, now, 10) is None

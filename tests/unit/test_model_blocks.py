@@ -1,10 +1,14 @@
 """The block pool: free queue, counts, hashes, and the events that follow from them."""
 
+from dataclasses import replace
+
 import pytest
 
-from model_server.block_hash import event_hash
-from model_server.blocks import Block, BlockPool, FreeQueue
+from model_server.attention import undivided
+from model_server.block_content import Announcer, BlockContent
+from model_server.blocks import BlockPool
 from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored
+from model_server.free_queue import Block, FreeQueue
 
 
 def digest(number: int) -> bytes:
@@ -12,11 +16,25 @@ def digest(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def new_pool(blocks: int) -> BlockPool:
+    """Make a pool with blocks of 2 tokens."""
+    return BlockPool(blocks, Announcer(undivided(1), 2))
+
+
+def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:
+    """Return the contents of blocks that follow one another."""
+    contents = []
+    for number in numbers:
+        before = None if parent is None else digest(parent)
+        contents.append(BlockContent(0, digest(number), before, (2 * number, 2 * number + 1), None, None))
+        parent = number
+    return contents
+
+
 def cached_blocks(pool: BlockPool, *numbers: int) -> list[Block]:
     """Allocate blocks and register them as one chain."""
     blocks = pool.allocate(len(numbers))
-    tokens = [0] * len(numbers) * pool.block_tokens
-    pool.register(blocks, [digest(number) for number in numbers], None, tokens, [None] * len(numbers))
+    pool.register(blocks, chain(*numbers))
     return blocks
 
 
@@ -53,7 +71,7 @@ def test_a_block_is_not_queued_twice_nor_taken_twice() -> None:
 
 def test_the_tail_of_a_chain_is_evicted_first() -> None:
     """Chains are evicted in the order of their release, each from its tail."""
-    pool = BlockPool(5, 2)
+    pool = new_pool(5)
     first, second = cached_blocks(pool, 1, 2, 3), cached_blocks(pool, 8, 9)
     pool.release(second)
     pool.release(first)
@@ -64,7 +82,7 @@ def test_the_tail_of_a_chain_is_evicted_first() -> None:
 
 def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
     """A released block that nobody can find is taken before any that somebody could use."""
-    pool = BlockPool(3, 2)
+    pool = new_pool(3)
     cached, plain = cached_blocks(pool, 1, 2), pool.allocate(1)
     pool.release(cached)
     pool.release(plain)
@@ -75,13 +93,13 @@ def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
 
 def test_a_hit_saves_a_free_block_from_eviction() -> None:
     """A touched block leaves the free queue and needs as many releases as it has holders."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     blocks = cached_blocks(pool, 1, 2)
     pool.release(blocks)
-    found = pool.find(digest(1))
+    found = pool.find((0, digest(1)))
     assert found is blocks[0]
-    pool.touch([found])
-    pool.touch([found])
+    pool.touch(found)
+    pool.touch(found)
     pool.check_invariants([[found], [found]])
     pool.take_events()
     pool.allocate(1)
@@ -94,23 +112,23 @@ def test_a_hit_saves_a_free_block_from_eviction() -> None:
 
 def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     """Two blocks of one hash give two events of each kind, and either copy is found while it is there."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     first, second = cached_blocks(pool, 7), cached_blocks(pool, 7)
-    assert pool.cached_copies() == {event_hash(digest(7)): 2}
+    assert pool.cached_copies() == {(0, digest(7)): 2}
     assert sum(isinstance(event, BlockStored) for event in pool.take_events()) == 2
     pool.release(first)
     pool.allocate(1)
     assert removed_hashes(pool) == [7]
-    assert pool.find(digest(7)) is second[0]
+    assert pool.find((0, digest(7))) is second[0]
     pool.release(second)
     pool.allocate(1)
     assert removed_hashes(pool) == [7]
-    assert pool.find(digest(7)) is None
+    assert pool.find((0, digest(7))) is None
 
 
 def test_removals_come_before_the_store_that_caused_them() -> None:
     """One step's events are in the order of the pool's operations."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     pool.release(cached_blocks(pool, 1, 2))
     pool.take_events()
     cached_blocks(pool, 3, 4)
@@ -119,10 +137,10 @@ def test_removals_come_before_the_store_that_caused_them() -> None:
 
 def test_a_store_event_carries_what_vllm_sends() -> None:
     """The fields of BlockStored are those of a captured vLLM frame, with untagged extra keys."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     blocks = pool.allocate(2)
-    salted = (("cache_salt", "tenant-42"),)
-    pool.register(blocks, [digest(5), digest(6)], digest(4), [10, 11, 12, 13], [salted, None])
+    first, second = chain(5, 6, parent=4)
+    pool.register(blocks, [replace(first, extra_keys=(("cache_salt", "tenant-42"),)), second])
     assert pool.take_events() == [
         BlockStored(
             block_hashes=[5, 6],
@@ -141,40 +159,40 @@ def test_a_store_event_carries_what_vllm_sends() -> None:
 
 def test_blocks_that_were_never_computed_are_forgotten() -> None:
     """After a failed step nothing that it registered can be found, but what it evicted stays evicted."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     pool.release(cached_blocks(pool, 1))
     pool.take_events()
     pool.allocate(1)
     blocks = cached_blocks(pool, 2)
     pool.forget_registered()
-    assert pool.find(digest(2)) is None
+    assert pool.find((0, digest(2))) is None
     assert removed_hashes(pool) == [1]
-    assert blocks[0].digest is None
+    assert blocks[0].content is None
 
 
 def test_reset_waits_until_no_block_is_held() -> None:
     """A reset does nothing while a block is held; afterwards it clears and says so."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     blocks = cached_blocks(pool, 1)
     pool.take_events()
     assert not pool.reset()
-    assert pool.find(digest(1)) is not None
+    assert pool.find((0, digest(1))) is not None
     pool.release(blocks)
     assert pool.reset()
     assert pool.take_events() == [AllBlocksCleared()]
-    assert pool.find(digest(1)) is None
+    assert pool.find((0, digest(1))) is None
     pool.check_invariants([])
 
 
 def test_the_checker_sees_a_leak_and_a_double_owner() -> None:
     """check_invariants fails when a table and the counts disagree, so it can be trusted when it passes."""
-    pool = BlockPool(2, 2)
+    pool = new_pool(2)
     blocks = pool.allocate(1)
     pool.check_invariants([blocks])
     with pytest.raises(AssertionError):
         pool.check_invariants([])
     with pytest.raises(AssertionError):
         pool.check_invariants([blocks, blocks])
-    blocks[0].digest = digest(1)
+    blocks[0].content = chain(1)[0]
     with pytest.raises(KeyError):
         pool.check_invariants([blocks])

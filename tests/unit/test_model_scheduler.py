@@ -2,9 +2,17 @@
 
 from collections.abc import Sequence
 
+import torch
+
+from model_server.attention import undivided
+from model_server.block_content import Announcer
+from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
+from model_server.config import SchedulingPolicy
+from model_server.host_tier import HostTier
 from model_server.live_request import LiveRequest
+from model_server.offload import Offload
 from model_server.requests import GenerationRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
 
@@ -16,10 +24,27 @@ def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:
     )
 
 
-def new_scheduler(blocks: int = 16, tokens: int = 8, seqs: int = 4, *, caching: bool = True) -> Scheduler:
+def new_scheduler(
+    blocks: int = 16,
+    tokens: int = 8,
+    seqs: int = 4,
+    *,
+    caching: bool = True,
+    policy: SchedulingPolicy = "fcfs",
+) -> Scheduler:
     """Make a scheduler over a pool with blocks of 4 tokens."""
-    manager = BlockManager(BlockPool(blocks, 4), enable_prefix_caching=caching)
-    return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    announcer = Announcer(undivided(1), 4)
+    pool = BlockPool(blocks, announcer)
+    offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(blocks, 4)], 0))
+    manager = BlockManager(
+        pool,
+        offload,
+        undivided(1),
+        block_tokens=4,
+        chunk_tokens=tokens,
+        enable_prefix_caching=caching,
+    )
+    return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens, policy=policy)
 
 
 def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:

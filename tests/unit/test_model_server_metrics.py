@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from model_server.engine_stats import EngineStats
-from model_server.metrics import EngineCollector, RequestMetrics, new_registry
+from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.publish import PublisherStats
 
 STATS = EngineStats(
@@ -53,10 +55,12 @@ def test_engine_counters_have_vllms_names() -> None:
 def test_a_choice_is_timed_from_its_arrival() -> None:
     """First token, gaps and end go to their histograms; outcomes are counted by reason."""
     registry = CollectorRegistry()
-    choice = RequestMetrics("m", registry).choice(arrived_s=10.0)
+    metrics = RequestMetrics("m", registry)
+    choice = metrics.choice(arrived_s=10.0, prompt_tokens=30)
     for now_s in (12.0, 12.5, 13.5):
         choice.tokens(now_s)
-    choice.finished(14.0, "stop")
+    choice.finished(14.0, "stop", completion_tokens=5)
+    metrics.choice(arrived_s=11.0).broken("abort")
 
     def total(name: str) -> tuple[float | None, float | None]:
         return registry.get_sample_value(name + "_count", LABELS), registry.get_sample_value(
@@ -66,11 +70,15 @@ def test_a_choice_is_timed_from_its_arrival() -> None:
     assert total("vllm:time_to_first_token_seconds") == (1, 2.0)
     assert total("vllm:inter_token_latency_seconds") == (2, 1.5)
     assert total("vllm:e2e_request_latency_seconds") == (1, 4.0)
+    assert total("vllm:request_decode_time_seconds") == (1, 2.0)
+    assert total("vllm:request_time_per_output_token_seconds") == (1, 0.5)
+    assert total("vllm:request_prompt_tokens") == (1, 30)
+    assert total("vllm:request_generation_tokens") == (1, 5)
     reasons = {
         reason: registry.get_sample_value("vllm:request_success_total", {**LABELS, "finished_reason": reason})
-        for reason in ("stop", "length")
+        for reason in ("stop", "length", "abort", "error")
     }
-    assert reasons == {"stop": 1, "length": 0}
+    assert reasons == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
 def test_the_page_can_be_parsed_and_names_the_process() -> None:
@@ -81,3 +89,21 @@ def test_the_page_can_be_parsed_and_names_the_process() -> None:
     families = {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
     assert {"process_start_time_seconds", "vllm:num_requests_running", "vllm:request_success"} <= families
     assert not any(name.startswith("kvroute_kv_event") for name in families)
+
+
+def test_adapters_in_use_are_named() -> None:
+    """One label set names the waiting and the running adapters; its value is the time it was told."""
+    registry = CollectorRegistry()
+    registry.register(LoraCollector(4, lambda: (["a", "b"], ["c"]), lambda: 1e9))
+    labels = {"max_lora": "4", "waiting_lora_adapters": "c", "running_lora_adapters": "a,b"}
+    assert registry.get_sample_value("vllm:lora_requests_info", labels) == 1e9
+
+
+def test_the_two_tiers_are_counted_apart() -> None:
+    """Hits on the host are the external cache's; it was asked for what the device did not have."""
+    registry = CollectorRegistry()
+    stats = replace(STATS, host_blocks=8, host_hits_tokens=20)
+    registry.register(EngineCollector("m", lambda: stats, None, {}))
+    names = ("prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
+    values = [registry.get_sample_value(f"vllm:{name}_total", LABELS) for name in names]
+    assert values == [40, 60, 20]

@@ -19,7 +19,7 @@ def test_all_fields_may_be_null() -> None:
 
 def test_unknown_fields_are_ignored() -> None:
     """A field of another server's does no harm."""
-    assert generation_body("chat", {"priority": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
+    assert generation_body("chat", {"best_effort": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
 
 
 @pytest.mark.parametrize(

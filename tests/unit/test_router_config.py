@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router import cli
 from router.config import RouterConfig, parse_flags
-from router.config_file import discovery_of
+from router.config_file import read_config
 from router.duration import seconds
 from router.errors import ConfigError
 
@@ -28,6 +28,9 @@ dataLayer:
   discovery:
     pluginRef: pods
 """
+
+
+PICKS = GOOD.partition("plugins:")[0] + "plugins: [{type: queue-scorer}]\n"
 
 
 def test_the_defaults_are_the_references_where_it_has_them() -> None:
@@ -110,11 +113,36 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.Capture
     assert argv[0].partition("=")[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], [*PODS, "--config-file", "c.yaml"], [*PODS, "--secure-serving"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        [*PODS, "--config-text", GOOD],
+        [*PODS, "--secure-serving"],
+        [*PODS, "--compat", "off", "--config-text", PICKS],
+    ],
+)
 def test_flags_that_do_not_go_together_are_refused(argv: list[str]) -> None:
     """Pods come from exactly one place, and TLS is not promised where there is none."""
     with pytest.raises(ConfigError, match="--"):
         parse_flags(argv)
+
+
+def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Path) -> None:
+    """With one, answers have the reference's form and responses pass here; the file and flags say otherwise."""
+    path = tmp_path / "config.yaml"
+    plain = GOOD.partition("plugins:")[0]
+    for text, flags, compat in (
+        (plain, [], "answers"),
+        (plain + "compat: strict\n", [], "strict"),
+        (plain + "compat: strict\n", ["--compat", "off"], "off"),
+    ):
+        path.write_text(text)
+        config, _ = parse_flags([*PODS, "--config-file", str(path), *flags])
+        assert (config.compat, config.responses_full) == (compat, True)
+        assert config.picker is not None
+        assert not config.picker.picks
+    assert not parse_flags([*PODS, "--config-text", plain, "--responses", "skip"])[0].responses_full
 
 
 def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
@@ -130,7 +158,11 @@ def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
     [
         ("llm-d.ai/v1alpha1", "v9", r":1: apiVersion: 'v9' is not understood; here may be llm-d"),
         ("EndpointPickerConfig", "Pod", r":2: kind: 'Pod' is not understood"),
-        ("file-discovery", "queue-scorer", r":5: plugins\[0\].type: 'queue-scorer' is not understood"),
+        (
+            "file-discovery",
+            "queue-scorer",
+            r":11: dataLayer.discovery.pluginRef: queue-scorer is no discovery",
+        ),
         (
             "watchFile",
             "watchfile",
@@ -144,8 +176,20 @@ def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
             r":11: dataLayer.discovery.pluginRef: no plugin is named 'podz'",
         ),
         ("kind:", "kind: X\nkind:", r":3: kind: given twice"),
-        ("dataLayer:", "schedulingProfiles: []\ndataLayer:", r":9: schedulingProfiles: not understood"),
-        ("dataLayer:\n  discovery:\n    pluginRef: pods\n", "", r":1: dataLayer: is missing"),
+        ("dataLayer:", "schedulingProfile: []\ndataLayer:", r":9: schedulingProfile: not understood"),
+        (
+            "  discovery:",
+            "  peerDiscovery: {}\n  discovery:",
+            r":10: dataLayer.peerDiscovery: not understood",
+        ),
+        ("dataLayer:", "featureGates: [magic]\ndataLayer:", r":9: featureGates: 'magic' is not understood"),
+        (
+            "dataLayer:",
+            "- type: file-discovery\n  name: pods\ndataLayer:",
+            r":10: plugins\[1\].name: there is",
+        ),
+        ("dataLayer:", "compat: maybe\ndataLayer:", r":9: compat: 'maybe' is not understood"),
+        ("kind:", "&a plugins: [*a]\nkind:", r"not valid YAML|refers to itself|given twice"),
         ("plugins:\n", "plugins: [\n", r"not valid YAML"),
         (GOOD, "", r":1: the file: must be a mapping"),
         (GOOD, "- a", r":1: the file: must be a mapping"),
@@ -158,7 +202,7 @@ def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
-        discovery_of(path)
+        read_config(path)
 
 
 @given(st.text(max_size=80))
@@ -169,7 +213,7 @@ def test_any_configuration_text_is_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError):
-        discovery_of(path)
+        read_config(path)
 
 
 @pytest.mark.parametrize(
@@ -207,3 +251,31 @@ def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) 
     """`kvroute router ...` is the router's own command line."""
     assert cli.main(["router"]) == 2
     assert "kvroute router: error: give either --pods-file" in capsys.readouterr().err
+
+
+def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
+    """Backend, sizes, seed, bind address and first numbers reach the index's own settings."""
+    config, _ = parse_flags(
+        [
+            *PODS,
+            "--block-tokens=32",
+            "--backend=cost",
+            "--capacity-bytes=1000000",
+            "--hash-seed=7",
+            "--events-bind=tcp://*:5557",
+            "--first-sequence=1",
+            "--bootstrap-timeout=2.5",
+            "--tier-weight=cpu=0.5",
+        ]
+    )
+    index = config.index
+    assert (index.block_tokens, index.backend, index.capacity_bytes) == (32, "cost", 1_000_000)
+    assert (index.hash_seed, index.events_bind, index.first_sequence) == (7, "tcp://*:5557", 1)
+    assert (index.bootstrap_s, index.tier_weights["cpu"]) == (2.5, 0.5)
+
+
+@pytest.mark.parametrize("flag", ["--tier-weight=cpu", "--backend=redis", "--events-bind=ipc://x"])
+def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str) -> None:
+    """It ends the start as any other wrong flag does."""
+    with pytest.raises(ConfigError):
+        parse_flags([*PODS, flag])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.tiers import Tiers
 from router.cost import CREDIT, CostParameters, add_credit
+from router.queue_order import AGE_FACTOR
 from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
 
 POD = st.builds(
@@ -119,23 +120,41 @@ def test_seconds_that_others_ask_for_are_added() -> None:
 
 
 @given(st.lists(POD, min_size=1, max_size=6), st.integers(1000, 100_000), st.floats(0, 10))
-def test_more_of_anything_bad_never_makes_a_pod_cheaper(pods: list[Known], tokens: int, now_s: float) -> None:
-    """Less cache, more queued or more decoding requests never lower a price; every price is a number."""
+def test_a_smaller_cache_or_a_longer_queue_never_makes_a_pod_cheaper(
+    pods: list[Known], tokens: int, now_s: float
+) -> None:
+    """Less cache or more queued never lowers a price; every price is a number."""
+    pods = [_untold(pod) for pod in pods]
     worse = [
-        replace(
-            pod,
-            cached_tokens=pod.cached_tokens // 2,
-            queue=[*pod.queue, Queued(1)],
-            decoding=pod.decoding + 1,
-            # Ours are among the running ones, so that as many strangers as before are left.
-            load=pod.load and replace(pod.load, scraped_s=-100.0),
-        )
-        for pod in pods
+        replace(pod, cached_tokens=pod.cached_tokens // 2, queue=[*pod.queue, Queued(1)]) for pod in pods
     ]
-    before = [replace(pod, load=pod.load and replace(pod.load, scraped_s=-100.0)) for pod in pods]
-    costs = priced(tokens, *before, now_s=now_s).part("cost_s")
+    costs = priced(tokens, *pods, now_s=now_s).part("cost_s")
     for cheaper, dearer in zip(costs, priced(tokens, *worse, now_s=now_s).part("cost_s"), strict=True):
         assert 0.0 <= cheaper <= dearer * (1 + 1e-9) < float("inf")
+
+
+@given(st.lists(POD, min_size=1, max_size=6), st.integers(1000, 100_000), st.floats(0, 10))
+def test_more_decoding_requests_never_make_a_pod_cheaper(
+    pods: list[Known], tokens: int, now_s: float
+) -> None:
+    """A slower pod costs more, but for those whom the request overtakes there and not on a faster one.
+
+    Who waited w seconds is ahead as long as its own seconds are at most the new one's + w / 10. Overtaken, it
+    costs the new one's seconds in place of its own: up to w / 10 less, as the engine's order has it.
+    """
+    pods = [_untold(pod) for pod in pods]
+    worse = [replace(pod, decoding=pod.decoding + 1) for pod in pods]
+    costs = priced(tokens, *pods, now_s=now_s).part("cost_s")
+    dearer_costs = priced(tokens, *worse, now_s=now_s).part("cost_s")
+    for pod, cheaper, dearer in zip(pods, costs, dearer_costs, strict=True):
+        orders = pod.load is not None and pod.load.orders_prefills
+        overtaken_s = len(pod.queue) * now_s / AGE_FACTOR if orders else 0.0
+        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) + overtaken_s < float("inf")
+
+
+def _untold(pod: Known) -> Known:
+    """The pod with an account too old to count: it tells of strangers by what is known of ours."""
+    return replace(pod, load=pod.load and replace(pod.load, scraped_s=-100.0))
 
 
 @pytest.mark.parametrize(

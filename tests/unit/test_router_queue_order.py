@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,20 @@ def test_own_seconds_are_charged_for_every_request_they_delay() -> None:
     assert found.part("own_weight") == [4.0, *[1 + 3 / 7] * 5, 1.0]
 
 
+def test_whoever_is_overtaken_gives_no_elapsed_time_away() -> None:
+    """Behind short work and before a long prefill that runs, the queue is the short work, whole."""
+    queue = [Queued(9000), Queued(100, sent_s=1.0)]
+    assert priced(200, Known(queue=queue, load=ORDERS), now_s=1.0).part("queued_prefill_s") == [0.1]
+
+
+def test_a_running_prefill_is_ahead_by_what_is_left_of_it() -> None:
+    """A prefill of 1 s that runs for 0.8 s has 0.6 s left: one of 0.55 s is behind it, not before it."""
+    pod = Known(queue=[Queued(1000)], load=ORDERS)
+    found = priced(550, pod, now_s=0.8)
+    assert found.part("queued_prefill_s") == [pytest.approx(0.6)]
+    assert found.part("own_weight") == [1.0]
+
+
 @given(st.lists(st.builds(Queued, st.integers(0, 5000), st.floats(0, 50)), max_size=12), st.integers(0, 9000))
 def test_the_work_ahead_is_what_the_rule_says(queue: list[Queued], tokens: int) -> None:
     """Summed request by request over the queue, the rule gives the queued seconds of an ordering pod."""
@@ -45,9 +60,9 @@ def test_the_work_ahead_is_what_the_rule_says(queue: list[Queued], tokens: int) 
     found = priced(tokens, *pods, now_s=50.0)
     for place, tokens_per_s in enumerate((1000.0, 500.0)):
         own_s = tokens / tokens_per_s
-        ahead = [
-            q.tokens / tokens_per_s for q in queue if is_ahead(q.sent_s, q.tokens / tokens_per_s, 50.0, own_s)
-        ]
-        head_s = min(queue[0].tokens / tokens_per_s, 50.0 - queue[0].sent_s) if queue else 0.0
-        expected_s = max(0.0, sum(ahead) - head_s / 2)
+        remaining = [q.tokens / tokens_per_s for q in queue]
+        if queue:
+            remaining[0] -= min(remaining[0], 50.0 - queue[0].sent_s) / 2
+        pairs = zip(queue, remaining, strict=True)
+        expected_s = sum(left_s for q, left_s in pairs if is_ahead(q.sent_s, left_s, 50.0, own_s))
         assert abs(found.part("queued_prefill_s")[place] - expected_s) < 1e-6

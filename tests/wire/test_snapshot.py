@@ -218,3 +218,29 @@ def test_what_an_engine_tells_of_itself_is_held_against_its_view(watched: Watche
         assert watched.indexer.observe(POD, replace(reading, started_s=2.0, asleep=True)) is Finding.ASLEEP
         watched.settled(0, STALE)
         assert watched.metric("kvroute_indexer_findings_total", finding="asleep") == 1
+
+
+def test_a_view_that_holds_more_than_its_engine_has_is_built_anew(watched: Watched) -> None:
+    """Removals must have been lost: it is cleared, and comes back from the engine."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(*(block(number) for number in range(1, 7)))
+        watched.settled(6)
+        assert watched.indexer.observe(POD, EngineReading()) is None
+        assert watched.indexer.observe(POD, EngineReading(capacity_blocks=5)) is Finding.OVERFULL
+        wait_until(
+            "it is cleared",
+            lambda: watched.metric("kvroute_indexer_pod_clears_total", reason="overfull") == 1,
+        )
+        watched.settled(6)
+
+
+def test_blocks_beyond_the_device_are_no_excess(watched: Watched) -> None:
+    """A pod with a host tier holds more than its device memory has, and rightly."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(*(block(number) for number in range(1, 3)))
+        engine.publish(*(block(number, medium="CPU") for number in range(3, 7)))
+        watched.settled(6)
+        assert watched.indexer.observe(POD, EngineReading(capacity_blocks=2)) is None
+        assert watched.match().cached_blocks == 6

@@ -1,0 +1,154 @@
+"""What operators ask of a real model server: adapters, sleep, ended requests, keys, a stuck engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import AuthenticationError, ConflictError, OpenAI
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model_server import serve
+from tests.integration.model_server_support import MODEL, RunningServer, running_server, wait_until
+from tests.unit.lora_support import save_adapter
+
+COMPLETIONS = "/v1/completions"
+GREEDY: dict[str, Any] = {"prompt": "The KV cache", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """One server for the tests here that leave it as they found it."""
+    with running_server(runtime_loras=True) as running:
+        yield running
+
+
+def text(server: RunningServer, **body: Any) -> str:
+    """A greedy completion's text."""
+    answer = server.post(COMPLETIONS, {**GREEDY, **body})
+    assert answer.status == 200, answer.data
+    return str(answer.json()["choices"][0]["text"])
+
+
+def tiny_weights() -> LlamaForCausalLM:
+    """Weights of the tiny model's shapes, without values."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=688,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def test_an_adapter_is_a_model_of_its_own(server: RunningServer, tmp_path: Path) -> None:
+    """An adapter is listed under its parent, answers in its own way, and goes when it is unloaded."""
+    base = text(server)
+    save_adapter(tmp_path, tiny_weights())
+    body = {"lora_name": "sql", "lora_path": str(tmp_path)}
+    assert server.post("/v1/load_lora_adapter", body).status == 200
+    assert server.post("/v1/load_lora_adapter", body).status == 400
+    card = server.get("/v1/models").json()["data"][-1]
+    assert (card["id"], card["parent"], card["root"]) == ("sql", MODEL, str(tmp_path))
+    assert text(server, model="sql") != base
+    assert text(server) == base
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 200
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 404
+    assert server.post(COMPLETIONS, {**GREEDY, "model": "sql"}).status == 404
+
+
+def test_adapters_come_from_operators_only() -> None:
+    """Without the flag no client can make the server read a directory."""
+    with running_server() as closed:
+        answer = closed.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/"})
+        assert answer.status == 403
+        assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_slept_answers_as_before(server: RunningServer) -> None:
+    """Sleep empties the cache, waking up brings answers back, and both are told."""
+    before = text(server)
+    wait_until(server.idle)
+    assert server.post("/sleep", b"").status == 200
+    assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.get("/health").status == 200
+    assert server.post("/wake_up", b"").status == 200
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    assert text(server) == before
+    assert server.metric("vllm:prefix_cache_hits_total") == hits
+
+
+def test_a_running_request_can_be_deleted(server: RunningServer) -> None:
+    """DELETE ends it: its blocks are free, and its client is told, not left with half an answer."""
+    answers: list[Any] = []
+    body = {**GREEDY, "max_tokens": 8_000, "request_id": "long"}
+    thread = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, body)))
+    thread.start()
+    wait_until(lambda: server.http.request("DELETE", f"{server.url}/v1/requests/cmpl-long").status == 200)
+    thread.join()
+    assert answers[0].status == 409
+    wait_until(server.idle)
+    assert server.http.request("DELETE", f"{server.url}/v1/requests/cmpl-long").status == 404
+    assert server.get("/load").json() == {"server_load": 0}
+
+
+def test_a_deleted_stream_ends_with_an_error(server: RunningServer) -> None:
+    """A stream that is deleted raises in the client."""
+    client = server.openai()
+    extra = {"ignore_eos": True, "request_id": "stream"}
+    stream = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=8_000, stream=True, extra_body=extra
+    )
+    next(iter(stream))
+    assert server.http.request("DELETE", f"{server.url}/v1/requests/cmpl-stream").status == 200
+    with pytest.raises(Exception, match="DELETE") as caught:
+        list(stream)
+    assert not isinstance(caught.value, ConflictError)  # the status was sent long before
+    wait_until(server.idle)
+
+
+def test_the_api_key_is_asked_for() -> None:
+    """Without the key nothing is answered but what probes and routers read; with it everything is."""
+    with running_server(api_key="secret") as locked:
+        for path in (COMPLETIONS, "/tokenize", "/sleep", "/reset_prefix_cache", "/nothing"):
+            answer = locked.post(path, {"prompt": "x"})
+            assert (answer.status, answer.json()["error"]["type"]) == (401, "AuthenticationError")
+        for path in ("/health", "/metrics", "/kv_event_sources", "/kv_events/snapshot", "/version"):
+            assert locked.get(path).status == 200
+        with pytest.raises(AuthenticationError):
+            locked.openai().models.list()
+        with OpenAI(base_url=f"{locked.url}/v1", api_key="secret", max_retries=0) as client:
+            assert next(iter(client.models.list())).id == MODEL
+
+
+def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that does not come back, with work to do, fails /health; once it comes back all is well."""
+    entered, go_on = threading.Event(), threading.Event()
+    run = server.engine._runner.run
+
+    def hanging(chunks: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return run(chunks)
+
+    monkeypatch.setattr(server.engine._runner, "run", hanging)
+    monkeypatch.setattr(serve, "_STUCK_S", 0.05)
+    thread = threading.Thread(target=lambda: text(server, max_tokens=1))
+    thread.start()
+    try:
+        assert entered.wait(60)
+        wait_until(lambda: server.get("/health").status == 503)
+    finally:
+        go_on.set()
+        thread.join()
+    monkeypatch.undo()
+    wait_until(lambda: server.get("/health").status == 200)

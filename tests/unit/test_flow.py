@@ -1,0 +1,308 @@
+"""Flow control: who waits, in which order they go on, and every way to be refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.board import POD
+from router.config_file import parse_config
+from router.errors import ConfigError, FlowError
+from router.flow import FlowControl, FlowParameters
+from router.flow_config import flow_of
+from router.flow_queue import FAIRNESS, BandParameters, FlowQueue, QueueParameters, Waiting
+from router.pods import PodSet
+from router.request import RequestKind, RouteRequest
+from router.saturation import ConcurrencyDetector, UtilizationDetector
+from tests.unit.router_support import ready_pod
+from tests.wire.router_wire_support import wait_until
+
+FCFS, EDF, SLO = "fcfs-ordering-policy", "edf-ordering-policy", "slo-deadline-ordering-policy"
+
+
+def waiting(flow: str = "", priority: int = 0, **known: Any) -> Waiting:
+    """A request that waits."""
+    told = {"size_bytes": 10, "arrived_s": 0.0, "deadline_s": 60.0, "due_s": 1.0}
+    return Waiting(flow, priority, **{**told, **known})
+
+
+def drained(queue: FlowQueue) -> list[Waiting]:
+    """All that wait, in the order in which they go on."""
+    return list(iter(queue.take, None))
+
+
+def test_higher_bands_go_first_and_lower_ones_in_order() -> None:
+    """Priority decides, then arrival."""
+    queue = FlowQueue(QueueParameters())
+    low, high, later = waiting(priority=-1), waiting(priority=5), waiting(priority=5)
+    for one in (low, high, later):
+        assert queue.put(one)
+    assert drained(queue) == [high, later, low]
+    assert (len(queue), queue.size_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("order", "field"), [(EDF, "deadline_s"), (SLO, "due_s")])
+def test_the_earliest_deadline_goes_first(order: str, field: str) -> None:
+    """By when the request is given up, or by when its client wants an answer."""
+    queue = FlowQueue(QueueParameters(default=BandParameters(order=order)))
+    late, soon = waiting(**{field: 9.0}), waiting(**{field: 3.0})
+    queue.put(late)
+    queue.put(soon)
+    assert drained(queue) == [soon, late]
+
+
+def test_flows_take_turns_where_they_shall() -> None:
+    """Round robin serves one of each flow; strict order serves whoever came first."""
+    for fairness, expected in ((FAIRNESS[0], "aaabc"), (FAIRNESS[1], "abcaa")):
+        queue = FlowQueue(QueueParameters(default=BandParameters(fairness=fairness)))
+        for flow in "aaabc":
+            queue.put(waiting(flow))
+        assert "".join(one.flow for one in drained(queue)) == expected
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    """Number and bytes are bounded in a band and in all; who leaves makes room."""
+    queue = FlowQueue(
+        QueueParameters(
+            requests_max=3, bytes_max=45, bands={1: BandParameters(1, 100), 2: BandParameters(9, 25)}
+        )
+    )
+    first = waiting(priority=1)
+    assert queue.put(first)
+    assert not queue.put(waiting(priority=1))
+    assert [queue.put(waiting(priority=2)) for _ in range(3)] == [True, True, False]
+    assert not queue.put(waiting())
+    queue.remove(first)
+    assert not queue.put(waiting(size_bytes=30))
+    assert queue.put(waiting(priority=1))
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_nobody_is_lost_or_served_twice(asked: list[tuple[int, str, bool]]) -> None:
+    """Whoever was taken in goes on exactly once, unless it left; the counts come out even."""
+    queue = FlowQueue(QueueParameters(default=BandParameters(fairness=FAIRNESS[1])))
+    requests = [(waiting(flow, priority), leaves) for priority, flow, leaves in asked]
+    for one, _ in requests:
+        assert queue.put(one)
+    for one, leaves in requests:
+        if leaves:
+            queue.remove(one)
+            queue.remove(one)
+    assert len(queue) == sum(not leaves for _, leaves in requests)
+    served = drained(queue)
+    assert sorted(one.sequence for one in served) == [one.sequence for one, leaves in requests if not leaves]
+    assert [one.priority for one in served] == sorted((one.priority for one in served), reverse=True)
+    assert (len(queue), queue.size_bytes) == (0, 0)
+
+
+def test_saturation_is_what_the_reference_calls_it() -> None:
+    """Mean of the fuller of queue and cache, stale pods full; or the share of places in flight."""
+    pods = np.zeros(2, POD)
+    pods["waiting"], pods["kv_usage"], pods["scraped_s"] = [5.0, 0.0], [0.0, 0.4], [0.0, 0.0]
+    assert UtilizationDetector().saturation(pods, 0, 0.1) == pytest.approx(0.75)
+    assert UtilizationDetector().saturation(pods, 0, 0.3) == 1.0
+    pods["awaiting"], pods["decoding"], pods["held_tokens"] = [1, 0], [0, 2], [600, 0]
+    detectors = [ConcurrencyDetector(4, 1000, mode) for mode in ("requests", "tokens", "hybrid")]
+    assert [one.saturation(pods, 1, 0.0) for one in detectors] == pytest.approx([0.5, 0.3, 0.5])
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def left(self, outcome: str, priority: int, waited_s: float) -> None:
+        self.outcomes.append(outcome)
+
+
+class Gate:
+    """Flow control in front of one place, with requests on threads.
+
+    Attributes:
+        now_s: What its clock says.
+        order: Ids of the requests that went on.
+    """
+
+    def __init__(self, parameters: FlowParameters, *, pods: int = 1) -> None:
+        self.now_s = 0.0
+        self.order: list[str] = []
+        self.sink = _Sink()
+        self.pods = PodSet()
+        self.pods.declare([ready_pod(f"10.0.0.{n + 1}:1").entry for n in range(pods)])
+        for n in range(pods):
+            self.pods.put(ready_pod(f"10.0.0.{n + 1}:1"))
+        self.flow = FlowControl(
+            parameters,
+            ConcurrencyDetector(1),
+            self.pods,
+            self.sink,
+            priority_of=lambda headers: int(headers.get("priority", 0)),
+            clock=lambda: self.now_s,
+        )
+        self._threads = ThreadPoolExecutor(16)
+        self._ends: dict[str, threading.Event] = {}
+
+    def ask(self, name: str, **known: Any) -> Future[None]:
+        """A request that keeps its place until `end`."""
+        self._ends[name] = threading.Event()
+        return self._threads.submit(self._go, name, known)
+
+    def end(self, name: str) -> None:
+        """The request is over."""
+        self._ends[name].set()
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.flow.close()
+        for end in self._ends.values():
+            end.set()
+        self._threads.shutdown()
+
+    def _go(self, name: str, known: dict[str, Any]) -> None:
+        with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known)):
+            self.order.append(name)
+            self._ends[name].wait(20)
+
+
+@contextmanager
+def gate(parameters: FlowParameters | None = None, **known: Any) -> Iterator[Gate]:
+    """A running gate."""
+    made = Gate(parameters or FlowParameters(), **known)
+    made.flow.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def refusal(asked: Future[None]) -> tuple[int, str | None]:
+    """How a request was refused."""
+    with pytest.raises(FlowError) as caught:
+        asked.result(20)
+    return caught.value.status, caught.value.dropped_reason
+
+
+def test_requests_go_on_one_by_one_in_order() -> None:
+    """With one place, the others wait, and the highest priority goes next."""
+    with gate() as one:
+        one.ask("first")
+        wait_until(lambda: one.order == ["first"], "the first")
+        for place, (name, priority) in enumerate((("low", "0"), ("high", "3")), 1):
+            one.ask(name, headers={"priority": priority})
+            wait_until(lambda place=place: len(one.flow) == place, "the queue")
+        one.end("first")
+        wait_until(lambda: one.order == ["first", "high"], "the second")
+        one.end("high")
+        wait_until(lambda: one.order == ["first", "high", "low"], "the third")
+        assert one.sink.outcomes == ["Dispatched"] * 3
+
+
+def test_waiting_ends_in_time() -> None:
+    """Too long is 429; without any pod it is 503, after the time that is given for pods to come."""
+    with gate(FlowParameters(ttl_s=5.0)) as one:
+        one.ask("first")
+        wait_until(lambda: one.order == ["first"], "the first")
+        asked = one.ask("second")
+        wait_until(lambda: len(one.flow) == 1, "the queue")
+        one.now_s = 5.0
+        assert refusal(asked) == (429, "rejected-ttl-expired")
+    with gate(FlowParameters(ttl_s=60.0, no_endpoint_ttl_s=2.0), pods=0) as none:
+        asked = none.ask("only")
+        wait_until(lambda: len(none.flow) == 1, "the queue")
+        none.now_s = 2.0
+        assert refusal(asked) == (503, "rejected-no-endpoints")
+
+
+def test_a_pod_that_comes_lets_the_waiting_go() -> None:
+    """Requests that came before there was a pod are served by the first one."""
+    with gate(pods=0) as one:
+        one.ask("early")
+        wait_until(lambda: len(one.flow) == 1, "the queue")
+        pod = ready_pod("10.0.0.9:1")
+        one.pods.declare([pod.entry])
+        one.pods.put(pod)
+        wait_until(lambda: one.order == ["early"], "its turn")
+
+
+def test_the_gone_the_many_and_the_late_are_refused() -> None:
+    """A client that left, a full queue and a router that ends have their reasons; nothing stays behind."""
+    gone = threading.Event()
+    with gate(FlowParameters(QueueParameters(requests_max=1))) as one:
+        one.ask("first")
+        wait_until(lambda: one.order == ["first"], "the first")
+        asked = one.ask("second", abandoned=gone.is_set)
+        wait_until(lambda: len(one.flow) == 1, "the queue")
+        assert refusal(one.ask("third")) == (429, "rejected-saturated")
+        gone.set()
+        assert refusal(asked) == (503, "rejected-context-cancelled")
+        last = one.ask("fourth")
+        wait_until(lambda: len(one.flow) == 1, "the queue")
+        one.flow.close()
+        assert refusal(last) == refusal(one.ask("fifth")) == (503, "rejected-shutting-down")
+        assert (len(one.flow), one.flow.size_bytes) == (0, 0)
+
+
+def flow(section: dict[str, Any], *plugins: dict[str, Any]) -> Any:
+    """Flow control of a configuration."""
+    config = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "featureGates": ["flowControl"],
+        "plugins": list(plugins),
+        "flowControl": section,
+    }
+    return flow_of(parse_config(yaml.safe_dump(config), "c.yaml", Path()), 1.0)
+
+
+def test_the_configuration_is_read() -> None:
+    """Bands, quantities, times, ceilings and detectors; what is not told has the reference's defaults."""
+    parameters, detector = flow(
+        {
+            "maxBytes": "1Gi",
+            "maxRequests": "2k",
+            "defaultRequestTTL": "1m",
+            "usageLimitPolicyPluginRef": "limit",
+            "saturationDetector": {"pluginRef": "utilization-detector"},
+            "priorityBands": [
+                {"priority": -5, "maxRequests": 7, "fairnessPolicyRef": "rr", "orderingPolicyRef": EDF}
+            ],
+        },
+        {"type": "static-usage-limit-policy", "name": "limit", "parameters": {"threshold": 0.9}},
+        {"type": "round-robin-fairness-policy", "name": "rr"},
+        {"type": "utilization-detector", "parameters": {"queueDepthThreshold": 9}},
+    )
+    queue = parameters.queue
+    assert (queue.bytes_max, queue.requests_max, parameters.ttl_s) == (1 << 30, 2000, 60.0)
+    assert (parameters.no_endpoint_ttl_s, parameters.ceiling) == (60.0, 0.9)
+    assert queue.bands == {-5: BandParameters(7, 1_000_000_000, EDF, FAIRNESS[1])}
+    assert queue.default == BandParameters(5000, 1_000_000_000, FCFS, FAIRNESS[0])
+    assert detector == UtilizationDetector(9.0, 0.8, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "complaint"),
+    [
+        ({"enableEviction": True}, "flowControl.enableEviction: is not understood"),
+        ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
+        (
+            {"priorityBands": [{"orderingPolicyRef": "lifo"}]},
+            r"priorityBands\[0\].orderingPolicyRef: 'lifo' is none",
+        ),
+        ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: there is a band for 0"),
+        ({"usageLimitPolicyPluginRef": "x"}, "'x' is no static-usage-limit-policy"),
+        ({"maxWaiters": 1}, "flowControl.maxWaiters: not understood"),
+    ],
+)
+def test_a_wrong_section_is_refused(section: dict[str, Any], complaint: str) -> None:
+    """With file, line and field."""
+    with pytest.raises(ConfigError, match=rf"c\.yaml:\d+: .*{complaint}"):
+        flow(section)

@@ -1,0 +1,295 @@
+"""Every filter, scorer and picker by itself: formulas, edges, and what they do not do."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from router.config_file import parse_config
+from router.errors import ConfigError
+from router.plugins.api import PrefixMatch
+from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
+from router.plugins.catalogue import make
+from router.plugins.deciders import PrefixBasedPd
+from router.plugins.labels import HeaderTestingFilter, RoleFilter
+from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
+from router.plugins.load_scorers import (
+    ActiveRequestScorer,
+    KvUsageScorer,
+    LoadAwareScorer,
+    QueueScorer,
+    RunningRequestsScorer,
+    TokenLoadScorer,
+    TtftCostScorer,
+)
+from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
+from router.plugins.profiles import PluginError, Profile, WeightedScorer
+from router.plugins.session_affinity import SessionAffinity, SessionIds, TokenHeader
+from router.plugins.testkit import endpoint, kept, picks, request, run, scores
+from router.scrape import LoraLoad
+
+HALF = PrefixMatch(5.0, 10, 5, 64)
+
+
+def made(kind: str, **parameters: Any) -> Any:
+    """A plugin as a configuration makes it."""
+    entry = {"type": kind, "parameters": parameters}
+    text = yaml.safe_dump(
+        {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": [entry]}
+    )
+    return make(parse_config(text, "c.yaml", Path()).plugins[kind], Path())
+
+
+@pytest.mark.parametrize(
+    ("scorer", "field", "values", "expected"),
+    [
+        (QueueScorer(), "waiting_requests", [3, 0, 10], [0.7, 1.0, 0.0]),
+        (QueueScorer(), "waiting_requests", [4, 4], [1.0, 1.0]),
+        (RunningRequestsScorer(), "running_requests", [2, 0, 4], [0.5, 1.0, 0.0]),
+        (KvUsageScorer(), "kv_usage", [0.2, 1.0], [0.8, 0.0]),
+        (LoadAwareScorer(), "waiting_requests", [0, 64, 500], [0.5, 0.25, 0.0]),
+        (ActiveRequestScorer(), "inflight_requests", [0, 1, 4], [1.0, 0.75, 0.0]),
+        (ActiveRequestScorer(1, 0.5), "inflight_requests", [1, 2, 4], [1.0, 0.25, 0.0]),
+        (ActiveRequestScorer(), "inflight_requests", [0, 0], [1.0, 1.0]),
+        (TokenLoadScorer(1000), "inflight_tokens", [0, 250, 5000], [1.0, 0.75, 0.0]),
+        (TtftCostScorer(), "cost_s", [0.1, 0.201], [1.0, 0.5]),
+    ],
+)
+def test_load_becomes_a_score(scorer: Any, field: str, values: list[float], expected: list[float]) -> None:
+    """Each load scorer follows its formula, and equals are equal."""
+    endpoints = [endpoint(f"p{place}", **{field: value}) for place, value in enumerate(values)]
+    assert list(scores(scorer, request(), endpoints).values()) == pytest.approx(expected)
+
+
+def test_uncached_tokens_of_the_request_count_as_load() -> None:
+    """The token load is what is in flight and what this request adds."""
+    endpoints = [endpoint("a", inflight_tokens=200, uncached_tokens=300), endpoint("b", uncached_tokens=1000)]
+    assert scores(TokenLoadScorer(1000), request(), endpoints) == pytest.approx({"a": 0.5, "b": 0.0})
+
+
+def test_negative_costs_are_ordered_too() -> None:
+    """A stay may make the cost negative; the order of the scores is still that of the costs."""
+    endpoints = [endpoint("a", cost_s=-0.5), endpoint("b", cost_s=-0.2), endpoint("c", cost_s=0.3)]
+    told = scores(TtftCostScorer(), request(), endpoints)
+    assert 1.0 == told["a"] > told["b"] > told["c"] > 0.0
+
+
+def test_a_matched_prefix_is_scored_by_share_and_on_request_by_length() -> None:
+    """Ratio alone by default; with a weight the squared matched length counts beside it."""
+    endpoints = [endpoint("a"), endpoint("b")]
+    asked = request(prefixes={"a:8000": HALF})
+    assert scores(PrefixScorer(), asked, endpoints) == {"a": 0.5, "b": 0.0}
+    mixed = PrefixScorer(length_weight=0.4, scale_tokens=640)
+    assert scores(mixed, asked, endpoints)["a"] == pytest.approx(0.4 * 0.25 + 0.6 * 0.5)
+
+
+def test_an_adapter_is_scored_by_where_it_stands() -> None:
+    """Running, room, waiting, none: 1, 0.8, 0.6, 0; a pod that does not tell gets 0."""
+    full = {"x", "y"}
+    loads = {
+        "active": LoraLoad(frozenset({"m", "x"}), frozenset(), 2),
+        "room": LoraLoad(frozenset({"x"}), frozenset(), 2),
+        "waiting": LoraLoad(frozenset(full), frozenset({"m"}), 2),
+        "full": LoraLoad(frozenset(full), frozenset(), 2),
+        "silent": None,
+    }
+    endpoints = [endpoint(name, lora=load) for name, load in loads.items()]
+    told = scores(LoraAffinityScorer(), request(model="m"), endpoints)
+    assert told == {"active": 1.0, "room": 0.8, "waiting": 0.6, "full": 0.0, "silent": 0.0}
+
+
+def test_cold_requests_go_where_the_last_one_is_longest_ago() -> None:
+    """Never used first, then by age; a request that a cache knows is neutral and moves nothing."""
+    scorer, endpoints = NoHitLruScorer(), [endpoint(name) for name in "abc"]
+    asked = request()
+    scorer.picked(asked, {"": endpoints[0]})
+    assert scores(scorer, asked, endpoints) == {"a": 0.0, "b": 1.0, "c": 0.5}
+    scorer.picked(asked, {"": endpoints[1], "prefill": endpoints[2]})
+    scorer.picked(request(prefixes={"b:8000": HALF}), {"": endpoints[0]})
+    assert scores(scorer, asked, endpoints) == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert set(scores(scorer, request(prefixes={"b:8000": HALF}), endpoints).values()) == {0.5}
+    assert scores(scorer, asked, endpoints[:1]) == {"a": 1.0}
+
+
+def test_a_context_range_that_fits_is_preferred() -> None:
+    """In range beats out of range, narrow beats wide, no label is neutral, nonsense is 0."""
+    label = "llm-d.ai/context-length-range"
+    ranges = {"narrow": "0-2000", "wide": "0-100000", "far": "50000-60000", "odd": "many"}
+    endpoints = [endpoint(name, labels={label: text}) for name, text in ranges.items()] + [endpoint("none")]
+    told = scores(ContextLengthAware(), request(prompt_tokens=1000), endpoints)
+    assert told["narrow"] == pytest.approx(0.3 + 0.7 * (0.7 / 1.2 + 0.3 * 0.5))
+    assert told["narrow"] > told["wide"] > 0.3 > told["far"] == pytest.approx(0.3 / 50)
+    assert (told["none"], told["odd"]) == (0.5, 0.0)
+    strict = ContextLengthAware(filters=True)
+    assert kept(strict, request(prompt_tokens=1000), endpoints) == ["narrow", "wide", "none"]
+
+
+def test_roles_pass_their_filters() -> None:
+    """Each role's filter takes every combination that names it; only decode takes pods without a role."""
+    roles = [
+        "decode",
+        "prefill",
+        "encode",
+        "encode-prefill",
+        "prefill-decode",
+        "encode-prefill-decode",
+        "both",
+    ]
+    endpoints = [endpoint(role, labels={"llm-d.ai/role": role}) for role in roles] + [endpoint("none")]
+    passed = {
+        role: set(kept(RoleFilter(role), request(), endpoints)) for role in ("decode", "prefill", "encode")
+    }
+    assert passed["decode"] == {"decode", "prefill-decode", "encode-prefill-decode", "both", "none"}
+    assert passed["prefill"] == {
+        "prefill",
+        "encode-prefill",
+        "prefill-decode",
+        "encode-prefill-decode",
+        "both",
+    }
+    assert passed["encode"] == {"encode", "encode-prefill", "encode-prefill-decode"}
+
+
+def test_label_selectors_are_kubernetes_own() -> None:
+    """matchLabels and all four operators; a missing label is not In, and is NotIn."""
+    endpoints = [endpoint("a", labels={"tier": "gold", "zone": "x"}), endpoint("b", labels={"tier": "base"})]
+
+    def selected(**parameters: Any) -> list[str]:
+        return kept(made("label-selector-filter", **parameters), request(), endpoints)
+
+    def expression(operator: str, *values: str, key: str = "zone") -> list[str]:
+        return selected(matchExpressions=[{"key": key, "operator": operator, "values": list(values)}])
+
+    assert selected(matchLabels={"tier": "gold"}) == ["a"]
+    assert expression("In", "x", "y") == ["a"]
+    assert expression("NotIn", "x") == ["b"]
+    assert (expression("Exists"), expression("DoesNotExist")) == (["a"], ["b"])
+    with pytest.raises(ConfigError, match="In needs values"):
+        expression("In")
+
+
+def test_holders_of_the_prefix_are_kept_to_while_that_pays() -> None:
+    """Whoever holds enough stays alone, unless even the idlest holder would answer much later."""
+    holder, other = endpoint("holder", inflight_tokens=20_000), endpoint("other")
+    asked = request(prefixes={"holder:8000": PrefixMatch(9.0, 10, 9, 64)})
+    assert kept(PrefixAffinityFilter(tokens_per_s=2000), asked, [holder, other]) == ["holder"]
+    slow = PrefixAffinityFilter(tokens_per_s=1000)
+    assert kept(slow, asked, [holder, other]) == ["holder", "other"]
+    assert kept(PrefixAffinityFilter(tokens_per_s=1000, penalty_max_s=0.0), asked, [holder, other]) == [
+        "holder"
+    ]
+    assert kept(PrefixAffinityFilter(exploration=1.0), asked, [holder, other]) == ["holder", "other"]
+    assert kept(PrefixAffinityFilter(), request(), [holder, other]) == ["holder", "other"]
+
+
+def test_caps_drop_the_full() -> None:
+    """Every cap counts; nobody is left, unless it falls back."""
+    endpoints = [endpoint("a", waiting_requests=3), endpoint("b", kv_usage=0.95), endpoint("c")]
+    caps = [("waiting-queue", 2.0), ("kv-cache-utilization", 0.9)]
+    assert kept(UtilizationFilter(caps), request(), endpoints) == ["c"]
+    assert kept(UtilizationFilter(caps), request(), endpoints[:2]) == []
+    assert kept(UtilizationFilter(caps, falls_back=True), request(), endpoints[:2]) == ["a", "b"]
+
+
+def test_the_testing_header_names_endpoints_in_order() -> None:
+    """By address or by address and port, in the header's order, each once; without the header nobody."""
+    endpoints = [endpoint("a"), endpoint("b")]
+    header = {"test-epp-endpoint-selection": "b, a:8000,a, c"}
+    assert kept(HeaderTestingFilter(), request(headers=header), endpoints) == ["b", "a"]
+    assert (
+        kept(HeaderTestingFilter(), request(headers={"test-epp-endpoint-selection": "a:9"}), endpoints) == []
+    )
+    assert kept(HeaderTestingFilter(), request(), endpoints) == []
+
+
+@pytest.mark.parametrize("token", ["", "no base64!", "/////w==", "eA==", "x" * 5000])
+def test_a_senseless_session_token_keeps_everybody(token: str) -> None:
+    """Clients write tokens: nonsense, unknown endpoints and floods count as none."""
+    plugin = SessionAffinity(TokenHeader())
+    asked = request(headers={"x-session-token": token})
+    assert kept(plugin, asked, [endpoint("a"), endpoint("b")]) == ["a", "b"]
+    assert scores(plugin, asked, [endpoint("a")]) == {"a": 0.0}
+
+
+def test_a_session_is_forgotten_in_time_and_a_lost_endpoint_is_no_obstacle() -> None:
+    """Session ids keep their endpoint for a while, as long as it is among the candidates."""
+    plugin = SessionAffinity(SessionIds([("header", "x-session-id")], ttl_s=60.0))
+    a, b = endpoint("a"), endpoint("b")
+
+    def at(now_s: float) -> Any:
+        return request(headers={"x-session-id": "s"}, now_s=now_s)
+
+    assert plugin.picked(at(0.0), {"": b}) == {}
+    assert kept(plugin, at(59.0), [a, b]) == ["b"]
+    assert kept(plugin, at(59.0), [a]) == ["a"]
+    assert kept(plugin, at(61.0), [a, b]) == ["a", "b"]
+
+
+def test_pickers_pick() -> None:
+    """The highest, equals at random; any at all; in proportion to the scores, all alike where all are 0."""
+    asked = request(random=np.random.default_rng(1))
+    scored = {"a": 0.1, "b": 0.9, "c": 0.9}
+
+    def shares(picker: Any, values: dict[str, float]) -> dict[str, float]:
+        drawn = Counter(picks(picker, asked, values)[0] for _ in range(3000))
+        return {name: drawn[name] / 3000 for name in values}
+
+    assert shares(MaxScorePicker(), scored) == pytest.approx({"a": 0.0, "b": 0.5, "c": 0.5}, abs=0.05)
+    assert shares(RandomPicker(), scored) == pytest.approx(dict.fromkeys(scored, 1 / 3), abs=0.05)
+    weights = {"a": 0.2, "b": 0.8, "c": 0.0}
+    assert shares(WeightedRandomPicker(), weights) == pytest.approx(weights, abs=0.05)
+    nothing = dict.fromkeys(scored, 0.0)
+    assert shares(WeightedRandomPicker(), nothing) == pytest.approx(dict.fromkeys(scored, 1 / 3), abs=0.05)
+    tiny = {"a": 1e-300, "b": 2e-300}
+    assert shares(WeightedRandomPicker(), tiny) == pytest.approx({"a": 1 / 3, "b": 2 / 3}, abs=0.05)
+    assert len(picks(MaxScorePicker(2), asked, scored)) == 2
+
+
+def test_a_prefill_is_done_apart_when_enough_is_uncached() -> None:
+    """What the decoding pod holds is taken off; 0 means never, short prompts never."""
+    decoder = endpoint("d")
+    asked = request(prompt_tokens=1000, prefixes={"d:8000": HALF})
+    assert [PrefixBasedPd(uncached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert not PrefixBasedPd(uncached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
+
+
+def test_scores_are_clamped_weighted_and_added() -> None:
+    """A scorer beyond 0..1 counts as 0 or 1, NaN as 0, and the picked one's parts are told."""
+
+    class Wild:
+        def score(self, _request: Any, _endpoints: Any) -> list[float]:
+            return [7.0, -1.0, math.nan]
+
+    scorers = [WeightedScorer("wild", Wild(), 2.0), WeightedScorer("kv", KvUsageScorer(), 0.5)]
+    picked = run(Profile("p", (), scorers, MaxScorePicker()), request(), [endpoint(name) for name in "abc"])
+    assert picked is not None
+    assert picked.scores == {"a:8000": 2.5, "b:8000": 0.5, "c:8000": 0.5}
+    assert list(picked.parts) == [("wild", 2.0), ("kv", 0.5)]
+
+
+def test_a_plugin_that_breaks_its_protocol_is_named() -> None:
+    """Wrong numbers of scores and endpoints from elsewhere are refused, not guessed at."""
+
+    class Short:
+        def score(self, _request: Any, _endpoints: Any) -> list[float]:
+            return []
+
+    class Stranger:
+        def filter(self, _request: Any, _endpoints: Any) -> list[Any]:
+            return [endpoint("stranger")]
+
+    with pytest.raises(PluginError, match="plugin: score must answer one score"):
+        scores(Short(), request(), [endpoint("a")])
+    with pytest.raises(PluginError, match="plugin: filter must answer endpoints that it was given"):
+        kept(Stranger(), request(), [endpoint("a")])

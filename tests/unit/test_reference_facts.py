@@ -1,0 +1,238 @@
+"""The reference's unit facts: parsing, names rewritten, chunks, errors; the tables of the cases' file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission import Admission, AdmissionParameters
+from router.board import PodBoard
+from router.errors import (
+    ConfigError,
+    FlowError,
+    NoEndpointError,
+    NoEndpointLeftError,
+    RequestError,
+    SaturatedError,
+)
+from router.ext_proc_messages import streamed
+from router.flow import _REFUSALS
+from router.parsers import Parsers, PathTable
+from router.reference_messages import error_text, immediate_answer, kept_headers
+from router.request import RequestKind, RouteRequest
+from router.resources import read_resources
+from router.rewrite import RewriteRule, RewriteRules, restored_model, with_model
+from tests.integration.hermetic_support import DATA
+from tests.wire.router_wire_support import set_headers
+
+FACTS = DATA["unit_cases"]
+
+
+def parsed(path: str, body: object, *parsers: str) -> RouteRequest:
+    """A request as parsers read it."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = RouteRequest("r", RequestKind.PASSTHROUGH, headers={":path": path})
+    return Parsers(parsers).parse(request, data)[0]
+
+
+@pytest.mark.parametrize("case", FACTS["rewrite_model_name"]["cases"], ids=lambda case: case["body"][:30])
+def test_the_models_name_is_restored(case: dict[str, Any]) -> None:
+    """Every exact occurrence without a space, or else every one with a space; nothing for empty names."""
+    body = case["body"].encode()
+    assert restored_model(body, case["target"], case["incoming"]) == case["want"].encode()
+
+
+@pytest.mark.parametrize("case", FACTS["body_chunking"]["cases"], ids=lambda case: str(case["len"]))
+def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None:
+    """62,000 bytes a message; only the last ends the stream."""
+    chunks = [
+        answer.response.body_mutation.streamed_response
+        for answer in streamed(b"x" * case["len"], end_of_stream=True)
+    ]
+    assert len(chunks) == case["messages"]
+    assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert sum(len(chunk.body) for chunk in chunks) == case["len"]
+
+
+def test_paths_find_their_parsers() -> None:
+    """The longest suffix in any order; the first of the same; a fallback ends the list."""
+    facts = FACTS["parser_path_resolution"]
+    for registered in (list(facts["registered"].items()), list(facts["registered"].items())[::-1]):
+        table = PathTable(registered)
+        for path, expected in facts["cases"]:
+            assert table.find(path)[0] == expected
+            assert table.find(f"{path}?x=/v1/messages")[0] == expected
+    table = PathTable(
+        [("a", ["v1/x"]), ("b", ["v1/x", "long/v1/x"]), ("a", ["never"]), ("rest", []), ("late", ["late"])]
+    )
+    assert [table.find(path)[0] for path in ("/v1/x", "/long/v1/x", "/never", "/late", "/nov1/x")] == [
+        "a",
+        "b",
+        "rest",
+        "rest",
+        "rest",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "parsers", "kind", "prompt"),
+    [
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}, (), RequestKind.COMPLETIONS, ["a", "b"]),
+        ("/inference/v1/generate", {"model": "m", "token_ids": [1, 2]}, (), RequestKind.COMPLETIONS, [1, 2]),
+        ("/generate", {"text": "x"}, ("sglanghttp-parser",), RequestKind.COMPLETIONS, "x"),
+        ("/v1/messages", {"model": "m", "messages": [{}]}, (), RequestKind.PASSTHROUGH, None),
+        ("/v1/responses", {"model": "m", "input": "x"}, (), RequestKind.PASSTHROUGH, None),
+        ("/anything", b"\x00", (), RequestKind.PASSTHROUGH, None),
+        (
+            "/vllm.grpc.engine.VllmEngine/Generate",
+            b"\0\0\0\0\x06\x12\x04\x12\x02\x07\x09",
+            ("vllmgrpc-parser",),
+            RequestKind.COMPLETIONS,
+            [7, 9],
+        ),
+    ],
+)
+def test_every_api_gives_its_prompt(
+    path: str, body: object, parsers: tuple[str, ...], kind: RequestKind, prompt: object
+) -> None:
+    """What a tokenizer can use is handed on under one name; the others are picked for by load."""
+    request = parsed(path, body, *parsers)
+    assert (request.kind, request.body.get("prompt")) == (kind, prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "complaint"),
+    [
+        ("/v1/chat/completions", {"model": "m", "messages": []}, "must have valid messages field"),
+        ("/v1/chat/completions", {"model": "m", "messages": "hi"}, "must have valid messages field"),
+        ("/v1/completions", {"model": "m", "prompt": ""}, "must have prompt field"),
+        ("/v1/completions", b"{", "error unmarshaling"),
+        ("/v1/completions", b"[1]", "error unmarshaling"),
+        ("/v1/completions", b"[" * 100_000, "error unmarshaling"),
+    ],
+)
+def test_a_body_without_its_field_is_refused(path: str, body: object, complaint: str) -> None:
+    """400 in the reference's words."""
+    with pytest.raises(RequestError, match=complaint) as caught:
+        parsed(path, body)
+    assert caught.value.status == 400
+
+
+@given(st.binary(max_size=60))
+def test_any_grpc_body_is_read_or_refused(message: bytes) -> None:
+    """Framed right or wrong, no message does more than being refused."""
+    for body in (message, b"\0" + len(message).to_bytes(4, "big") + message):
+        with contextlib.suppress(RequestError):
+            parsed("/vllm.grpc.engine.VllmEngine/Embed", body, "vllmgrpc-parser")
+
+
+def test_unknown_paths_need_the_passthrough_parser() -> None:
+    """Where it is not configured they are refused."""
+    with pytest.raises(RequestError, match="no parser found"):
+        parsed("/unknown", {}, "openai-parser")
+
+
+@pytest.mark.parametrize("case", FACTS["weighted_rewrite"]["cases"], ids=lambda case: str(case["targets"]))
+def test_targets_are_drawn_by_weight(case: dict[str, Any]) -> None:
+    """Exactly the possible ones, in about the proportion of their weights."""
+    targets = [(name, weight) for name, weight in case["targets"]]
+    rules = RewriteRules([RewriteRule(frozenset(), targets)], np.random.default_rng(2))
+    drawn = [rules.target("any") for _ in range(2000)]
+    assert set(drawn) == set(case["possible"])
+    total = sum(weight or 0 for _, weight in targets)
+    for name, weight in targets:
+        if total:
+            assert drawn.count(name) / 2000 == pytest.approx((weight or 0) / total, abs=0.05)
+
+
+def test_rewrites_go_by_precedence(tmp_path: Path) -> None:
+    """Exact before generic, the oldest object first, its first rule; no rule: no rewrite."""
+
+    def rewrite(name: str, created: str, *rules: tuple[str, str]) -> dict[str, Any]:
+        made = [
+            {"matches": [{"model": {"value": match}}] if match else [], "targets": [{"modelRewrite": target}]}
+            for match, target in rules
+        ]
+        return {
+            "apiVersion": "llm-d.ai/v1alpha2",
+            "kind": "InferenceModelRewrite",
+            "metadata": {"name": name, "creationTimestamp": created},
+            "spec": {"rules": made},
+        }
+
+    path = tmp_path / "resources.yaml"
+    young = rewrite("young", "2026-02-01T00:00:00Z", ("m", "young"), ("", "generic"))
+    old = rewrite("old", "2026-01-01T00:00:00Z", ("m", "old"), ("m", "late"))
+    path.write_text(yaml.safe_dump_all([young, old]))
+    rules = RewriteRules(read_resources(path).rules, np.random.default_rng())
+    assert [rules.target(model) for model in ("m", "other", None)] == ["old", "generic", "generic"]
+    assert RewriteRules([], np.random.default_rng()).target("m") is None
+    path.write_text(yaml.safe_dump(old | {"kind": "Rewrite"}))
+    with pytest.raises(ConfigError, match=r"resources\.yaml:\d+: kind: 'Rewrite' is not understood"):
+        read_resources(path)
+
+
+def test_a_rewritten_body_keeps_its_numbers_and_its_order() -> None:
+    """Integers beyond floating point, exponents and key order stay as the client wrote them."""
+    body = b'{"z": 12345678901234567890, "model": "a", "y": 1e400, "seed": 9007199254740993}'
+    sent = with_model(body, 'b"')
+    assert sent == b'{"z":12345678901234567890,"model":"b\\"","y":1e400,"seed":9007199254740993}'
+
+
+@pytest.mark.parametrize(("code", "status"), FACTS["error_to_http"]["map"].items())
+def test_errors_are_told_in_the_references_words(code: str, status: int) -> None:
+    """Status, code and message in one line of text."""
+    answer = immediate_answer(RequestError(status, "why")).immediate_response
+    assert (answer.status.code, answer.body) == (status, f"inference error: {code} - why".encode())
+
+
+def test_refusals_carry_their_reasons() -> None:
+    """No candidates, filters that leave nobody, and shedding say so in the protocol's header."""
+    for error, status, reason, text in (
+        (NoEndpointError("x"), 503, "rejected-no-endpoints", "ServiceUnavailable - failed to find endpoint"),
+        (NoEndpointLeftError("x"), 429, "rejected-saturated", "ResourceExhausted - x"),
+        (SaturatedError("x"), 429, "rejected-saturated", "ResourceExhausted - system saturated, sheddable"),
+    ):
+        answer = immediate_answer(error)
+        assert answer.immediate_response.status.code == status
+        assert set_headers(answer) == {"x-llm-d-request-dropped-reason": reason}
+        assert error_text(error).startswith(f"inference error: {text}")
+
+
+def test_flow_controls_outcomes_are_the_references() -> None:
+    """Every refusal of flow control has the status and reason that the table gives it."""
+    table = {(status, reason) for _, _, status, reason in FACTS["flow_control_outcomes"]["cases"] if reason}
+    ours = {
+        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in _REFUSALS.values())
+    }
+    assert ours == table
+
+
+def test_shedding_is_the_references() -> None:
+    """Below 0 and full: 429; at 0 and full: let pass."""
+    board = PodBoard()
+    admission = Admission(AdmissionParameters(priorities={"low": -1}), board)
+    rows = board.rows(["a:1"])
+    with pytest.raises(SaturatedError):
+        admission.admit({"x-llm-d-inference-objective": "low"}, rows, 0.0)
+    assert admission.admit({}, rows, 0.0) == 0
+
+
+def test_a_clients_routing_headers_are_not_handed_on() -> None:
+    """Old and new names of what the router owns, and what only it may tell a pod, are dropped."""
+    owned = [name for pair in FACTS["header_aliases"]["pairs"].items() for name in pair]
+    owned += [
+        "content-length",
+        "x-gateway-destination-endpoint",
+        "x-prefiller-host-port",
+        "x-encoder-hosts-ports",
+    ]
+    assert kept_headers(dict.fromkeys([*owned, "hi"], "x")) == {"hi": "x"}

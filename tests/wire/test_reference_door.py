@@ -1,0 +1,208 @@
+"""The door in the reference's form beyond its cases: modes, trailers, bounds, rewrites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from router.ext_proc_messages import BodyMode
+from router.gateway_pick import GatewayPick
+from router.grpc_listen import listen
+from router.parsers import Parsers
+from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
+from router.rewrite import RewriteRule, RewriteRules
+from tests.unit.router_support import TINY, Bench, ready_pod
+from tests.wire.router_wire_support import (
+    Stream,
+    body,
+    headers,
+    response_body,
+    response_headers,
+    set_headers,
+    streamed_bytes,
+)
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+DESTINATION = "x-gateway-destination-endpoint"
+BODY = json.dumps({"model": TINY, "prompt": "hello"}).encode()
+RULES = [RewriteRule(frozenset({"public"}), [(TINY, None)])]
+TRAILERS = pb.ProcessingRequest(request_trailers=pb.HttpTrailers())
+RESPONSE_TRAILERS = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
+
+
+class Served:
+    """A door and its bench."""
+
+    def __init__(self, bench: Bench, channel: grpc.Channel) -> None:
+        self.bench = bench
+        self._stub = pb_grpc.ExternalProcessorStub(channel)
+
+    def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        """Sends messages, closes, and collects every answer."""
+        return list(self._stub.Process(iter(messages), timeout=20))
+
+    def stream(self) -> Stream:
+        """Opens a stream."""
+        return Stream(self._stub)
+
+
+@contextmanager
+def door(options: ReferenceOptions | None = None) -> Iterator[Served]:
+    """Serves two pods."""
+    bench = Bench().with_pods(A, B)
+    random = np.random.default_rng(1)
+    parts = ReferenceParts(
+        picks=GatewayPick(bench.router, bench.metrics),
+        outcomes=bench.outcomes,
+        metrics=bench.metrics,
+        pods=bench.pods,
+        parsers=Parsers(),
+        rewrites=RewriteRules(RULES, random),
+        reporter=None,
+        random=random,
+    )
+    served = ReferenceDoor(parts, options or ReferenceOptions())
+    server, port = listen(
+        "--grpc-port",
+        "127.0.0.1",
+        0,
+        threads=16,
+        requests_max=16,
+        message_bytes_max=8 << 20,
+        services=(lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(served, server),),
+    )
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Served(bench, channel)
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_buffered_request_is_answered_on_its_body() -> None:
+    """Headers get an empty answer; the body's carries the pod, and another body if it was rewritten."""
+    mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
+    with door() as served:
+        got = served.exchange(headers(config=mode), body(BODY))
+        assert [one.WhichOneof("response") for one in got] == ["request_headers", "request_body"]
+        assert not got[0].request_headers.response.header_mutation.set_headers
+        assert set_headers(got[1])[DESTINATION] in (A.address, B.address)
+        assert not got[1].request_body.response.HasField("body_mutation")
+        got = served.exchange(headers(config=mode), body(BODY.replace(TINY.encode(), b"public")))
+        sent = got[1].request_body.response.body_mutation.body
+        assert json.loads(sent) == json.loads(BODY)
+        assert set_headers(got[1])["Content-Length"] == str(len(sent))
+
+
+def test_a_buffered_response_has_its_model_restored() -> None:
+    """A body in one piece is replaced, with its new length; one that needs no change is let pass."""
+    mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
+    with door() as served:
+        asked = (headers(config=mode), body(BODY.replace(TINY.encode(), b"public")))
+        answer = json.dumps({"model": TINY}, separators=(",", ":")).encode()
+        for told, expected in ((answer, b'{"model":"public"}'), (b"{}", b"")):
+            got = served.exchange(*asked, response_headers(), response_body(told, end=True))
+            common = got[3].response_body.response
+            assert common.body_mutation.body == expected
+            lengths = [option.header.raw_value for option in common.header_mutation.set_headers]
+            assert lengths == ([str(len(expected)).encode()] if expected else [])
+
+
+def test_a_repeated_end_of_stream_is_not_answered() -> None:
+    """Envoy repeats it for large bodies; the first counts."""
+    with door() as served:
+        got = served.exchange(headers(), body(BODY), body(b""))
+        assert streamed_bytes(got[1:]) == (BODY, [True])
+        assert served.bench.sample("kvroute_router_picks_total", degraded="") == 1
+
+
+def test_request_trailers_end_the_body() -> None:
+    """A body that ends in trailers is routed then, and its answer leaves the end to them."""
+    with door() as served:
+        got = served.exchange(headers(), body(BODY, end=False), TRAILERS)
+        assert streamed_bytes(got[1:2]) == (BODY, [False])
+        assert got[2].WhichOneof("response") == "request_trailers"
+
+
+def test_a_response_too_long_to_hold_is_echoed_as_it_comes() -> None:
+    """What is held has a bound; beyond it nothing is lost, and later chunks pass at once."""
+    options = ReferenceOptions(max_request_bytes=1000)
+    with door(options) as served:
+        chunks = [b"a" * 600, b"b" * 600, b"c" * 10]
+        messages = [response_body(chunk, end=chunk is chunks[-1]) for chunk in chunks]
+        got = served.exchange(headers(), body(BODY), response_headers(), *messages)
+        echoes = [one.response_body.response.body_mutation.streamed_response for one in got[3:]]
+        assert [one.body for one in echoes] == [chunks[0] + chunks[1], chunks[2]]
+        assert [one.end_of_stream for one in echoes] == [False, True]
+
+
+def test_held_bytes_come_before_the_trailers() -> None:
+    """A response that ends in trailers is let go in front of them."""
+    with door() as served:
+        got = served.exchange(
+            headers(), body(BODY), response_headers(), response_body(b"x", end=False), RESPONSE_TRAILERS
+        )
+        assert got[3].response_body.response.body_mutation.streamed_response.body == b"x"
+        assert got[4].WhichOneof("response") == "response_trailers"
+        assert len(served.bench.ledger) == 0
+
+
+def test_events_are_renamed_one_by_one() -> None:
+    """Each chunk of an event stream is echoed before the next one comes, under the client's name."""
+    with door() as served:
+        stream = served.stream()
+        stream.send(headers(), body(BODY.replace(TINY.encode(), b"public")))
+        stream.receive(), stream.receive()
+        stream.send(response_headers(content_type="text/event-stream"))
+        stream.receive()
+        for _ in range(3):
+            stream.send(response_body(f'data: {{"model":"{TINY}"}}\n\n'.encode(), end=False))
+            echoed = stream.receive().response_body.response.body_mutation.streamed_response.body
+            assert echoed == b'data: {"model":"public"}\n\n'
+        assert stream.rest() == []
+
+
+def test_a_body_beyond_the_limit_is_refused() -> None:
+    """413 as soon as it is known, before it is held."""
+    with door(ReferenceOptions(max_request_bytes=100)) as served:
+        (answer,) = served.exchange(headers(), body(b"x" * 101, end=False))
+        assert answer.immediate_response.status.code == 413
+
+
+def test_decoding_only_if_cached_is_refused_where_nothing_is() -> None:
+    """`prefer: if-available` is 412 on a pod without a cached block, and a pick on one that has some."""
+    text = "hello " * 200
+    asked = (headers(prefer="if-available"), body(json.dumps({"model": TINY, "prompt": text}).encode()))
+    with door() as served:
+        (answer,) = served.exchange(*asked)
+        assert answer.immediate_response.status.code == 412
+        assert len(served.bench.ledger) == 0
+        served.bench.index.hold(B.address, served.bench.keys(text))
+        assert set_headers(served.exchange(*asked)[0])[DESTINATION] == B.address
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_subset_with_a_wrong_port_counts_only_in_strict(strict: bool) -> None:
+    """A port that is given is meant, except where the reference's error is asked for."""
+    with door(ReferenceOptions(strict=strict)) as served:
+        (first, *_) = served.exchange(headers(), body(BODY, subset=["10.0.0.2:9"]))
+        if strict:
+            assert set_headers(first)[DESTINATION] == B.address
+        else:
+            assert first.immediate_response.status.code == 503
+
+
+def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:
+    """--disable-endpoint-subset-filter routes to any pod."""
+    options = replace(ReferenceOptions(), subset_filter=False)
+    with door(options) as served:
+        (first, *_) = served.exchange(headers(), body(BODY, subset=["10.9.9.9:9"]))
+        assert set_headers(first)[DESTINATION] in (A.address, B.address)
