@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from model_server.config import EngineConfig
 from model_server.build import build_engine
+from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput

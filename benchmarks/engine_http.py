@@ -7,14 +7,12 @@ Steps are paced, so that each token is decoded, encoded and written alone, as it
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
-import multiprocessing
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import uvloop
@@ -25,20 +23,21 @@ from model_server.config import TINY_MODEL, EngineConfig
 from model_server.events import NullSink
 from model_server.requests import ChosenToken
 from model_server.scheduler import Chunk
-from model_server.serve import Server, ServeOptions, load_tokenizer, reserve
+from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 32)
-_TOKENS = 200
+_TOKENS = 100
 _STEP_S = 0.02
 _FIRST_TOKEN_ID = 300
 _READY_S = 60.0
 
 
-def measure(rounds: int) -> Iterator[Figure]:
+def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
     """Yields `http_token_cpu_us` for one stream and for many at once.
 
     Args:
         rounds: The figure is their median.
+        _: The other parts' clock; here it is always the thread's CPU time.
     """
     with _server() as (port, loop):
         for streams in _STREAMS:
@@ -86,23 +85,5 @@ def _loop_cpu_s(loop: asyncio.AbstractEventLoop) -> float:
 
 
 def _stream_all(port: int, streams: int) -> None:
-    client = multiprocessing.get_context("spawn").Process(target=_clients, args=(port, streams))
-    client.start()
-    client.join()
-    assert client.exitcode == 0, "a client failed"
-
-
-def _clients(port: int, streams: int) -> None:
-    with ThreadPoolExecutor(streams) as threads:
-        list(threads.map(lambda _: _read_stream(port), range(streams)))
-
-
-def _read_stream(port: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": _TOKENS, "stream": True}
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), headers)
-    answer = connection.getresponse().read()
-    connection.close()
-    assert answer.endswith(b"data: [DONE]\n\n"), answer[-200:]
-    assert answer.count(b'"content":"') >= _TOKENS // 2, "the tokens came too few at a time"
+    arguments = map(str, (port, streams, _TOKENS))
+    subprocess.run([sys.executable, "-m", "benchmarks.stream_client", *arguments], check=True)

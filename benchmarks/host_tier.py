@@ -1,4 +1,4 @@
-"""What the host tier saves and costs: a 4k-token prefix restored beside recomputed, and its copies beside memcpy.
+"""What the host tier saves and costs: a 4k-token prefix restored or recomputed, copies beside memcpy.
 
 The model is the 91-million-parameter one of `against_transformers`, in bf16 with random weights.
 """

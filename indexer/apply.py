@@ -63,7 +63,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class PlainRuns:
-    """Runs of the lead group that are what they seem, if their parent is known and none of their hashes awaited.
+    """Runs of the lead group that are what they seem, if their parent is known and no hash of theirs awaited.
 
     Attributes:
         block_tokens: Tokens of an engine block.

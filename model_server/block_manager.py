@@ -330,7 +330,7 @@ class BlockManager:
         *,
         computed: bool = False,
     ) -> None:
-        """Register those of a request's blocks that are there and are not registered; tell of [start, stop)."""
+        """Register those of a request's blocks that are there and are not; tell of [start, stop)."""
         blocks = live.tables[group].blocks
         fresh = [
             (index, block)

@@ -41,7 +41,9 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     lines = []
     for position, way in enumerate(("cold", "device hit", "host hit")):
         taken_s, cached = sorted(one[position] for one in rounds)[_ROUNDS // 2]
-        lines.append(f"{way:<11} {taken_s * 1e3:9.1f} ms to first token, {cached} of {prompt_tokens} tokens cached")
+        lines.append(
+            f"{way:<11} {taken_s * 1e3:9.1f} ms to first token, {cached} of {prompt_tokens} tokens cached"
+        )
     stats = engine.stats()
     moved = (stats.swapped_out_blocks + stats.swapped_in_blocks) * stats.block_bytes
     lines.append(

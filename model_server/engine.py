@@ -14,18 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from model_server.admission import check_request
-from model_server.block_content import Announcer
-from model_server.block_manager import BlockManager
-from model_server.blocks import BlockPool
 from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
-from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.events import EventSink
-from model_server.host_tier import HostTier
 from model_server.invariants import check_invariants
+from model_server.kv_cache import KvCache
 from model_server.live_request import LiveRequest
 from model_server.lora_registry import LoraRegistry
-from model_server.offload import Offload
 from model_server.prefill_order import PrefillRate
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 from model_server.scheduler import Chunk, Scheduler
@@ -67,27 +63,9 @@ class Engine:
         self._caching = config.enable_prefix_caching
         self._runner = runner
         self._events = events
-        announcer = Announcer(runner.kv_groups, config.block_tokens)
-        self._pool = BlockPool(config.gpu_blocks, announcer)
-        self._host = HostTier(_host_blocks(config, runner), announcer, self._pool.announce)
-        self._offload = Offload(self._pool, self._host, runner.block_copies(self._host.num_blocks))
-        manager = BlockManager(
-            self._pool,
-            self._offload,
-            runner.kv_groups,
-            block_tokens=config.block_tokens,
-            chunk_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            swap=config.preemption_mode == "swap",
-        )
-        if (needed := manager.blocks_bound(max_model_len)) > config.gpu_blocks:
-            # With this a request that runs alone always fits, so preemption cannot go round in circles.
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} tokens, "
-                f"but there are {config.gpu_blocks}; add blocks or lower max_model_len"
-            )
+        self._cache = KvCache(config, runner, max_model_len)
         self._scheduler = Scheduler(
-            manager,
+            self._cache.manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
@@ -183,7 +161,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the counters; callable from any thread."""
-        scheduler, pool = self._scheduler, self._pool
+        scheduler, cache = self._scheduler, self._cache
+        pool, host, offload = cache.pool, cache.host, cache.offload
         running = len(scheduler.running)
         return EngineStats(
             running=running,
@@ -199,12 +178,12 @@ class Engine:
             last_step_monotonic_s=self._turned_s,
             healthy=self._healthy,
             host_hits_tokens=scheduler.host_prompt_tokens,
-            host_blocks=self._host.num_blocks,
-            host_usage=self._host.num_used / max(1, self._host.num_blocks),
-            swapped_in_blocks=self._offload.swapped_in_blocks,
-            swapped_out_blocks=self._offload.swapped_out_blocks,
-            block_bytes=self._offload.block_bytes,
-            restores=self._offload.restores,
+            host_blocks=host.num_blocks,
+            host_usage=host.num_used / max(1, host.num_blocks),
+            swapped_in_blocks=offload.swapped_in_blocks,
+            swapped_out_blocks=offload.swapped_out_blocks,
+            block_bytes=offload.block_bytes,
+            restores=offload.restores,
             prefill_tokens_per_s=self._rate.tokens_per_s,
         )
 
@@ -237,7 +216,7 @@ class Engine:
             tokens = self._compute(chunks)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", self._steps, len(chunks))
-            never_computed = self._pool.forget_registered()
+            never_computed = self._cache.pool.forget_registered()
             self._scheduler.distrust(never_computed, [chunk.live for chunk in chunks])
             self._publish()
             for chunk in chunks:
@@ -252,7 +231,7 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Assert that the books of both tiers agree with the requests'; call it between steps."""
-        check_invariants(self._scheduler, self._pool, self._host, self.block_tokens)
+        check_invariants(self._scheduler, self._cache.pool, self._cache.host, self.block_tokens)
 
     def _loop(self) -> None:
         try:
@@ -271,9 +250,9 @@ class Engine:
 
     def _idle(self) -> bool:
         """Settle copies when there is nothing to compute; returns whether there may be something now."""
-        waits = self._offload.restoring
+        waits = self._cache.offload.restoring
         if waits:
-            self._offload.wait()
+            self._cache.offload.wait()
         self._publish()
         return waits
 
@@ -290,11 +269,9 @@ class Engine:
         leader, _ = self._live.get(request.fork_of or "", (None, None))
         if leader is None:
             return None
-        theirs = leader.request
-        same = (
-            theirs.prompt_token_ids == request.prompt_token_ids
-            and theirs.cache_salt == request.cache_salt
-            and theirs.lora_name == request.lora_name
+        same = all(
+            getattr(leader.request, name) == getattr(request, name)
+            for name in ("prompt_token_ids", "cache_salt", "lora_name")
         )
         return leader if same else None
 
@@ -373,7 +350,7 @@ class Engine:
             self._finish(live, "abort")
 
     def _publish(self) -> None:
-        events = self._pool.take_events()
+        events = self._cache.pool.take_events()
         if not events:
             return
         try:
@@ -382,10 +359,7 @@ class Engine:
             logger.exception("the event sink raised; %d cache events are lost", len(events))
 
     def _reset_pool(self) -> bool:
-        self._offload.drain()
-        done = self._pool.reset()
-        if done:
-            self._host.clear()
+        done = self._cache.reset()
         self._publish()
         return done
 
@@ -393,7 +367,7 @@ class Engine:
         if self._asleep or not self._reset_pool():
             return self._asleep
         self._asleep = True
-        self._offload.detach()
+        self._cache.offload.detach()
         self._runner.free_kv()
         return True
 
@@ -401,7 +375,7 @@ class Engine:
         if not self._asleep:
             return False
         self._runner.allocate_kv()
-        self._offload.attach(self._runner.block_copies(self._host.num_blocks))
+        self._cache.offload.attach(self._runner.block_copies(self._cache.host.num_blocks))
         self._asleep = False
         return True
 
@@ -423,9 +397,3 @@ def _output(
     token_ids = () if token is None else (token.token_id,)
     logprobs = () if token is None or token.logprobs is None else (token.logprobs,)
     return TokenOutput(live.request_id, token_ids, reason, live.cached_tokens or 0, error, logprobs)
-
-
-def _host_blocks(config: EngineConfig, runner: Runner) -> int:
-    if config.cpu_gib is None:
-        return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // runner.block_bytes

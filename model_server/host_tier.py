@@ -1,7 +1,7 @@
 """The second tier of the KV cache, in host memory: which slot holds what, and which is reused next.
 
-In: contents that are to be kept, found, held and let go. Out: slots, and the events that follow. Knows neither
-tensors nor streams: who copies says when a copy is done. Nothing can be found before its copy is there.
+In: contents that are to be kept, found, held and let go. Out: slots, and the events that follow. Knows no
+tensors and no streams: who copies says when a copy is done. Nothing can be found before its copy is there.
 """
 
 from collections import OrderedDict

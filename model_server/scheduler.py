@@ -87,8 +87,8 @@ class Scheduler:
     def schedule(self, seconds_per_token: float = 0.0) -> list[Chunk]:
         """Choose the next step: decodes, then prefills, begun or waiting, in their order.
 
-        Blocks for the chosen tokens are allocated, and full ones registered, when this returns. Requests whose
-        blocks are on their way from the host tier are not chosen before these are there.
+        Blocks for the chosen tokens are allocated, and full ones registered, when this returns. Requests
+        whose blocks are on their way from the host tier are not chosen before these are there.
 
         Args:
             seconds_per_token: How long a prompt token takes; 0 while that is unknown.

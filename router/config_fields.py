@@ -18,6 +18,7 @@ from router.duration import seconds
 from router.errors import ConfigError
 
 _TEXT_BYTES_MAX = 1 << 20
+_NODES_MAX = 200_000
 # Deeper than any configuration, and far from where YAML's own recursion ends.
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
@@ -235,19 +236,20 @@ def _check_depth(source: str, root: yaml.Node) -> None:
     """Refuses what refers to itself, or is nested too deep, before anybody walks it."""
     level, seen = [root], 0
     for _ in range(_DEPTH_MAX):
-        below: list[yaml.Node] = []
-        for node in level:
-            if isinstance(node, yaml.MappingNode):
-                below += [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                below += node.value
-        seen += len(below)
-        if not below:
-            return
-        if seen > _TEXT_BYTES_MAX:
+        # Counted first: names for the same node, over and over, would make more than can be held.
+        seen += sum(len(node.value) for node in level if isinstance(node, yaml.CollectionNode))
+        if seen > _NODES_MAX:
             break
-        level = below
-    _fail_at(source, root, "the file", f"is nested deeper than {_DEPTH_MAX}, or refers to itself")
+        level = [part for node in level for part in _parts(node)]
+        if not level:
+            return
+    _fail_at(source, root, "the file", f"is nested deeper than {_DEPTH_MAX}, too large, or refers to itself")
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _is_null(node: yaml.Node) -> bool:

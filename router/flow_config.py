@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from router.agent_headers import agent_session
 from router.config_fields import Fields
 from router.config_file import PickerConfig
 from router.flow import FlowParameters
@@ -67,6 +68,13 @@ def flow_of(config: PickerConfig, load_every_s: float) -> tuple[FlowParameters, 
         queue, ttl_s, fields.duration_s("noEndpointRequestTTL", ttl_s), _ceiling(fields, config)
     )
     return (parameters, detector) if config.gates["flowControl"] else None
+
+
+def fairness_of(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
+    """Who names a request's flow where no fairness header does: an agent's session, if that is configured."""
+    if any(entry.type == "agent-identity" for entry in config.plugins.values()):
+        return lambda headers: agent_session(headers) or ""
+    return lambda _headers: ""
 
 
 def _band(item: Fields, config: PickerConfig) -> BandParameters:

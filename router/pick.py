@@ -8,12 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.jit import kernel_with_arrays
 from router.ranking import Candidate, Ranking
 
 
 def least_cost_first(costs_s: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
     """Orders candidates by cost; equals in random order, so that concurrent routers do not herd."""
-    return np.lexsort((random.random(len(costs_s)), costs_s))
+    return _shuffled_then_sorted(costs_s, random.bit_generator.random_raw() >> 1)
 
 
 def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str:
@@ -35,6 +36,25 @@ def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str
     if best.cost_s == ranked[1].cost_s:
         return f"by chance among equals: {_cached(best, prompt_tokens)}"
     return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
+
+
+# numpy's own sorts and draws give up the GIL, and all picks wait behind the one that waits to have it back.
+@kernel_with_arrays
+def _shuffled_then_sorted(costs_s: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
+    """Fisher and Yates' shuffle by Marsaglia's xorshift64 (13, 7, 17), then a stable sort.
+
+    Args:
+        seed: Below 2**63.
+    """
+    order = np.arange(len(costs_s))
+    state = np.uint64(seed) | np.uint64(1)
+    for last in range(len(order) - 1, 0, -1):
+        state ^= state << np.uint64(13)
+        state ^= state >> np.uint64(7)
+        state ^= state << np.uint64(17)
+        chosen = np.int64((state >> np.uint64(11)) % np.uint64(last + 1))
+        order[last], order[chosen] = order[chosen], order[last]
+    return order[np.argsort(costs_s[order], kind="mergesort")]
 
 
 def _cached(candidate: Candidate, prompt_tokens: int) -> str:

@@ -209,7 +209,10 @@ class Scheduler:
         add_credit(blocks[:, 0].copy(), blocks, nobody, nobody, 0, self._block_tokens, credits)
         facts = RequestFacts(0.0, 0.0, 1.0, 0.0)
         with self._board.lock:
-            price(self._board.pods, self._board.waiting, nobody, credits, _NO_EXTRA, facts, self._cost)
+            prices = price(
+                self._board.pods, self._board.waiting, nobody, credits, _NO_EXTRA, facts, self._cost
+            )
+        least_cost_first(prices["cost_s"], self._random)
 
     def _extra_s(self, lineup: Lineup, pods: PodSnapshot, session_pod: str | None) -> NDArray[np.float64]:
         """Seconds for the adapter on each pod, less the stay's worth; empty when neither counts."""

@@ -31,7 +31,7 @@ from router.explain import Explain
 from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.flow import FlowControl
-from router.flow_config import flow_of
+from router.flow_config import fairness_of, flow_of
 from router.flow_metrics import FlowMetrics
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import check_free, listen
@@ -142,6 +142,7 @@ class RouterServer:
         self._listen(registry, pages)
         self._stopping = threading.Event()
         self._reconciler = Reconciler(self._outcomes)
+        self._parity_due_s = 0.0
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
 
     @property
@@ -197,12 +198,19 @@ class RouterServer:
         """Who sheds requests: admission by priority, or flow control, which then does it alone."""
         config, board = self._config, self.pods.board
         priorities = dict(config.priorities) | dict(self._resources.priorities)
-        found = flow_of(config.picker, config.refresh_interval_s) if config.picker is not None else None
-        if found is None:
+        picker = config.picker
+        found = flow_of(picker, config.refresh_interval_s) if picker is not None else None
+        if picker is None or found is None:
             return Admission(AdmissionParameters(priorities=priorities), board), None
         admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), board)
         metrics = FlowMetrics(registry)
-        flow = FlowControl(*found, self.pods, metrics, priority_of=admission.priority_of)
+        flow = FlowControl(
+            *found,
+            self.pods,
+            metrics,
+            priority_of=admission.priority_of,
+            fairness_of=fairness_of(picker),
+        )
         metrics.watch(lambda: len(flow), lambda: flow.size_bytes, flow.saturation)
         return admission, flow
 
@@ -295,17 +303,22 @@ class RouterServer:
         self._debug = DebugServer(config.host, config.metrics_port, registry, pages.pages())
 
     def _keep_house(self) -> None:
-        parity_due_s = 0.0
         while not self._stopping.wait(_HOUSEKEEPING_S):
-            now_s = time.monotonic()
-            self._outcomes.expire(now_s)
-            self._reconciler.look(self.pods.snapshot(), now_s)
-            if now_s >= parity_due_s:
-                parity_due_s = now_s + _PARITY_EVERY_S
-                self.index.check_parity()
-            if not self.health.ready and self._synced():
-                self.health.set_ready(True)
-                _log.info("ready")
+            try:
+                self._tidy(time.monotonic())
+            except Exception:
+                # Without housekeeping nothing would expire, and the router never be ready.
+                _log.exception("housekeeping failed; it goes on")
+
+    def _tidy(self, now_s: float) -> None:
+        self._outcomes.expire(now_s)
+        self._reconciler.look(self.pods.snapshot(), now_s)
+        if now_s >= self._parity_due_s:
+            self._parity_due_s = now_s + _PARITY_EVERY_S
+            self.index.check_parity()
+        if not self.health.ready and self._synced():
+            self.health.set_ready(True)
+            _log.info("ready")
 
     def _synced(self) -> bool:
         """Whether every pod was asked, and the view of each that may be picked was built; or had its time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -40,6 +41,8 @@ class ChatTemplate:
             self.wants_parts = _loops_over_content(source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
+        # Every rendering copies them, and Jinja's chain of maps is slow to copy.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -143,7 +146,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         """What `obj.attribute` is: an item, where the dict has no attribute of that name."""
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
             return super().getattr(obj, attribute)
-        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return obj[attribute] if attribute in obj else _missing(attribute)
+
+
+@lru_cache(maxsize=256)
+def _missing(name: str) -> jinja2.Undefined:
+    """What a dict's missing field is; made once, as most messages lack the same fields."""
+    return _ENVIRONMENT.undefined(obj={}, name=name)
 
 
 def _raise_exception(message: str) -> None:

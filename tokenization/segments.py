@@ -29,8 +29,6 @@ _PIECE_CHARS = 256
 # Encoded at once and remembered before the next: another request for the same text meets it half done.
 _BATCH_CHARS = 64 << 10
 
-_NO_IDS: TokenIds = np.empty(0, np.uint32)
-
 
 class SegmentEncoder:
     """Encodes exactly as the tokenizer would the whole text; safe to share between threads.
@@ -183,14 +181,14 @@ class Encoding:
         missing = [part for part in self._parts if isinstance(part, str)]
         encoded = iter(self._encoder.encode_pieces(missing) if missing else ())
         arrays = [next(encoded) if isinstance(part, str) else part for part in self._parts]
-        ids = np.concatenate(arrays) if arrays else _NO_IDS
+        ids = _joined(arrays)
         if self._last_chars:
             end = len(self._text) - self._last_chars
             self._encoder.remember(self._text, end, ids[: len(ids) - len(arrays[-1])])
         if self._affixes is None:
             return ids
         head, tail = self._affixes
-        return np.concatenate((head, ids, tail))
+        return _joined((head, ids, tail))
 
 
 def segmentable(tokenizer: Tokenizer) -> bool:
@@ -232,6 +230,12 @@ def _affixes(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
 
 def _array(ids: list[int]) -> TokenIds:
     return np.frombuffer(array("I", ids), np.uint32)
+
+
+def _joined(arrays: Sequence[TokenIds]) -> TokenIds:
+    # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy. Writable, because
+    # kernels are compiled anew for what is not.
+    return np.frombuffer(bytearray().join([array.data for array in arrays]), np.uint32)
 
 
 def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:

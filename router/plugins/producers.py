@@ -11,13 +11,11 @@ import msgspec
 import xxhash
 
 from indexer import PodMatches
+from router.agent_headers import agent_session
 from router.config_fields import Fields
 from router.plugins.api import PrefixMatch
 from router.request import RouteRequest
 from router.sessions import cookie_value
-
-# The first of these that a request carries names its agent's session.
-AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4
@@ -156,7 +154,7 @@ class AgentIdentity:
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
         """The session's id."""
-        return next((headers[name] for name in AGENT_HEADERS if headers.get(name)), None)
+        return agent_session(headers)
 
 
 class SessionIdProducer:

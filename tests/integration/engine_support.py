@@ -185,7 +185,7 @@ class EventLog:
 
 def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
     """Return what a listener's mirror must hold."""
-    tiers = {"GPU": engine._pool.cached_copies(), "CPU": engine._host.cached_copies()}
+    tiers = {"GPU": engine._cache.pool.cached_copies(), "CPU": engine._cache.host.cached_copies()}
     return {
         (medium, group, event_hash(digest)): copies
         for medium, tier in tiers.items()

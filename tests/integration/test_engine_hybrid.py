@@ -1,4 +1,4 @@
-"""Sliding windows beside full attention in a running engine: what is kept, announced, and predicted from it."""
+"""Sliding windows beside full attention in a running engine: what is kept, announced and predicted."""
 
 import gzip
 from collections.abc import Sequence

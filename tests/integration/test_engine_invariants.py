@@ -72,7 +72,7 @@ def test_books_hold_under_any_schedule(
     polls_per_copy: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At any time blocks have their right owners, a counting mirror equals both tiers, and tokens are right."""
+    """At any time blocks have their right owners, a mirror equals both tiers, and tokens are right."""
     caplog.set_level(logging.CRITICAL + 1)
     chosen = dict(chosen, gpu_blocks=chosen["gpu_blocks"] + 12 * (len(set(windows)) - 1))
     swap = chosen.pop("swap") and chosen["cpu_blocks"] > 0

@@ -101,7 +101,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     first = generate(engine, [item])
     again = generate(engine, [item])
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
-    block = engine._pool.find((0, _first_digest(item)))
+    block = engine._cache.pool.find((0, _first_digest(item)))
     assert block is not None
     assert isinstance(engine._runner, TorchRunner)
     for tensor in engine._runner.attention.block_tensors():
@@ -190,7 +190,7 @@ def test_the_context_fits_the_pool_or_is_refused() -> None:
     assert build_engine(EngineConfig(), EventLog()).max_model_len == 8192
     with pytest.raises(ConfigError, match="8192 positions"):
         build_engine(EngineConfig(max_model_len=8193), EventLog())
-    with pytest.raises(ConfigError, match="10 blocks"):
+    with pytest.raises(ConfigError, match="there are 10"):
         build_engine(EngineConfig(gpu_blocks=10, max_model_len=161), EventLog())
 
 

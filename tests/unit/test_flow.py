@@ -19,7 +19,7 @@ from router.board import POD
 from router.config_file import parse_config
 from router.errors import ConfigError, FlowError
 from router.flow import FlowControl, FlowParameters
-from router.flow_config import flow_of
+from router.flow_config import fairness_of, flow_of
 from router.flow_queue import FAIRNESS, BandParameters, FlowQueue, QueueParameters, Waiting
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest
@@ -286,6 +286,15 @@ def test_the_configuration_is_read() -> None:
     assert queue.bands == {-5: BandParameters(7, 1_000_000_000, EDF, FAIRNESS[1])}
     assert queue.default == BandParameters(5000, 1_000_000_000, FCFS, FAIRNESS[0])
     assert detector == UtilizationDetector(9.0, 0.8, 3.0)
+
+
+def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
+    """With agent-identity the session's id names the flow, else nothing does."""
+    base = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+    headers = {"session-id": "s", "x-claude-code-session-id": "c"}
+    for plugins, expected in (([{"type": "agent-identity"}], "c"), ([], "")):
+        config = parse_config(yaml.safe_dump(base | {"plugins": plugins}), "c.yaml", Path())
+        assert fairness_of(config)(headers) == expected
 
 
 @pytest.mark.parametrize(

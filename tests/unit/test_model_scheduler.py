@@ -47,9 +47,9 @@ def new_scheduler(
     return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens, policy=policy)
 
 
-def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+def step(scheduler: Scheduler, seconds_per_token: float = 0.0) -> list[tuple[str, int, int]]:
     """Schedule, pretend to compute, and append a token to whoever sampled."""
-    chunks: list[Chunk] = scheduler.schedule()
+    chunks: list[Chunk] = scheduler.schedule(seconds_per_token)
     for chunk in chunks:
         chunk.live.computed = chunk.stop
         if chunk.samples:

@@ -30,6 +30,10 @@ dataLayer:
 """
 
 
+# Each line names the one before it eight times.
+_REPEATED = "".join(
+    f"\n- &{new} [{', '.join([f'*{old}'] * 8)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
+)
 PICKS = GOOD.partition("plugins:")[0] + "plugins: [{type: queue-scorer}]\n"
 
 
@@ -129,7 +133,7 @@ def test_flags_that_do_not_go_together_are_refused(argv: list[str]) -> None:
 
 
 def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Path) -> None:
-    """With one, answers have the reference's form and responses pass here; the file and flags say otherwise."""
+    """With a file, answers have the reference's form and responses pass here, unless told otherwise."""
     path = tmp_path / "config.yaml"
     plain = GOOD.partition("plugins:")[0]
     for text, flags, compat in (
@@ -202,6 +206,19 @@ def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 5000, "&a [*a]", "[" * 40 + "]" * 40, "\n- &a [1,2,3,4,5,6,7,8]" + _REPEATED],
+    ids=["open", "loop", "deep", "bomb"],
+)
+def test_a_file_that_would_not_end_is_refused(tmp_path: Path, value: str) -> None:
+    """Nesting, references to itself, and names repeated beyond measure end in an error."""
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD.partition("plugins:")[0] + f"plugins: {value}\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
         read_config(path)
 
 

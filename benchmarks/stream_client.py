@@ -1,0 +1,36 @@
+"""Clients that read streamed chats: `python -m benchmarks.stream_client PORT STREAMS TOKENS`.
+
+A process of its own, so that what the clients cost is not taken for the server's. Fails unless every stream
+is whole and its tokens came one by one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+
+def main() -> int:
+    """Reads all streams at once."""
+    port, streams, tokens = map(int, sys.argv[1:])
+    with ThreadPoolExecutor(streams) as threads:
+        list(threads.map(lambda _: _read_stream(port, tokens), range(streams)))
+    return 0
+
+
+def _read_stream(port: int, tokens: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": tokens, "stream": True}
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), headers)
+    answer = connection.getresponse().read()
+    connection.close()
+    assert answer.endswith(b"data: [DONE]\n\n"), answer[-200:]
+    # Tokens that are only a part of a character are shown with the next one.
+    assert answer.count(b'"content":"') > 0.9 * tokens, "the tokens did not come one by one"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

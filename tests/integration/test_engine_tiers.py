@@ -1,0 +1,178 @@
+"""The engine with a host tier: restores, swaps, shared prompts, sleep."""
+
+import pytest
+import torch
+
+from model_server.build import build_engine
+from model_server.config import EngineConfig
+from model_server.demo_offload import demonstrate
+from model_server.events import AllBlocksCleared
+from tests.integration.engine_support import (
+    EventLog,
+    Outputs,
+    cached_copies,
+    checking_engine,
+    request,
+    run_to_end,
+)
+from tests.integration.test_engine_model import conversation, generate
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_tiers_and_swaps_change_no_token(mode: str) -> None:
+    """Preempted, swapped, evicted and restored, requests of a real model generate what they do alone."""
+    alone = generate(build_engine(EngineConfig(enable_prefix_caching=False), EventLog()), conversation())
+    events = EventLog()
+    engine = build_engine(
+        EngineConfig(gpu_blocks=14, max_model_len=160, cpu_blocks=64, preemption_mode=mode),  # type: ignore[arg-type]
+        events,
+    )
+    assert generate(engine, conversation()).tokens == alone.tokens
+    assert engine.stats().preemptions > 0
+    again = generate(engine, conversation(), at_once=False)
+    assert again.tokens == alone.tokens
+    assert engine.stats().swapped_in_blocks > 0
+    assert events.mirror == cached_copies(engine)
+
+
+def test_what_was_evicted_comes_back_from_the_host() -> None:
+    """A prompt pushed out of the pool is restored, counted in both tiers, and counted as cached."""
+    engine, runner, events = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=2)
+    prompt = list(range(1, 18))
+    for name, text in (("a", prompt), ("b", range(20, 40)), ("c", prompt)):
+        outputs = Outputs()
+        engine.submit(request(name, text, max_tokens=1), outputs)
+        run_to_end(engine)
+    stats = engine.stats()
+    assert outputs.last["c"].cached_tokens == 16
+    assert runner.chunks[-1] == [("c", 16, 1)]
+    assert (stats.prefix_hits_tokens, stats.host_hits_tokens, stats.restores) == (16, 12, 1)
+    assert stats.swapped_in_blocks == 3  # the first block was still on the device
+    assert stats.swapped_out_blocks >= 8
+    assert events.mirror == cached_copies(engine)
+
+
+def test_a_request_waits_for_its_restore_while_others_run() -> None:
+    """Nobody computes on blocks that are on their way, and nobody else waits for them."""
+    engine, runner, _ = checking_engine(gpu_blocks=10, cpu_blocks=20, polls_per_copy=6)
+    prompt = list(range(1, 18))
+    for name, text in (("a", prompt), ("b", range(10, 46))):
+        engine.submit(request(name, text, max_tokens=1), Outputs())
+        run_to_end(engine)
+    begun = len(runner.chunks)
+    engine.submit(request("other", [7], max_tokens=20), Outputs())
+    engine.step()
+    engine.submit(request("c", prompt, max_tokens=1), Outputs())
+    engine.step()
+    engine.step()
+    assert [[name for name, _, _ in step] for step in runner.chunks[begun:]] == [["other"]] * 3
+    run_to_end(engine)
+    assert ("c", 16, 1) in [chunk for step in runner.chunks for chunk in step]
+
+
+def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
+    """Blocks of an aborted request are free though a copy into them is under way; nothing is corrupted."""
+    engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=9)
+    prompt = list(range(1, 18))
+    for name, text in (("a", prompt), ("b", range(20, 40))):
+        engine.submit(request(name, text, max_tokens=1), Outputs())
+        run_to_end(engine)
+    outputs = Outputs()
+    engine.submit(request("c", prompt), outputs)
+    engine.step()
+    engine.abort("c")
+    engine.submit(request("d", range(20, 40)), outputs)
+    run_to_end(engine)
+    assert outputs.last["c"].finish_reason == "abort"
+    assert outputs.last["d"].finish_reason == "length"
+    assert engine.stats().kv_usage == 0
+
+
+def test_a_swapped_request_computes_nothing_twice() -> None:
+    """With swap every token is computed once; with recompute some are computed again."""
+    computed = {}
+    for mode in ("swap", "recompute"):
+        engine, runner, _ = checking_engine(
+            gpu_blocks=6, cpu_blocks=12, preemption_mode=mode, enable_prefix_caching=False
+        )
+        outputs = Outputs()
+        for name in "ab":
+            engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+        run_to_end(engine)
+        assert engine.stats().preemptions > 0
+        assert {len(tokens) for tokens in outputs.tokens.values()} == {16}
+        computed[mode] = sum(length for step in runner.chunks for _, _, length in step)
+    assert computed["swap"] == 2 * (3 + 15) < computed["recompute"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_choices_share_their_prompt(caching: bool) -> None:
+    """Forks of a prompt compute its last token only, share its full blocks, and copy the one they write."""
+    engine, runner, _ = checking_engine(gpu_blocks=12, enable_prefix_caching=caching)
+    outputs = Outputs()
+    prompt = range(1, 15)
+    engine.submit(request("first", prompt, max_tokens=8), outputs)
+    for name in ("second", "third"):
+        engine.submit(request(name, prompt, max_tokens=8, fork_of="first"), outputs)
+    engine.step()
+    engine.step()
+    engine.check_invariants()
+    assert runner.chunks[0] == [("first", 0, 14)]
+    assert sorted(runner.chunks[1]) == [("first", 14, 1), ("second", 13, 1), ("third", 13, 1)]
+    # 3 shared blocks, and for each of the three the one that is being written.
+    assert engine.stats().kv_usage == pytest.approx(6 / 12)
+    run_to_end(engine)
+    assert outputs.tokens["first"] == outputs.tokens["second"] == outputs.tokens["third"]
+
+
+def test_a_fork_outlives_its_leader() -> None:
+    """When the first choice is aborted before its prompt is computed, the others run for themselves."""
+    engine, _, _ = checking_engine(max_num_batched_tokens=4)
+    outputs = Outputs()
+    engine.submit(request("first", range(1, 15)), outputs)
+    engine.submit(request("second", range(1, 15), fork_of="first"), outputs)
+    engine.submit(request("stranger", range(2, 15), fork_of="first"), outputs)
+    engine.step()
+    engine.abort("first")
+    run_to_end(engine)
+    assert outputs.last["second"].finish_reason == outputs.last["stranger"].finish_reason == "length"
+
+
+def test_sleep_clears_both_tiers_and_says_so() -> None:
+    """A sleeping engine has announced its clear, keeps requests waiting, and starts empty when it wakes."""
+    engine, _, events = checking_engine(cpu_blocks=8)
+    engine.submit(request("a", range(1, 10)), Outputs())
+    engine.step()
+    assert not engine.sleep()
+    run_to_end(engine)
+    assert engine.sleep()
+    assert events.batches[-1][-1] == AllBlocksCleared()
+    assert (engine.is_sleeping, engine.stats().host_usage) == (True, 0)
+    outputs = Outputs()
+    engine.submit(request("b", range(1, 10)), outputs)
+    assert not engine.step()
+    assert engine.wake_up()
+    assert not engine.wake_up()
+    run_to_end(engine)
+    assert (outputs.last["b"].finish_reason, outputs.last["b"].cached_tokens) == ("length", 0)
+
+
+def test_a_real_model_sleeps_and_wakes() -> None:
+    """The pool's memory goes and comes; answers are the same after it."""
+    engine = build_engine(EngineConfig(cpu_blocks=64), EventLog())
+    before = generate(engine, conversation())
+    assert engine.sleep()
+    assert engine.wake_up()
+    assert generate(engine, conversation()).tokens == before.tokens
+
+
+def test_the_demonstration_shows_three_ways() -> None:
+    """Cold nothing is cached, then all but the last token's block is, from either tier."""
+    cold, device, host, moved = demonstrate(EngineConfig(), 160)
+    assert ("0 of 160" in cold, "144 of 160" in device, "144 of 160" in host) == (True, True, True)
+    assert "restored" in moved

@@ -1,0 +1,108 @@
+"""The host tier's books, and the copies that fill it."""
+
+import pytest
+import torch
+
+from model_server.attention import undivided
+from model_server.block_content import Announcer, BlockContent
+from model_server.block_copies import new_copies
+from model_server.events import BlockRemoved, BlockStored, KVEvent
+from model_server.host_tier import HostTier
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
+def contents(count: int) -> list[BlockContent]:
+    """Return a chain of blocks of 2 tokens."""
+    digests = [None, *(bytes([number]) * 32 for number in range(1, count + 1))]
+    return [
+        BlockContent(0, digests[index + 1] or b"", digests[index], (index, index), None, None)
+        for index in range(count)
+    ]
+
+
+def new_tier(slots: int) -> tuple[HostTier, list[KVEvent]]:
+    """Make a tier and the list that its events go to."""
+    events: list[KVEvent] = []
+    return HostTier(slots, Announcer(undivided(1), 2), events.append), events
+
+
+def test_nothing_is_found_or_announced_before_its_copy_is_done() -> None:
+    """A block on its way is known not to be needed again, but cannot be fetched."""
+    tier, events = new_tier(2)
+    (content,) = contents(1)
+    block = tier.add(content)
+    assert block is not None
+    assert tier.keeps(content.key)
+    assert tier.find(content.key) is None
+    assert events == []
+    tier.stored([block])
+    assert tier.find(content.key) is block
+    assert [type(event) for event in events] == [BlockStored]
+
+
+def test_a_chain_is_announced_as_one_run_with_its_tokens() -> None:
+    """Children are stored first, so that they are evicted first; parents are announced before them."""
+    tier, events = new_tier(3)
+    chain = contents(3)
+    tier.stored([block for content in reversed(chain) if (block := tier.add(content)) is not None])
+    (event,) = events
+    assert isinstance(event, BlockStored)
+    assert (event.medium, event.parent_block_hash, event.token_ids) == ("CPU", None, [0, 0, 1, 1, 2, 2])
+    tier.add(BlockContent(0, b"x" * 32, None, (7, 7), None, None))
+    assert isinstance(events[1], BlockRemoved)
+    assert events[1].block_hashes == [event.block_hashes[2]]
+
+
+def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
+    """A touched block outlives others, a held one cannot go; if all are held there is no room."""
+    tier, _ = new_tier(3)
+    chain = contents(5)
+    blocks = [block for content in chain[:3] if (block := tier.add(content)) is not None]
+    assert tier.add(chain[3]) is None
+    tier.stored(blocks)
+    tier.touch(chain[0].key)
+    tier.hold(blocks[1])
+    assert tier.add(chain[3]) is not None
+    assert [tier.keeps(content.key) for content in chain] == [True, True, False, True, False]
+    tier.check_invariants([], [])
+
+
+def test_swapped_blocks_are_their_requests_own() -> None:
+    """Reserved slots are found by nobody, announced to nobody, and free once let go; all or nothing."""
+    tier, events = new_tier(3)
+    assert tier.reserve(4) is None
+    slots = tier.reserve(2)
+    assert slots is not None
+    tier.stored(slots)
+    assert tier.reserve(2) is None
+    for slot in slots:
+        tier.release(slot)
+    tier.check_invariants([], [])
+    assert (tier.num_used, events) == (0, [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_copies_move_whole_blocks(device: str, dtype: torch.dtype) -> None:
+    """Stored, overwritten and restored elsewhere, a block is what it was, in every tensor and every byte."""
+    torch.manual_seed(0)
+    shapes = ((8, 2, 4, 8), (8, 2, 4, 8), (8, 4))
+    tensors = [torch.randn(shape).to(dtype).to(device) for shape in shapes]
+    copies = new_copies(tensors, 6)
+    before = [tensor.float().cpu() for tensor in tensors]
+    stored = copies.store([1, 2, 7], [3, 4, 0])
+    for tensor in tensors:
+        tensor.zero_()
+    stored.wait()
+    assert stored.done()
+    copies.restore([0, 3, 4], [5, 0, 6]).wait()
+    copies.copy([0], [2])
+    copies.fence()
+    for tensor, was in zip(tensors, before, strict=True):
+        now = tensor.float().cpu()
+        assert torch.equal(now[[5, 0, 6, 2]], was[[7, 1, 2, 1]])
+        assert not now[[1, 3, 4, 7]].any()
