@@ -233,8 +233,8 @@ def _array(ids: list[int]) -> TokenIds:
 
 
 def _joined(arrays: Sequence[TokenIds]) -> TokenIds:
-    # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy. Writable, because
-    # kernels are compiled anew for what is not.
+    # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy. And writable:
+    # kernels are compiled anew for arrays that are not.
     return np.frombuffer(bytearray().join([array.data for array in arrays]), np.uint32)
 
 
