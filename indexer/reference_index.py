@@ -95,8 +95,7 @@ class ReferenceIndex:
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
             bits = [
-                sum(1 << tier for tier in self._peek(key)[pod]) if key in held else 0
-                for key in keys.tolist()
+                sum(1 << tier for tier in self._peek(key)[pod]) if key in held else 0 for key in keys.tolist()
             ]
         return np.array(bits, np.uint8)
 

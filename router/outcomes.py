@@ -102,7 +102,7 @@ class Outcomes:
 
         Args:
             pod: Where, if known: it tells apart requests in flight under one id.
-            late_s: How long ago it was over, if the source tells; else it is late by what another was earlier.
+            late_s: How long ago it was over, if the source tells; else late by what another was earlier.
         """
         known_s = self._ledger.ended_s(request_id)
         dispatch = self._ledger.end(request_id, now_s, pod)

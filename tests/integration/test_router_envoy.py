@@ -181,7 +181,7 @@ def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
 def test_while_the_router_is_away_envoy_refuses_or_balances(
     tmp_path: Path, mode: Mode, fail_open: bool
 ) -> None:
-    """Without a router requests fail with 5xx, or go round-robin where allowed; forged pods are never used."""
+    """Without a router requests fail with 5xx, or go round-robin where allowed; never to forged pods."""
     with gateway(tmp_path, mode, fail_open=fail_open) as served:
         assert served.post(BODY).status == 200
         served.router.close()

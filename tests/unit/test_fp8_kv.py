@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from model_server.attention import AttentionShape, KvLayout, SdpaAttention, undivided
 from model_server.attention.fp8_pool import Fp8KvPool
-from model_server.config import EngineConfig
 from model_server.build import build_engine
+from model_server.config import EngineConfig
 from model_server.events import NullSink
 from model_server.weights import load_checkpoint
 from tests.integration.engine_support import Outputs, request, run_to_end
