@@ -35,6 +35,9 @@ $(READY): requirements.lock pyproject.toml
 	  { rm -rf $(VENV); echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock
+	@# xds-protos brings an old copy of this package's files: whichever is installed last wins.
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes \
+	  --reinstall-package opentelemetry-proto -r requirements.lock
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@echo "compiling the index (the first time: up to a minute)"
 	@$(BIN)/python -c "from indexer.warm import warm_kernels; warm_kernels()"

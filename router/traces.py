@@ -53,7 +53,10 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         except ImportError as error:
-            raise ConfigError(f"--tracing: {error}; install kvroute[tracing]") from error
+            raise ConfigError(
+                f"--tracing: {error}; install kvroute[tracing], and opentelemetry-proto once more after it: "
+                "xds-protos brings an old copy of its files"
+            ) from error
         # What the environment says counts first; left to itself, the library would sample everything.
         sampler = None if "OTEL_TRACES_SAMPLER" in os.environ else ParentBasedTraceIdRatio(_SAMPLED_SHARE)
         name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
