@@ -72,7 +72,8 @@ class PodBoard:
     Attributes:
         lock: Guards all of it; held for a few microseconds, and never while taking another.
         pods: POD [rows].
-        fleet_tokens_per_s: Prefill speed believed of a pod of which nothing is told or learnt; 0: unknown.
+        fleet_tokens_per_s: Prefill speed believed of a pod of which nothing is told or learnt: the median of
+            what others tell, else what was learnt of the fleet; 0: unknown.
         mean_tokens: Mean uncached tokens of the last requests.
     """
 
@@ -80,6 +81,7 @@ class PodBoard:
         self.lock = Lock()
         self.pods = _no_pods(_ROWS_AT_FIRST)
         self.fleet_tokens_per_s = 0.0
+        self._learnt_fleet_tokens_per_s = 0.0
         self.mean_tokens = 0.0
         self._waiting = _no_waiting(_SLOTS_AT_FIRST)
         self._slots = 0
@@ -179,14 +181,22 @@ class PodBoard:
             known["kv_used_tokens"] = load.kv_usage * (load.kv_capacity_tokens or 0)
             known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
             known["orders_prefills"] = load.orders_prefills
+            self._judge_fleet()
 
     def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
         """Prefill speeds by pod, and of the fleet."""
         with self.lock:
-            self.fleet_tokens_per_s = fleet_tokens_per_s
+            self._learnt_fleet_tokens_per_s = fleet_tokens_per_s
+            self._judge_fleet()
             for pod, speed in tokens_per_s.items():
                 if (row := self._rows.get(pod)) is not None:
                     self.pods[row]["learnt_tokens_per_s"] = speed
+
+    def _judge_fleet(self) -> None:
+        """A pod that tells nothing yet is like those that do: else it would look many times faster."""
+        told = self.pods["reported_tokens_per_s"]
+        told = told[told > 0.0]
+        self.fleet_tokens_per_s = float(np.median(told)) if len(told) else self._learnt_fleet_tokens_per_s
 
     def _row(self, pod: str) -> int:
         row = self._rows.get(pod)

@@ -66,7 +66,7 @@ class PrefillRates:
     @property
     def fleet_tokens_per_s(self) -> float:
         """The speed believed of a pod of which nothing is known."""
-        return self._fleet
+        return self._board.fleet_tokens_per_s
 
     def observe(self, pod: str, tokens: float, seconds: float) -> None:
         """Takes one prefill of `tokens` uncached tokens that took `seconds` on an idle pod."""
@@ -96,12 +96,14 @@ class PrefillRates:
         fleet = median([*self._medians.values(), self._parameters.prior_tokens_per_s])
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
+            # Before the estimates, which lean on it.
+            self._board.learnt({}, fleet)
         self._board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
         observations = len(self._observed[pod])
         share = observations / (observations + self._parameters.belief)
-        belief = self._board.reported_tokens_per_s(pod) or self._fleet
+        belief = self._board.reported_tokens_per_s(pod) or self._board.fleet_tokens_per_s
         return self._bounded(self._medians[pod] ** share * belief ** (1.0 - share))
 
     def _bounded(self, tokens_per_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,11 +54,13 @@ def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack
     assert len(set(pods)) == 1
 
 
-def test_a_burst_with_one_system_prompt_finds_it_cached(stack: RunningStack) -> None:
-    """Of sixteen requests at once with a shared beginning most find that beginning cached where they go."""
+def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> None:
+    """Sixteen requests at once with a shared beginning use both pods, and most find that beginning cached."""
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(lambda at: say(stack, demo_texts.burst_messages(100 + at)), range(16)))
-    assert {raw.headers[POD_HEADER] for raw, _ in answers} <= set(stack.plan.pod_urls)
+    pods = Counter(raw.headers[POD_HEADER] for raw, _ in answers)
+    assert len(pods) == 2
+    assert min(pods.values()) >= 3
     cached = [completion.usage.prompt_tokens_details.cached_tokens for _, completion in answers]
     assert sum(tokens > 0 for tokens in cached) >= 12
 

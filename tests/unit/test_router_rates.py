@@ -93,6 +93,15 @@ def test_what_a_pod_tells_of_itself_is_believed_before_the_fleet() -> None:
     assert rates.tokens_per_s("a") == pytest.approx(1000.0 ** (4 / 6) * 300.0 ** (2 / 6))
 
 
+def test_a_pod_that_tells_nothing_yet_is_as_fast_as_those_that_do() -> None:
+    """A fresh pod is not believed at the configured speed beside others that tell a slower one."""
+    board = PodBoard()
+    rates = fleet(board=board, a=[], b=[], fresh=[])
+    board.scraped("a", load(prefill_tokens_per_s=100.0))
+    board.scraped("b", load(prefill_tokens_per_s=120.0))
+    assert rates.tokens_per_s("fresh") == rates.fleet_tokens_per_s == 110.0
+
+
 def test_pods_learn_apart_and_are_forgotten_when_gone() -> None:
     """One pod's speed is not another's, and a vanished pod starts again from what is believed of any."""
     rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4, b=[(1000, 2.0)] * 4, c=[])
