@@ -19,6 +19,7 @@ from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
 from indexer.parity_alarm import ParityAlarm
+from indexer.peer_metrics import PeerMetrics
 from indexer.speculate import Speculation
 
 MODEL = "bench"
@@ -97,6 +98,7 @@ def ingest(index: Index, hasher: BlockHasher, pods: Sequence[str]) -> Ingest:
         hybrid=HybridMatcher(index, BLOCK_TOKENS),
         speculation=speculation,
         metrics=metrics,
+        peer_metrics=PeerMetrics(registry),
         on_stored=lambda *_: None,
         on_link=lambda *_: None,
         clock=time.monotonic,

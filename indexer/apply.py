@@ -7,7 +7,7 @@ Knows neither sockets nor sequences: events must come in order and belong to one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ from indexer.pod_cache import Dropped, PodCache
 from indexer.reannounce import Ahead, Reannouncements
 from indexer.runs import BlockRuns, Runs
 from indexer.tiers import Tiers
+from indexer.view_parts import ViewFacts, ViewPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,42 @@ class PodView:
         self._run_tokens = None
         self._zero_is_a_hash = False
         self._reannouncements.forget()
+
+    @property
+    def unlisted(self) -> str | None:
+        """Why a list of its parts would not be all that it is; None if it would."""
+        if len(self._orphans):
+            return "orphans"
+        return None if isinstance(self._runs, BlockRuns) else "part_runs"
+
+    def facts(self) -> ViewFacts:
+        """What its events told, besides blocks."""
+        return ViewFacts(
+            run_tokens=self._run_tokens,
+            zero_is_a_hash=self._zero_is_a_hash,
+            reannounces=self._reannouncements.seen,
+            lead_stride=self._groups.lead_stride,
+            groups=self._groups.facts(),
+        )
+
+    def parts(self) -> Iterator[ViewPart | None]:
+        """Its blocks, see `ViewContent.parts`."""
+        for group, cache in ((None, self._lead_cache), *self._caches.items()):
+            for part in cache.export():
+                yield None if part is None else ViewPart(group, part)
+
+    def restore_facts(self, facts: ViewFacts) -> None:
+        """Begins a new life, of which another view of it told this."""
+        self.clear()
+        self._run_tokens, self._has_run = facts.run_tokens, facts.run_tokens is not None
+        self._zero_is_a_hash = facts.zero_is_a_hash
+        self._reannouncements.forget(seen=facts.reannounces)
+        self._groups.restore(facts.groups, facts.lead_stride)
+
+    def restore(self, part: ViewPart) -> None:
+        """Adds blocks that another view of this life held; nothing was stored here."""
+        cache = self._lead_cache if part.group is None else self._cache(part.group)
+        cache.restore(part.part)
 
     def _empty(self) -> None:
         self._orphans.clear()

@@ -7,11 +7,13 @@ others are known by the same hashes. No clock, no index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
 from indexer.events import BlockStored
 from indexer.hybrid import GroupRule, PodGroups
+from indexer.view_parts import GroupFact
 
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
@@ -74,6 +76,28 @@ class CacheGroups:
         """
         return None if group is None else self._groups[group]
 
+    @property
+    def lead_stride(self) -> int:
+        """Index blocks of a block of the lead group."""
+        return self._lead_stride
+
+    def facts(self) -> tuple[GroupFact, ...]:
+        """All groups, in the order in which they were learnt."""
+        return tuple(
+            GroupFact(group, True, False, rule.stride, rule.last_blocks, rule.chunk)
+            if isinstance(rule, GroupRule)
+            else GroupFact(group, usable=rule is None, leads=rule is None)
+            for group, rule in self._groups.items()
+        )
+
+    def restore(self, facts: Sequence[GroupFact], lead_stride: int) -> None:
+        """Takes over what other groups of the same life are known to be; nothing was learnt here."""
+        self._lead_stride = lead_stride
+        for fact in facts:
+            rule = None if fact.leads else GroupRule(fact.stride, fact.last_blocks, fact.chunk)
+            self._groups[fact.group] = rule if fact.usable else UNUSABLE
+        self._tell_rules()
+
     def forget(self) -> None:
         """Begins a new life."""
         self._groups.clear()
@@ -91,6 +115,9 @@ class CacheGroups:
             self._groups[group] = GroupRule(event.block_size // self._block_tokens) if told else UNUSABLE
         else:
             self._groups[group] = rule
+        self._tell_rules()
+
+    def _tell_rules(self) -> None:
         used = {other: rule for other, rule in self._groups.items() if isinstance(rule, GroupRule)}
         if used and self.has_lead:
             self.rules = PodGroups(self._lead_stride, used)

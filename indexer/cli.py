@@ -18,6 +18,7 @@ from indexer.flags import add_index_flags, index_config, pairs
 from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
 from indexer.open_files import raise_open_files
+from indexer.peer_service import PeerDoor
 from indexer.pods_file import parse_pods
 from indexer.service import IndexerDoor
 from indexer.tls import server_credentials
@@ -155,7 +156,8 @@ def _serve(
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
     door = IndexerDoor(indexer, streams, tokenizers)
-    server = IndexerServer(door, args.host, args.grpc_port, credentials)
+    peers = PeerDoor(indexer.exports)
+    server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=peers)
     try:
         metrics, _ = start_http_server(args.metrics_port, args.host, registry)
     except OSError as error:

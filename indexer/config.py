@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from indexer.errors import ConfigError
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
@@ -40,6 +41,9 @@ class PodStream:
         ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
             + rank. Ranks that serve ports of their own are pods of their own.
         rank: Which of them this is.
+        epoch: Which life of the pod this is, where whoever declares it can tell: with another one all that
+            was known of its cache is dropped.
+        topic_prefix: What to subscribe to; None: as `IndexerConfig` says.
     """
 
     pod: str
@@ -50,6 +54,8 @@ class PodStream:
     first_sequence: int = 0
     ranks: int = 1
     rank: int = 0
+    epoch: str = ""
+    topic_prefix: str | None = None
 
     @property
     def holder(self) -> str:
@@ -141,6 +147,13 @@ class IndexerConfig:
     snapshot_max_bytes: int = 256 * _MIB
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
+    # "HOST:PORT" of other indexers and routers with the same hash seed, which are asked for what an engine
+    # does not tell of itself; all addresses of a name are asked, our own is passed over.
+    peers: tuple[str, ...] = ()
+    # PEM files, for TLS to peers: their authority, and what we show them.
+    peer_ca: Path | None = None
+    peer_cert: Path | None = None
+    peer_key: Path | None = None
     # After this long a pod whose view could not be built is not waited for any more.
     bootstrap_s: float = 30.0
 
@@ -162,6 +175,8 @@ class IndexerConfig:
             )
         if self.backend == "redis":
             self._check_redis()
+        if self.peers:
+            self._check_peers()
         if self.events_bind is not None and not self.events_bind.startswith("tcp://"):
             # Only of TCP connections the socket tells which of them was lost.
             raise ConfigError(f"IndexerConfig.events_bind: must begin with tcp://, is {self.events_bind!r}")
@@ -174,6 +189,23 @@ class IndexerConfig:
                 raise ConfigError(f"IndexerConfig.tier_weights[{tier!r}]: must be within 0..1, is {weight}")
         if "gpu" not in self.tier_weights:
             raise ConfigError("IndexerConfig.tier_weights: must name the tier 'gpu'")
+
+    def _check_peers(self) -> None:
+        for peer in self.peers:
+            host, _, port = peer.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
+                raise ConfigError(f"IndexerConfig.peers: must be HOST:PORT, is {peer!r}")
+        if self.backend == "redis":
+            raise ConfigError(
+                "IndexerConfig.peers: not for the backend 'redis': whoever shares it has the views already"
+            )
+        if self.hash_seed is None:
+            raise ConfigError(
+                "IndexerConfig.hash_seed: must be given with peers (--hash-seed beside --peer), the same for "
+                "all of them: with seeds of their own they would not know each other's keys"
+            )
+        if (self.peer_cert is None) != (self.peer_key is None) or (self.peer_cert and not self.peer_ca):
+            raise ConfigError("IndexerConfig.peer_cert, peer_key: both are needed, and peer_ca with them")
 
     def _check_redis(self) -> None:
         if self.redis_url is None:

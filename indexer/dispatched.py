@@ -18,6 +18,7 @@ class DispatchedPrompt:
         cache_salt: The request's cache salt.
         token_ids: uint32 [tokens].
         cached_blocks: Blocks of it that the pod was said to hold.
+        held_blocks: So many of these the pod itself has told of; the others are assumed.
     """
 
     model: str
@@ -25,3 +26,4 @@ class DispatchedPrompt:
     cache_salt: str | None
     token_ids: NDArray[np.uint32]
     cached_blocks: int
+    held_blocks: int = 0

@@ -7,6 +7,7 @@ never meet: each life has a map of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -93,6 +94,21 @@ class EngineBlocks(Generic[_Block]):
         """Forgets a hash; returns its block, whose copies must leave the index too."""
         self._released.pop(engine_hash, None)
         return self._held.pop(engine_hash, None)
+
+    def items(self) -> Iterator[tuple[EngineHash, _Block]]:
+        """All blocks with their hashes, those without copies first, the oldest first; none may come or go."""
+        yield from self._released.items()
+        yield from self._held.items()
+
+    def restore(self, engine_hash: EngineHash, block: _Block) -> None:
+        """Takes in a block of another map, as the newest; `pop_excess` must follow."""
+        (self._held if block.copies else self._released)[engine_hash] = block
+        if len(self._released) > self._max_released:
+            self._released.popitem(last=False)
+
+    def pop_excess(self) -> _Block | None:
+        """A block that had to be given up, as `add_copy` tells; None while there are not too many."""
+        return self._held.popitem(last=False)[1] if len(self._held) > self._max_held else None
 
     def clear(self) -> None:
         """Forgets everything."""

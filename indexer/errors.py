@@ -5,6 +5,7 @@ IndexerError
 ├── ListenError       a port cannot be listened on
 ├── TokenError        token ids that no engine could have produced
 ├── UnavailableError  the shared index did not answer; carries the reason's label
+├── PeerError         a peer gave no snapshot, or none of use; carries the reason's label
 └── PayloadError      a published payload, or one event, that cannot be read; carries the reason's label
 """
 
@@ -36,6 +37,18 @@ class PayloadError(IndexerError, ValueError):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
+        self.reason = reason
+
+
+class PeerError(IndexerError):
+    """A snapshot of a view that a peer does not give, or that cannot be used.
+
+    Attributes:
+        reason: Short label for metrics, e.g. "stale".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
         self.reason = reason
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from indexer.config import BACKENDS, IndexerConfig
@@ -66,9 +67,23 @@ def _add_identity(flags: argparse._ActionsContainer) -> None:
         "--hash-seed",
         type=int,
         metavar="N",
-        help="seed of the block keys, the same for all that share a redis server "
+        help="seed of the block keys, the same for all peers and all that share a redis server "
         "(default: random at each start)",
     )
+    flags.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="gRPC port of another indexer or router with the same --hash-seed, asked at the start for what "
+        "engines do not tell; of a name all addresses but our own; may be repeated",
+    )
+    for name, text in (
+        ("--peer-ca", "PEM; peers must show a certificate of it (default: no TLS)"),
+        ("--peer-cert", "PEM chain that is shown to peers"),
+        ("--peer-key", "PEM key of --peer-cert"),
+    ):
+        flags.add_argument(name, type=Path, metavar="FILE", help=text)
     flags.add_argument(
         "--tier-weight",
         action="append",
@@ -107,6 +122,10 @@ def index_config(args: argparse.Namespace) -> IndexerConfig:
         undeclared_pods=args.undeclared_pods,
         first_sequence=args.first_sequence,
         bootstrap_s=args.bootstrap_timeout,
+        peers=tuple(args.peer),
+        peer_ca=args.peer_ca,
+        peer_cert=args.peer_cert,
+        peer_key=args.peer_key,
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from indexer.jit import inlined, kernel
 
-_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
 _NOTHING = np.uint64(0)
@@ -21,7 +21,7 @@ _NOTHING = np.uint64(0)
 @inlined
 def hash_bits(value: np.uint64) -> np.uint64:
     """32 bits of a hash of `value`."""
-    return (value * _GOLDEN) >> _HALF
+    return (value * GOLDEN) >> _HALF
 
 
 @inlined

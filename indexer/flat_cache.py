@@ -6,22 +6,36 @@ the place of an index block in a larger engine block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from indexer.events import EngineHash
-from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.flat_names import holds_named, key_named
+from indexer.flat_export import (
+    BLOCKS_LISTED,
+    COPIES_LISTED,
+    NAMES_LISTED,
+    Listed,
+    list_held,
+    listed,
+    take_held,
+    take_released,
+)
+from indexer.flat_index import SWEEP_SLOTS, TURN_BLOCKS, FlatIndex
+from indexer.flat_layout import CAPACITY, SLOTS_USED
+from indexer.flat_names import holds_named, key_named, released_by
 from indexer.flat_naming import name_hashes
 from indexer.flat_update import remove_named, store_blocks
 from indexer.keys import Keys
 from indexer.pod_cache import Dropped
+from indexer.tiers import SPECULATIVE_TIER
+from indexer.view_parts import PART_BLOCKS, CachePart, HeldBlocks, ReleasedNames, Splits
 
 _LOW_64 = (1 << 64) - 1
-_ONE_EACH = np.empty(0, np.int32)
+# Sets of released names that are looked at in one turn.
+_TURN_SETS = 2048
 
 
 class FlatCache:
@@ -115,11 +129,81 @@ class FlatCache:
         self._index.clear_pod(self._holder)
         self._splits.clear()
 
+    def export(self) -> Iterator[CachePart | None]:
+        """See `PodCache.export`."""
+        yield Splits(tuple(self._splits))
+        index, found, start, used = self._index, listed(PART_BLOCKS), 0, 1
+        left_out = index.tiers.number(SPECULATIVE_TIER)
+        while start < used:
+            with index.lock:
+                used = int(index.arrays.counters[SLOTS_USED])
+                start = list_held(
+                    index.arrays, index.number(self._holder), left_out, start, start + SWEEP_SLOTS, found
+                )
+            yield _copied(found) if found.counts[BLOCKS_LISTED] else None
+        for first in range(0, len(index.arrays.released), _TURN_SETS):
+            with index.lock:
+                life = int(index.arrays.lives[index.number(self._holder)])
+                names, keys = released_by(index.arrays.released, first, first + _TURN_SETS, life)
+            for at in range(0, len(names), PART_BLOCKS):
+                end = at + PART_BLOCKS
+                yield ReleasedNames(names[at:end].copy(), keys[at:end].copy())
+            yield None
+
+    def restore(self, part: CachePart) -> None:
+        """See `PodCache.restore`."""
+        match part:
+            case Splits(splits):
+                for split in splits:
+                    self.expect(split)
+            case HeldBlocks():
+                self._restore_held(part)
+            case ReleasedNames(names, keys):
+                with self._index.lock:
+                    take_released(self._index.arrays, self._index.number(self._holder), names, keys)
+            case _:
+                raise TypeError(f"{type(part).__name__} is no part of a flat index")
+
+    def _restore_held(self, part: HeldBlocks) -> None:
+        index = self._index
+        # What one call adds must fit.
+        kept = min(len(part.keys), int(index.arrays.counters[CAPACITY]))
+        names = part.names[: int(part.name_counts[:kept].sum())]
+        copies = part.copies[part.copies[:, 0] < kept]
+        chain = np.empty(kept, np.int64)
+        with index.lock:
+            pod = index.number(self._holder)
+            arrays = index.prepare(max(kept, len(names), len(copies)))
+            take_held(
+                arrays,
+                pod,
+                part.keys[:kept],
+                part.tiers[:kept],
+                part.name_counts[:kept],
+                names,
+                copies,
+                chain,
+            )
+
     def _names(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
         handles = np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64)
         names = np.empty(len(hashes) * split, np.uint64)
         name_hashes(handles, np.uint64(self.scope), split, names)
         return names
+
+
+def _copied(found: Listed) -> HeldBlocks:
+    """What was listed, in memory of its own."""
+    blocks, names, copies = (
+        int(found.counts[place]) for place in (BLOCKS_LISTED, NAMES_LISTED, COPIES_LISTED)
+    )
+    return HeldBlocks(
+        keys=found.keys[:blocks].copy(),
+        tiers=found.tiers[:blocks].copy(),
+        name_counts=found.name_counts[:blocks].copy(),
+        names=found.names[:names].copy(),
+        copies=found.copies[:copies].copy(),
+    )
 
 
 def handle_of(engine_hash: EngineHash) -> int:

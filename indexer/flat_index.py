@@ -42,7 +42,8 @@ from indexer.tiers import SPECULATIVE_TIER, Tiers
 
 # What one turn under the lock may take: about 0.2 ms.
 TURN_BLOCKS = 1024
-_SWEEP_SLOTS = 16_384
+# Slots that are looked at in one turn.
+SWEEP_SLOTS = 16_384
 # So many turns of sweeping for one run of blocks that wants room: a few milliseconds.
 _SWEEPS_FOR_ROOM = 8
 # Between turns: a lock that is taken again at once is never had by those who wait for it.
@@ -193,6 +194,12 @@ class FlatIndex:
                 capacity_bytes=self._capacity_bytes,
             )
 
+    @property
+    def evicted_blocks(self) -> int:
+        """See `IndexStats.evicted_blocks`."""
+        with self.lock:
+            return int(self.arrays.counters[EVICTED])
+
     def pod_blocks(self, pod: str) -> int:
         """How many blocks a pod holds, in any tier."""
         with self.lock:
@@ -211,9 +218,10 @@ class FlatIndex:
                 if number is None or start >= self.arrays.counters[SLOTS_USED]:
                     return found
                 found += count_blocks(
-                    self.arrays, number, self.tiers.number(tier), start, start + _SWEEP_SLOTS
+                    self.arrays, number, self.tiers.number(tier), start, start + SWEEP_SLOTS
                 )
-            start += _SWEEP_SLOTS
+            start += SWEEP_SLOTS
+            time.sleep(_PAUSE_S)
 
     def sweep(self) -> None:
         """Takes all holdings of cleared pods out, turn by turn."""
@@ -313,8 +321,8 @@ class FlatIndex:
         """Sweeps a part of the slots; after the last, the numbers of pods that were gone before are free."""
         if not self._sweeping:
             self._sweeping, self._gone, self._swept = self._gone, [], 0
-        sweep(self.arrays, self._swept, self._swept + _SWEEP_SLOTS)
-        self._swept += _SWEEP_SLOTS
+        sweep(self.arrays, self._swept, self._swept + SWEEP_SLOTS)
+        self._swept += SWEEP_SLOTS
         if self._swept >= self.arrays.counters[SLOTS_USED]:
             self.arrays.gone[self._sweeping] = 0
             self.arrays.pod_blocks[self._sweeping] = 0

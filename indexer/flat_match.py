@@ -120,6 +120,20 @@ def match_blocks(
             longest = place
             break
     _finish(longest, memory, followers, tiers)
+    _write_sums(memory, pods, tiers, counts, blocks)
+    use(arrays, chain, longest)
+    return longest
+
+
+@inlined
+def _write_sums(
+    memory: Scratch,
+    pods: NDArray[np.int64],
+    tiers: int,
+    counts: NDArray[np.int32],
+    blocks: NDArray[np.int32],
+) -> None:
+    """Writes what was counted of each pod that was asked for."""
     for place in range(len(pods)):
         total = np.int32(0)
         for tier in range(tiers):
@@ -127,8 +141,6 @@ def match_blocks(
                 counts[place, tier] = memory.sums[pods[place], tier]
                 total += memory.sums[pods[place], tier]
         blocks[place] = total
-    use(arrays, chain, longest)
-    return longest
 
 
 @inlined

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import delete, hash_bits, home_of, insert
+from indexer.flat_buckets import GOLDEN, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
 from indexer.flat_layout import (
     ALIAS_FREE,
@@ -24,7 +24,7 @@ from indexer.flat_layout import (
 from indexer.jit import inlined, kernel
 
 # More names than this for one block, and the oldest further one is forgotten.
-_ALIASES_MAX = 64
+ALIASES_MAX = 64
 
 _ALIAS_BIT = 0x8000_0000
 _NUMBER = 0x7FFF_FFFF
@@ -32,6 +32,10 @@ _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
 _NOTHING = np.uint64(0)
 _ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
+# What takes a multiplication by it back, modulo 2**64.
+_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
+_STEP = np.uint64(0xA076_1D64_78BD_642F)
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @inlined
@@ -85,7 +89,7 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
         before_last = last
         last = alias
         alias = np.int64(arrays.aliases[alias, 1] & _LOW)
-    if aliases >= _ALIASES_MAX:
+    if aliases >= ALIASES_MAX:
         arrays.aliases[before_last, 1] |= _LOW
         _give_alias(arrays, last)
     _add_alias(arrays, slot, name)
@@ -136,16 +140,22 @@ def forget_names(arrays: FlatArrays, slot: int) -> None:
 
 @inlined
 def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
-    """The name mixed with the life of the pod that used it, never 0."""
+    """The name mixed with the life of the pod that used it; `released_by` takes it apart."""
     mixed = (name ^ (arrays.lives[pod] * _ODD)) * _ODD
-    return (mixed ^ (mixed >> _HALF)) | np.uint64(1)
+    return mixed ^ (mixed >> _HALF)
+
+
+@inlined
+def _released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+    """Where in `released` a name is remembered, if it is."""
+    return np.int64(hash_bits(name + arrays.lives[pod] * _STEP)) % len(arrays.released)
 
 
 @kernel
 def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
     """Remembers for a while which block a name meant for a pod that holds it no more."""
     mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released)]
+    ways = arrays.released[_released_set(arrays, name, pod)]
     turn = arrays.counters[RELEASE_TURN]
     arrays.counters[RELEASE_TURN] = turn + 1
     place = turn % len(ways)
@@ -161,7 +171,7 @@ def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uin
 def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
     """Where in its set of `released` a name is remembered; -1: it is not."""
     mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released)]
+    ways = arrays.released[_released_set(arrays, name, pod)]
     for way in range(len(ways)):
         if ways[way, 0] == mixed:
             return way
@@ -171,8 +181,30 @@ def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
 @kernel
 def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
     """The key that `find_released` found."""
-    mixed = _of_life(arrays, name, pod)
-    return arrays.released[np.int64(hash_bits(mixed)) % len(arrays.released), way, 1]
+    return arrays.released[_released_set(arrays, name, pod), way, 1]
+
+
+def released_by(
+    released: NDArray[np.uint64], first: int, stop: int, life: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The names that one life remembers in these sets, and their keys.
+
+    A name taken out with another life than it was put in with would lie in another set, mostly: of the
+    strangers one in as many as there are sets is told too, under a name that nobody uses.
+
+    Args:
+        released: See `FlatArrays.released`.
+        first: The first set.
+        stop: The one behind the last.
+        life: As in `FlatArrays.lives`.
+    """
+    entries = released[first:stop]
+    mixed = entries[:, :, 0]
+    names = ((mixed ^ (mixed >> _HALF)) * _ODD_INVERSE) ^ np.uint64(life * int(_ODD) & _WORD)
+    hashes = (names + np.uint64(life * int(_STEP) & _WORD)) * GOLDEN >> _HALF
+    sets = np.arange(first, first + len(entries), dtype=np.uint64)[:, None]
+    mine = (hashes % np.uint64(len(released)) == sets) & (mixed != _NOTHING) & (names != _NOTHING)
+    return names[mine], entries[:, :, 1][mine]
 
 
 @kernel

@@ -11,9 +11,10 @@ import zmq
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.link import Link, LinkEvent
-from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, Recovery, Sockets
+from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, Recovery
 from indexer.replay import Batch, Broken
 from indexer.sink import StreamSink
+from indexer.sockets import Sockets
 
 _REOPEN_S = 0.1
 
@@ -76,12 +77,12 @@ class Follower:
 
     def _open(self, now_s: float) -> None:
         assert self.stream.events_endpoint is not None
-        self._open_s = math.inf
+        self._open_s, topic = math.inf, self.stream.topic_prefix
         try:
             self._link = Link(
                 self._sockets.context,
                 self.stream.events_endpoint,
-                topic_prefix=self._config.topic_prefix,
+                topic_prefix=self._config.topic_prefix if topic is None else topic,
                 max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
             )
         except zmq.ZMQError:

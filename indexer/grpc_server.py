@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.errors import ListenError
+from indexer.peer_service import PEER_SERVICE, PeerDoor
 from indexer.service import IndexerDoor
 
 _STOP_S = 2.0
@@ -27,6 +28,7 @@ class IndexerServer:
 
     Args:
         door: What answers.
+        peers: Answers other indexers.
         host: Address to listen on.
         port: 0: any free one.
         credentials: For TLS; None for plain text.
@@ -36,7 +38,13 @@ class IndexerServer:
     """
 
     def __init__(
-        self, door: IndexerDoor, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+        self,
+        door: IndexerDoor,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        *,
+        peers: PeerDoor | None = None,
     ) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
@@ -51,10 +59,12 @@ class IndexerServer:
         # The generated function has no types.
         add_door: Any = pb_grpc.add_IndexerServiceServicer_to_server
         add_door(door, self._server)
+        if peers is not None:
+            peers.add_to(self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
-            (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

@@ -19,9 +19,10 @@ from zmq.utils.monitor import recv_monitor_message
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ListenError
 from indexer.link import limit
-from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery, Sockets
+from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery
 from indexer.replay import Batch, Broken, parse_live
 from indexer.sink import StreamSink
+from indexer.sockets import Sockets
 from indexer.topic import Topic, batch_rank, parse_topic
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import numpy as np
 
 from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
+from indexer.errors import PeerError
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
 from indexer.index import Index
@@ -21,12 +22,15 @@ from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
 from indexer.parity_alarm import ParityAlarm
+from indexer.peer_metrics import PeerMetrics
 from indexer.pod_state import PodState, PodStates
 from indexer.roster import Roster
 from indexer.sink import Verdict
+from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.tiers import GPU_TIER
+from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class Ingest:
         hybrid: Is told of the pods' KV cache groups.
         speculation: Is told what is confirmed.
         metrics: Where all is counted.
+        peer_metrics: Where it is counted how views are built.
         on_stored: See `KvIndexer`.
         on_link: See `KvIndexer`.
         clock: A monotonic clock, in seconds.
@@ -62,6 +67,7 @@ class Ingest:
         hybrid: HybridMatcher,
         speculation: Speculation,
         metrics: IndexerMetrics,
+        peer_metrics: PeerMetrics,
         on_stored: Callable[[str, Keys, float], None],
         on_link: Callable[[str, bool], None],
         clock: Callable[[], float],
@@ -75,6 +81,7 @@ class Ingest:
         self._hybrid = hybrid
         self._speculation = speculation
         self._metrics = metrics
+        self._peer_metrics = peer_metrics
         self._on_stored = on_stored
         self._on_link = on_link
         self._clock = clock
@@ -136,10 +143,7 @@ class Ingest:
         if outcome.emptied:
             self._speculation.drop_pod(serving)
         if outcome.applied.stored:
-            now_s = self._clock()
-            keys = np.concatenate(outcome.applied.stored)
-            self._speculation.stored(serving, keys, now_s)
-            _call(self._on_stored, serving, keys, now_s)
+            self._tell_stored(serving, np.concatenate(outcome.applied.stored))
         return Verdict(outcome.emptied, outcome.damage)
 
     def clear(self, pod: str, reason: str) -> None:
@@ -182,6 +186,42 @@ class Ingest:
         self._metrics.snapshots.labels(outcome).inc()
         _log.info("snapshot of %s: %s", pod, outcome)
 
+    def list_view(self, pod: str) -> ViewContent:
+        """See `StreamSink.list_view`."""
+        view = self._pods[pod].view
+        if view.unlisted is not None:
+            raise PeerError(view.unlisted, "what its events told cannot be listed now")
+        return ViewContent(view.facts(), self._evicted_blocks(), view.parts())
+
+    def restore_facts(self, pod: str, facts: ViewFacts) -> None:
+        """See `StreamSink.restore_facts`."""
+        self._pods[pod].view.restore_facts(facts)
+        self._hybrid.learn(pod, self._pods[pod].view.groups)
+
+    def restore(self, pod: str, part: ViewPart) -> None:
+        """See `StreamSink.restore`."""
+        self._pods[pod].view.restore(part)
+        if part.group is None and isinstance(part.part, HeldBlocks):
+            self._tell_stored(self.roster.pod(pod), part.part.keys)
+
+    def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
+        """See `StreamSink.restored`."""
+        answer = fetched.answer
+        source = "engine" if isinstance(answer, Snapshot) else "peer"
+        self._peer_metrics.snapshot_bytes.labels(source).inc(fetched.size_bytes)
+        self._peer_metrics.snapshot_s.labels(source).observe(took_s)
+        if answer is not None and not isinstance(answer, Snapshot) and answer.evicted_blocks:
+            _log.warning(
+                "view of %s is a peer's whose index has evicted %d blocks of all pods: some may lack",
+                pod,
+                answer.evicted_blocks,
+            )
+
+    def built(self, pod: str, source: str) -> None:
+        """See `StreamSink.built`."""
+        self._peer_metrics.bootstraps.labels(source).inc()
+        _log.info("view of %s was built; source: %s", pod, source)
+
     def rejected(self, pod: str, reason: str) -> None:
         """See `StreamSink.rejected`."""
         self._metrics.rejected.labels(reason).inc()
@@ -191,6 +231,16 @@ class Ingest:
         """See `StreamSink.socket_error`."""
         self._metrics.zmq_errors.labels(pod, operation).inc()
         _log.warning("cannot %s at %s", operation, pod)
+
+    def _tell_stored(self, serving: str, keys: Keys) -> None:
+        now_s = self._clock()
+        self._speculation.stored(serving, keys, now_s)
+        _call(self._on_stored, serving, keys, now_s)
+
+    def _evicted_blocks(self) -> int:
+        if isinstance(self._index, FlatIndex):
+            return self._index.evicted_blocks
+        return self._index.stats().evicted_blocks
 
     def _count(self, pod: str, outcome: Outcome) -> None:
         metrics, applied = self._metrics, outcome.applied

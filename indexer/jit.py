@@ -5,21 +5,16 @@ With NUMBA_DISABLE_JIT=1 the very same functions run as plain Python, for debugg
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import cache, wraps
-from pathlib import Path
-from tempfile import TemporaryFile
+from functools import wraps
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from xxhash import xxh3_64_hexdigest
+
+from indexer.kernel_cache import cache_directory
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., object])
-
-# Files with constants that are compiled into kernels; those with kernels import this one.
-_CONSTANTS = ("jit.py", "cache_groups.py", "event_rows.py", "events.py", "flat_layout.py")
 
 
 def kernel(function: _Kernel) -> _Kernel:
@@ -49,7 +44,7 @@ def inlined(function: _Kernel) -> _Kernel:
 def _compiled(function: _Kernel, options: dict[str, bool]) -> _Kernel:
     config: Any = numba.config
     if not config.DISABLE_JIT:
-        directory = _cache_directory(config.CACHE_DIR)
+        directory = cache_directory(config.CACHE_DIR)
         before, config.CACHE_DIR = config.CACHE_DIR, directory or config.CACHE_DIR
         # Without reference counts, which cost more than most kernels' work.
         options = {"cache": directory is not None, "_nrt": False, **options}
@@ -66,31 +61,3 @@ def _compiled(function: _Kernel, options: dict[str, bool]) -> _Kernel:
             return function(*args)
 
     return interpreted  # type: ignore[return-value]
-
-
-@cache
-def _cache_directory(chosen: str) -> str | None:
-    """Where compiled kernels are kept: a directory for each state of their sources.
-
-    numba looks at the file of a kernel only, and would not see that one changed which is compiled into it.
-
-    Args:
-        chosen: What NUMBA_CACHE_DIR says; empty: below the user's cache directory.
-
-    Returns:
-        Its path; None if it cannot be written: kernels are compiled at each start then.
-    """
-    root = Path(__file__).parents[1]
-    texts = {
-        path: path.read_bytes() for path in sorted([*root.glob("indexer/*.py"), *root.glob("router/*.py")])
-    }
-    used = [text for path, text in texts.items() if path.name in _CONSTANTS or b".jit import" in text]
-    digest = xxh3_64_hexdigest(b"\0".join(used))
-    try:
-        below = chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(below) / "kvroute-kernels" / digest
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with TemporaryFile(dir=directory):
-            return str(directory)
-    except (OSError, RuntimeError):
-        return None

@@ -21,6 +21,11 @@ from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
 from indexer.parity_alarm import ParityAlarm
+from indexer.peer_client import PeerClient
+from indexer.peer_exports import PeerExports
+from indexer.peer_identity import PeerIdentity
+from indexer.peer_metrics import PeerMetrics
+from indexer.peer_wire import FLAT_FORM, MAPPED_FORM
 from indexer.pod_match import PodMatches
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.roster import Roster
@@ -49,6 +54,9 @@ class KvIndexer:
         on_link: Called with (pod, up) when the connection to the pod's publisher was made or lost. A killed
             engine on the same host shows here within milliseconds.
         clock: A monotonic clock, in seconds; every `now_s` is a time of this clock.
+
+    Attributes:
+        exports: Tells views to peers.
     """
 
     def __init__(
@@ -80,6 +88,8 @@ class KvIndexer:
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
+        peer_metrics = PeerMetrics(registry)
+        identity = _identity(self._hasher, self._index)
         self._parity = ParityWatch()
         self._alarm = ParityAlarm(self._parity, self._metrics)
         self._ingest = Ingest(
@@ -91,12 +101,17 @@ class KvIndexer:
             hybrid=self._hybrid,
             speculation=self._speculation,
             metrics=self._metrics,
+            peer_metrics=peer_metrics,
             on_stored=on_stored,
             on_link=on_link,
             clock=clock,
         )
         take_lost = None if self._shared is None else self._shared.take_lost
-        self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, clock=clock)
+        peers = PeerClient(config, identity, peer_metrics) if config.peers else None
+        self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, peers=peers, clock=clock)
+        self.exports = PeerExports(
+            identity, self._subscriber.export, peer_metrics, total_s=config.snapshot_total_s
+        )
         self._bootstrap_s = config.bootstrap_s
         self._followed: frozenset[str] = frozenset()
         self._followed_since_s: Mapping[str, float] = {}
@@ -271,10 +286,16 @@ class KvIndexer:
             pod: Where it was sent.
             keys: Its blocks.
             now_s: The time.
-            prompt: What the pod's events shall be held against, see `parity`; None: nothing.
+            prompt: What the pod's events shall be held against, see `parity`, and what it holds of it; None:
+                nothing.
         """
-        self._speculation.assume(request_id, pod, keys, now_s)
-        if prompt is not None and self._state(pod) is StreamState.EXACT:
+        told = prompt is not None and self._state(pod) is StreamState.EXACT
+        # What the pod holds already needs no assumption: in a long conversation that is nearly all of it. Of
+        # several ranks, another one may hold it than the request will meet.
+        one_rank = len(self.roster.holders((pod,))) == 1
+        held_blocks = prompt.held_blocks if prompt is not None and told and one_rank else 0
+        self._speculation.assume(request_id, pod, keys[held_blocks:], now_s)
+        if prompt is not None and told:
             start = prompt.cached_blocks
             root = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
             block_tokens = self._hasher.block_tokens
@@ -326,3 +347,8 @@ class KvIndexer:
         # Before the subscriber has come to a new pod, it is on its way to a view.
         unknown = StreamState.RECOVERING if pod in self._followed else StreamState.STALE
         return self._ingest.states.get(pod, unknown)
+
+
+def _identity(hasher: BlockHasher, index: Index) -> PeerIdentity:
+    form = FLAT_FORM if isinstance(index, FlatIndex) else MAPPED_FORM
+    return PeerIdentity(hasher.fingerprint(), form, index.tiers.names)

@@ -35,65 +35,10 @@ class IndexerMetrics:
     def __init__(
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
     ) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(name, text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, registry=registry, buckets=buckets)
-
-        self.admissions = counter(_INDEX + "admissions", "Blocks announced and added to the index.")
-        self.evictions = counter(_INDEX + "evictions", "Engine blocks removed by events.")
-        self.lookups = counter(_INDEX + "lookup_requests", "Prompts looked up.")
-        self.lookup_hits = counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
-        self.max_pod_hits = counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
-        self.lookup_s = histogram(_INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S)
-
-        self.subscribers = gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
-        self.reconnections = counter(
-            _EVENTS + "subscriber_reconnections", "Connections to a publisher lost.", "pod_identifier"
-        )
-        self.messages = counter(_EVENTS + "messages_received", "Live batches received.", "pod_identifier")
-        self.zmq_errors = counter(
-            _EVENTS + "zmq_errors", "Socket operations that failed.", "pod_identifier", "operation"
-        )
-        self.stores_skipped = counter(_EVENTS + "stores_skipped", "Stores that cannot be used.", "reason")
-        self.removals_skipped = counter(
-            _EVENTS + "removals_skipped", "Removals that cannot be used.", "reason"
-        )
-        self.removals_last = counter(
-            _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
-        )
-        self.removals_copy = counter(
-            _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
-        )
-
-        self.stream_state = gauge(_OURS + "stream_state", "1 for the state a stream is in.", "pod", "state")
-        self.gaps = counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
-        self.replays = counter(_OURS + "replays", "Replays, by how they went.", "outcome")
-        self.snapshots = counter(_OURS + "snapshots", "Snapshots of engines, by how they went.", "outcome")
-        self.parity_mismatches = counter(
-            _OURS + "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
-        )
-        self.parity_never_hit = gauge(
-            _OURS + "parity_never_hit", "1 for a pod that never stores what we compute for it.", "pod"
-        )
-        self.findings = counter(
-            _OURS + "findings", "Views that an engine's metrics showed to be wrong.", "finding"
-        )
-        self.clears = counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
-        self.events = counter(_OURS + "events", "Events read, by type, usable or not.", "type")
-        self.rejected = counter(
-            _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
-        )
-        self.orphans = gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
-        self.lag_s = histogram(
-            _OURS + "event_lag_seconds",
-            "From an engine's time stamp to the batch being applied.",
-            _LAG_BUCKETS_S,
-        )
+        self._registry = registry
+        self._add_index_metrics()
+        self._add_event_metrics()
+        self._add_stream_metrics()
         registry.register(_Sizes(stats, speculative))
 
     def set_state(self, pod: str, state: StreamState) -> None:
@@ -112,6 +57,79 @@ class IndexerMetrics:
             (self.zmq_errors, "pod_identifier"),
         ):
             metric.remove_by_labels({label: pod})
+
+    def _add_index_metrics(self) -> None:
+        self.admissions = self._counter(_INDEX + "admissions", "Blocks announced and added to the index.")
+        self.evictions = self._counter(_INDEX + "evictions", "Engine blocks removed by events.")
+        self.lookups = self._counter(_INDEX + "lookup_requests", "Prompts looked up.")
+        self.lookup_hits = self._counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
+        self.max_pod_hits = self._counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
+        self.lookup_s = self._histogram(
+            _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
+        )
+
+    def _add_event_metrics(self) -> None:
+        self.subscribers = self._gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
+        self.reconnections = self._counter(
+            _EVENTS + "subscriber_reconnections", "Connections to a publisher lost.", "pod_identifier"
+        )
+        self.messages = self._counter(
+            _EVENTS + "messages_received", "Live batches received.", "pod_identifier"
+        )
+        self.zmq_errors = self._counter(
+            _EVENTS + "zmq_errors", "Socket operations that failed.", "pod_identifier", "operation"
+        )
+        self.stores_skipped = self._counter(
+            _EVENTS + "stores_skipped", "Stores that cannot be used.", "reason"
+        )
+        self.removals_skipped = self._counter(
+            _EVENTS + "removals_skipped", "Removals that cannot be used.", "reason"
+        )
+        self.removals_last = self._counter(
+            _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
+        )
+        self.removals_copy = self._counter(
+            _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
+        )
+
+    def _add_stream_metrics(self) -> None:
+        self.stream_state = self._gauge(
+            _OURS + "stream_state", "1 for the state a stream is in.", "pod", "state"
+        )
+        self.gaps = self._counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
+        self.replays = self._counter(_OURS + "replays", "Replays, by how they went.", "outcome")
+        self.snapshots = self._counter(
+            _OURS + "snapshots", "Snapshots of engines, by how they went.", "outcome"
+        )
+        self.parity_mismatches = self._counter(
+            _OURS + "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
+        )
+        self.parity_never_hit = self._gauge(
+            _OURS + "parity_never_hit", "1 for a pod that never stores what we compute for it.", "pod"
+        )
+        self.findings = self._counter(
+            _OURS + "findings", "Views that an engine's metrics showed to be wrong.", "finding"
+        )
+        self.clears = self._counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
+        self.events = self._counter(_OURS + "events", "Events read, by type, usable or not.", "type")
+        self.rejected = self._counter(
+            _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
+        )
+        self.orphans = self._gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
+        self.lag_s = self._histogram(
+            _OURS + "event_lag_seconds",
+            "From an engine's time stamp to the batch being applied.",
+            _LAG_BUCKETS_S,
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, registry=self._registry, buckets=buckets)
 
 
 class _Sizes(Collector):

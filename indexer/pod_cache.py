@@ -7,14 +7,20 @@ Backends: `MappedCache` on any index, `flat_cache` on the flat one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+
 from indexer.engine_blocks import EngineBlock, EngineBlocks
 from indexer.events import EngineHash
-from indexer.index import Index
+from indexer.index import Holding, Index
 from indexer.keys import Keys
+from indexer.view_parts import PART_BLOCKS, CachePart, EngineBlockPart
+
+# In one part; a part's last block may bring more.
+_PART_KEYS = PART_BLOCKS // 2
 
 
 class Dropped(StrEnum):
@@ -59,6 +65,18 @@ class PodCache(Protocol):
 
     def clear(self) -> None:
         """Begins a new life: drops all, in the index too."""
+        ...
+
+    def export(self) -> Iterator[CachePart | None]:
+        """Lists all that is held, and what is remembered of blocks that went; see `ViewContent.parts`."""
+        ...
+
+    def restore(self, part: CachePart) -> None:
+        """Adds a part that another cache of the same backend listed, to a life in which nothing was stored.
+
+        Raises:
+            TypeError: It is of another backend.
+        """
         ...
 
 
@@ -129,6 +147,45 @@ class MappedCache:
         self._blocks.clear()
         self._index.clear_pod(self._holder)
 
+    def export(self) -> Iterator[CachePart | None]:
+        """See `PodCache.export`."""
+        number = self._index.tiers.number
+        blocks: list[tuple[EngineHash, EngineBlock]] = []
+        keys = 0
+        for engine_hash, block in self._blocks.items():
+            blocks.append((engine_hash, block))
+            keys += len(block.keys)
+            if keys >= _PART_KEYS:
+                yield _part(blocks, number)
+                blocks, keys = [], 0
+        if blocks:
+            yield _part(blocks, number)
+
+    def restore(self, part: CachePart) -> None:
+        """See `PodCache.restore`."""
+        if not isinstance(part, EngineBlockPart):
+            raise TypeError(f"{type(part).__name__} is no part of a map of engine hashes")
+        names = self._index.tiers.names
+        held: dict[int, tuple[list[Keys], list[int]]] = {}
+        start = 0
+        for engine_hash, count, copies in zip(part.hashes, part.key_counts, part.copies, strict=True):
+            keys = part.keys[start : start + count].copy()
+            start += count
+            for tier, number in copies.items():
+                runs, references = held.setdefault(tier, ([], []))
+                runs.append(keys)
+                references += [number] * count
+            block = EngineBlock(keys, {names[tier]: number for tier, number in copies.items()})
+            self._blocks.restore(engine_hash, block)
+        self._index.restore(
+            [
+                Holding(self._holder, names[tier], np.concatenate(runs), np.array(references, np.int32))
+                for tier, (runs, references) in held.items()
+            ]
+        )
+        while evicted := self._blocks.pop_excess():
+            self._give_up(evicted)
+
     def _count(self, engine_hash: EngineHash, block: EngineBlock, tier: str) -> int:
         """Counts a copy that the index has already; tells how many blocks were given up for it."""
         evicted = self._blocks.add_copy(engine_hash, block, tier)
@@ -141,3 +198,12 @@ class MappedCache:
             for tier, copies in block.copies.items():
                 for _ in range(copies):
                     self._index.remove(self._holder, tier, block.keys)
+
+
+def _part(blocks: Sequence[tuple[EngineHash, EngineBlock]], number: Callable[[str], int]) -> EngineBlockPart:
+    return EngineBlockPart(
+        hashes=[engine_hash for engine_hash, _ in blocks],
+        key_counts=[len(block.keys) for _, block in blocks],
+        keys=np.concatenate([block.keys for _, block in blocks]),
+        copies=[{number(tier): copies for tier, copies in block.copies.items()} for _, block in blocks],
+    )

@@ -11,87 +11,17 @@ endpoints:
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import NoReturn
 
 import yaml
 
-from indexer.config import DEFAULT_EVENTS_PORT, PODS_MAX, RANKS_MAX, PodStream
+from indexer.config import PODS_MAX
 from indexer.errors import ConfigError
-
-MODEL_LABEL = "kvroute.io/model"
-EVENTS_PORT_LABEL = "kvroute.io/kv-events-port"
-REPLAY_PORT_LABEL = "kvroute.io/kv-replay-port"
-# "connects": the pod's publisher connects to our socket; else we connect to its port.
-EVENTS_LABEL = "kvroute.io/kv-events"
-# Data-parallel engines behind the pod's one serving port, at the ports above + rank.
-RANKS_LABEL = "kvroute.io/kv-ranks"
-# "true": the pod answers GET /kv_events/snapshot at its serving port.
-SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
-# Number of a stream's first batch; 1 for llm-d's simulator.
-FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
-
-_CHOICES = {
-    EVENTS_LABEL: ("listens", "connects"),
-    SNAPSHOT_LABEL: ("true", "false"),
-    FIRST_SEQUENCE_LABEL: ("0", "1"),
-}
+from indexer.pod_entry import PodEntry, is_port, label_problem
 
 _MAX_BYTES = 1 << 20
 _FIELDS = frozenset({"name", "namespace", "address", "port", "labels"})
-
-
-@dataclass(frozen=True, slots=True)
-class PodEntry:
-    """One endpoint of the file.
-
-    Attributes:
-        name: The pod's name, unique within its namespace.
-        namespace: "default" where the file names none.
-        address: An IP address.
-        port: Its serving port.
-        labels: As in Kubernetes.
-    """
-
-    name: str
-    namespace: str
-    address: str
-    port: int
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def pod(self) -> str:
-        """The pod's identity, "ip:port"."""
-        return f"{_host(self.address)}:{self.port}"
-
-    def stream(
-        self, *, events_port: int = DEFAULT_EVENTS_PORT, replay_port: int | None = None
-    ) -> PodStream | None:
-        """Where the pod publishes its events; None for a pod without a model label.
-
-        Args:
-            events_port: Of pods without a label of their own.
-            replay_port: Of pods without a label of their own; None: those have none.
-        """
-        model = self.labels.get(MODEL_LABEL)
-        if not model:
-            return None
-        # The labels were checked when the file was read.
-        connects = self.labels.get(EVENTS_LABEL) == "connects"
-        events_port = int(self.labels.get(EVENTS_PORT_LABEL, events_port))
-        replay = self.labels.get(REPLAY_PORT_LABEL, replay_port)
-        offers_snapshots = self.labels.get(SNAPSHOT_LABEL) == "true"
-        host = _host(self.address)
-        return PodStream(
-            pod=self.pod,
-            model=model,
-            events_endpoint=None if connects else f"tcp://{host}:{events_port}",
-            replay_endpoint=None if replay is None else f"tcp://{host}:{int(replay)}",
-            snapshot_url=f"http://{self.pod}/kv_events/snapshot" if offers_snapshots else None,
-            first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
-            ranks=int(self.labels.get(RANKS_LABEL, 1)),
-        )
 
 
 def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
@@ -171,15 +101,9 @@ class _Reader:
         labels = {
             name: self.text(value, f"{path}[{name}]") for name, value in self.mapping(node, path).items()
         }
-        for name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL):
-            if name in labels:
-                self.port(node, f"{path}[{name}]", labels[name])
-        for name, choices in _CHOICES.items():
-            if name in labels and labels[name] not in choices:
-                self.fail(node, f"{path}[{name}]", f"must be {' or '.join(choices)}, is {labels[name]!r}")
-        ranks = labels.get(RANKS_LABEL, "1")
-        if not (ranks.isascii() and ranks.isdigit() and len(ranks) < 6 and 1 <= int(ranks) <= RANKS_MAX):
-            self.fail(node, f"{path}[{RANKS_LABEL}]", f"must be 1..{RANKS_MAX}, is {ranks!r}")
+        for name, value in labels.items():
+            if (problem := label_problem(name, value)) is not None:
+                self.fail(node, f"{path}[{name}]", problem)
         return labels
 
     def mapping(
@@ -202,12 +126,8 @@ class _Reader:
             self.fail(node, path, "must be a text")
         return str(node.value)
 
-    def port(self, node: yaml.Node, path: str, text: str | None = None) -> int:
-        port = self.text(node, path) if text is None else text
-        if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536):
+    def port(self, node: yaml.Node, path: str) -> int:
+        port = self.text(node, path)
+        if not is_port(port):
             self.fail(node, path, f"must be a port of 1..65535, is {port!r}")
         return int(port)
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

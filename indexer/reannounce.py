@@ -48,6 +48,11 @@ class Reannouncements:
     def __init__(self) -> None:
         self._seen = False
 
+    @property
+    def seen(self) -> bool:
+        """Whether the engine did it once."""
+        return self._seen
+
     def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool:
         """Whether a lead group's run from a prompt's start is told again.
 
@@ -72,9 +77,9 @@ class Reannouncements:
             return False
         return True if is_continued else None
 
-    def forget(self) -> None:
-        """Begins a new life."""
-        self._seen = False
+    def forget(self, *, seen: bool = False) -> None:
+        """Begins a new life, of which is known whether it did it once."""
+        self._seen = seen
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

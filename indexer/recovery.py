@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import zmq
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.replay import Batch, Broken, End, ReplayRequest
 from indexer.sink import StreamSink
-from indexer.snapshot import Snapshot, SnapshotError
+from indexer.snapshot import Fetched, Snapshot
+from indexer.sockets import Owner, Sockets
 from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.view_exports import ViewExports, mark_of
+from indexer.view_parts import ViewPart, ViewSnapshot
 
 # What one source may take of the thread before the others have their turn.
 TURN_MESSAGES = 64
 TURN_BYTES = 1 << 20
+# What waited while a view was listed is taken faster than more can come.
+_HELD_TURN_MESSAGES = 4 * TURN_MESSAGES
 
 # Up to here a message that is too long is read, counted and passed over; above it the connection is cut.
 MESSAGE_FACTOR = 4
@@ -37,56 +42,6 @@ _FETCH_SPACING_S = 1.0
 # A view that lacks something is built anew from a snapshot, at first after this time, then less often.
 _HEAL_S = 30.0
 _HEAL_MAX_S = 600.0
-
-
-class Owner(Protocol):
-    """Who has sockets watched and things to do at times; whoever fails is reset."""
-
-    @property
-    def name(self) -> str:
-        """Who it is, for the log."""
-        ...
-
-    @property
-    def due_s(self) -> float:
-        """When `tick` must be called next."""
-        ...
-
-    def tick(self, now_s: float) -> None:
-        """Does what is due."""
-        ...
-
-    def reset(self, now_s: float) -> None:
-        """Begins anew after an error of our own."""
-        ...
-
-    def close(self) -> None:
-        """Ends it."""
-        ...
-
-
-class Sockets(Protocol):
-    """What all streams share: the context, the poller's list, the right to replay, the snapshots' workers."""
-
-    context: zmq.Context[zmq.Socket[bytes]]
-    free_replays: int
-
-    def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
-        """Calls back with the time whenever the socket can be read."""
-        ...
-
-    def unwatch(self, watched: zmq.Socket[bytes]) -> None:
-        """Ends that."""
-        ...
-
-    def fetch(
-        self,
-        owner: Owner,
-        stream: PodStream,
-        deliver: Callable[[Snapshot | SnapshotError, float], None],
-    ) -> None:
-        """Gets a snapshot, without waiting for it, and delivers it on this thread."""
-        ...
 
 
 class Recovery:
@@ -113,10 +68,14 @@ class Recovery:
         self._gaps_reported = 0
         self._replay: ReplayRequest | None = None
         self._replay_attempts = 0
-        # The snapshot that is waited for; what is left of the one that is being applied.
+        # The snapshot that is waited for; the one that is being applied, and what is left of it.
         self._ticket: object | None = None
-        self._restoring: tuple[int, deque[bytes]] | None = None
-        self._fetched_s = -math.inf
+        self._restoring: Fetched | None = None
+        self._left: deque[bytes | ViewPart] = deque()
+        self._exports = ViewExports(config.snapshot_max_bytes)
+        # Where the view comes from, if that was not told yet.
+        self._source: str | None = "none"
+        self._fetched_s, self._peers = -math.inf, True
         self._heal_after_s = _HEAL_S
         self._healable = True
         # When to do what; infinity: not at all.
@@ -130,10 +89,17 @@ class Recovery:
         """When `tick` must be called next."""
         replay_s = self._replay.fails_at_s if self._replay else math.inf
         restore_s = -math.inf if self._restoring else math.inf
-        return min(self._ask_s, self._quiet_s, self._fetch_s, self._heal_s, replay_s, restore_s)
+        ours_s = min(self._ask_s, self._quiet_s, self._fetch_s, self._heal_s)
+        return min(ours_s, replay_s, restore_s, self._exports.due_s)
 
     def tick(self, now_s: float) -> None:
         """Does what is due."""
+        if self._exports.running:
+            # The tail must wait, too.
+            self._quiet_s = now_s + _QUIET_S
+            self._exports.turn(now_s)
+        elif self._exports.holds:
+            self._take(self._exports.take(_HELD_TURN_MESSAGES), now_s)
         if self._replay is not None and now_s >= self._replay.fails_at_s:
             self._stop_replay()
             self._retry(now_s)
@@ -157,6 +123,10 @@ class Recovery:
             return
         self._reported = current
         self._sink.state(self._stream.holder, *current)
+        if self._source is not None and current[0] is not StreamState.RECOVERING:
+            source = self._source if current[0] is StreamState.EXACT else "none"
+            self._sink.built(self._stream.holder, source)
+            self._source = None
         if current[0] is StreamState.EXACT:
             self._heal_s, self._heal_after_s = math.inf, _HEAL_S
         self._plan_healing(now_s)
@@ -168,11 +138,35 @@ class Recovery:
 
     def link_down(self, now_s: float) -> None:
         """The connection was lost, with all that had not been received."""
+        self._end_export(now_s)
         self.stop()
         self._perform(self._machine.link_down(), now_s)
 
     def live(self, batches: Sequence[Batch], now_s: float) -> None:
         """The publisher sent these; what they lead to is applied together."""
+        if not self._exports.holds:
+            self._take(batches, now_s)
+        elif not self._exports.hold(batches):
+            self._end_export(now_s)
+
+    def export(self, told: Future[ViewSnapshot], now_s: float) -> None:
+        """Lists the view for a peer, turn by turn; the future gets it, or a PeerError.
+
+        Raises:
+            PeerError: It is not listed.
+        """
+        if self._machine.forgo_tail():
+            self._stop_replay()
+        mark = mark_of(self._machine)
+        self._exports.begin(told, mark, self._sink.list_view(self._stream.holder), now_s)
+
+    def _end_export(self, now_s: float) -> None:
+        """The view is about to change: it is not listed any more, and what waited is taken."""
+        if self._exports.holds:
+            self._exports.abort("changed", "its view changed while it was listed")
+            self._take(self._exports.take(), now_s)
+
+    def _take(self, batches: Sequence[Batch], now_s: float) -> None:
         actions: list[Action] = []
         for batch in batches:
             actions += self._machine.live(batch.sequence, batch.payload)
@@ -184,16 +178,20 @@ class Recovery:
 
     def doubted(self, reason: str, now_s: float) -> bool:
         """See `StreamMachine.doubted`; False for a view that is being built, which it does not change."""
+        self._end_export(now_s)
         counts = self._machine.state is not StreamState.RECOVERING
         self._perform(self._machine.doubted(reason), now_s)
         return counts
 
     def emptied_silently(self, reason: str, now_s: float) -> None:
         """See `StreamMachine.emptied_silently`."""
+        self._end_export(now_s)
         self._perform(self._machine.emptied_silently(reason), now_s)
 
     def stop(self) -> None:
         """Ends what runs; the sink is told nothing more until something happens."""
+        self._exports.abort("changed", "it is not followed any more")
+        self._exports.take()
         self._stop_replay()
         self._stop_fetch()
         self._quiet_s = self._heal_s = math.inf
@@ -202,14 +200,14 @@ class Recovery:
         """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
-        self._gaps_reported = 0
+        self._gaps_reported, self._source = 0, "none"
         self._sink.clear(self._stream.holder, "internal_error")
         self.report(now_s)
 
     def _new_machine(self) -> StreamMachine:
         return StreamMachine(
             replayable=self._stream.replay_endpoint is not None,
-            snapshots=self._stream.snapshot_url is not None,
+            snapshots=self._stream.snapshot_url is not None or self._sockets.has_peers,
             first_sequence=self._stream.first_sequence,
             max_batches=self._config.recovery_batches_per_pod,
             max_bytes=self._config.recovery_bytes_per_pod,
@@ -225,13 +223,15 @@ class Recovery:
             batches = []
             match action:
                 case Clear(reason):
+                    self._source = "none"
                     self._sink.clear(self._stream.holder, reason)
                 case Replay():
                     self._stop_fetch()
                     self._begin_replay(now_s)
-                case Fetch():
+                case Fetch(peers):
                     self._stop_replay()
                     self._stop_fetch()
+                    self._peers = peers
                     self._fetch_s = max(now_s, self._fetched_s + _FETCH_SPACING_S)
         self._apply(batches)
         self.report(now_s)
@@ -251,6 +251,8 @@ class Recovery:
             self._sink.replay(self._stream.holder, "superseded")
         self._stop_replay()
         self._replay_attempts = 0
+        if self._machine.reason == Purpose.HISTORY:
+            self._source = "replay"
         self._ask(now_s)
 
     def _stop_replay(self) -> None:
@@ -326,49 +328,73 @@ class Recovery:
     def _stop_fetch(self) -> None:
         self._fetch_s = math.inf
         self._ticket = self._restoring = None
+        self._left.clear()
 
     def _fetch(self, now_s: float) -> None:
         self._fetch_s, self._fetched_s = math.inf, now_s
         ticket = self._ticket = object()
 
-        def deliver(answer: Snapshot | SnapshotError, now_s: float) -> None:
+        def deliver(fetched: Fetched, now_s: float) -> None:
             # The one that was given up comes late.
             if self._ticket is ticket:
                 self._ticket = None
-                self._on_snapshot(answer, now_s)
+                self._on_fetched(fetched, now_s)
 
-        self._sockets.fetch(self._owner, self._stream, deliver)
+        self._sockets.fetch(self._owner, self._stream, deliver, peers=self._peers)
 
-    def _on_snapshot(self, answer: Snapshot | SnapshotError, now_s: float) -> None:
-        if isinstance(answer, SnapshotError):
-            self._sink.snapshot(self._stream.holder, answer.reason)
-            self._healable = answer.reason != "not_offered"
+    def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
+        if fetched.refusal is not None:
+            self._sink.snapshot(self._stream.holder, fetched.refusal)
+        if fetched.answer is None:
+            self._healable = fetched.refusal != "not_offered" or self._sockets.has_peers
             self._perform(self._machine.snapshot_failed(), now_s)
             self._plan_healing(now_s)
             return
         self._perform(self._machine.snapshot_begun(), now_s)
-        self._restoring = (answer.sequence, deque(answer.batches))
+        self._restoring, self._source = fetched, "none"
+        if isinstance(fetched.answer, Snapshot):
+            self._left.extend(fetched.answer.batches)
+        else:
+            self._sink.restore_facts(self._stream.holder, fetched.answer.facts)
+            self._left.extend(fetched.answer.parts)
 
     def _plan_healing(self, now_s: float) -> None:
-        offered = self._stream.snapshot_url is not None and self._healable
+        offered = (self._stream.snapshot_url is not None and self._healable) or self._sockets.has_peers
         if offered and self._heal_s == math.inf and self._machine.state is StreamState.STALE:
             self._heal_s = now_s + self._heal_after_s
             self._heal_after_s = min(2 * self._heal_after_s, _HEAL_MAX_S)
 
     def _restore(self, now_s: float) -> None:
-        """Applies a turn's share of the snapshot."""
+        """Applies a turn's share of the snapshot: some batches of the engine's, or one part of a peer's."""
         assert self._restoring is not None
-        sequence, batches = self._restoring
         actions: list[Action] = []
         taken_bytes = 0
-        while batches and taken_bytes < TURN_BYTES:
-            taken_bytes += len(batches[0])
-            actions += self._machine.snapshot_batch(batches.popleft())
-        if not batches:
-            self._restoring = None
+        while self._left and taken_bytes < TURN_BYTES:
+            following = self._left.popleft()
+            if isinstance(following, bytes):
+                taken_bytes += len(following)
+                actions += self._machine.snapshot_batch(following)
+            else:
+                taken_bytes = TURN_BYTES
+                if self._machine.part_imported():
+                    self._sink.restore(self._stream.holder, following)
+        self._perform(actions, now_s)
+        if not self._left:
+            self._restored(self._restoring, now_s)
+
+    def _restored(self, fetched: Fetched, now_s: float) -> None:
+        """The snapshot is applied, all of it: the stream goes on from there."""
+        self._restoring = None
+        # What was published before the subscription took effect shows as a lost tail.
+        self._quiet_s = now_s + _QUIET_S
+        answer = fetched.answer
+        if isinstance(answer, Snapshot):
             self._sink.snapshot(self._stream.holder, "completed")
-            self._perform(actions, now_s)
-            # What was published before the subscription took effect shows as a lost tail.
-            self._quiet_s = now_s + _QUIET_S
-            actions = self._machine.snapshot_ended(sequence)
+            self._source = "engine"
+            actions = self._machine.snapshot_ended(answer.sequence)
+        else:
+            assert answer is not None
+            self._source = "peer"
+            actions = self._machine.imported(answer.sequence, answer.digest)
+        self._sink.restored(self._stream.holder, fetched, now_s - self._fetched_s)
         self._perform(actions, now_s)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from indexer.config import PodStream
+from indexer.snapshot import Fetched
 from indexer.stream import StreamState
+from indexer.view_parts import ViewContent, ViewFacts, ViewPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,36 @@ class StreamSink(Protocol):
         ...
 
     def snapshot(self, pod: str, outcome: str) -> None:
-        """A snapshot was applied, or could not be had."""
+        """A snapshot of the engine itself was applied, or could not be had."""
+        ...
+
+    def list_view(self, pod: str) -> ViewContent:
+        """Begins to list the view for a peer; until its last part the pod is told nothing.
+
+        Raises:
+            PeerError: The list would not be all of it.
+        """
+        ...
+
+    def restore_facts(self, pod: str, facts: ViewFacts) -> None:
+        """Begins a new view from a peer's: what its events told."""
+        ...
+
+    def restore(self, pod: str, part: ViewPart) -> None:
+        """Adds a part of a peer's view."""
+        ...
+
+    def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
+        """A snapshot was applied, so long after it was asked for."""
+        ...
+
+    def built(self, pod: str, source: str) -> None:
+        """A view settled.
+
+        Args:
+            pod: Whose.
+            source: Where it comes from: "engine", "peer" or "replay"; "none" where it lacks something.
+        """
         ...
 
     def rejected(self, pod: str, reason: str) -> None:

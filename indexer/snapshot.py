@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from indexer.view_parts import ViewSnapshot
+
 SCHEMA = 1
 
 _SEQUENCE_MAX = (1 << 64) - 2
@@ -45,6 +47,21 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     blocks: int
     batches: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """What asking an engine, and then our peers, for a snapshot gave.
+
+    Attributes:
+        answer: The engine's snapshot, or a peer's; None: nobody gave one.
+        size_bytes: Of its messages.
+        refusal: Why the engine itself gave none; None where it did, or was not asked.
+    """
+
+    answer: Snapshot | ViewSnapshot | None
+    size_bytes: int = 0
+    refusal: str | None = None
 
 
 _DECODER = msgspec.msgpack.Decoder(Snapshot)

@@ -1,7 +1,8 @@
-"""Fetches snapshots over HTTP on threads of its own, so that the events' thread never waits.
+"""Fetches snapshots on threads of its own, so that the events' thread never waits.
 
-Addresses come in, snapshots or the reason why there is none go to a callback, on the worker's thread. Bodies
-are read up to a cap, and given up after a time in all.
+Streams come in, snapshots or the reason why there is none go to a callback, on the worker's thread. The
+engine is asked first, over HTTP, then our peers are. Bodies are read up to a cap, and given up after a time
+in all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import urllib3
 
-from indexer.snapshot import Snapshot, SnapshotError, read_snapshot
+from indexer.config import PodStream
+from indexer.peer_client import PeerClient
+from indexer.snapshot import Fetched, Snapshot, SnapshotError, read_snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -32,39 +35,58 @@ class SnapshotFetcher:
         at_once: How many; further ones wait for their turn.
         max_bytes: Largest body.
         total_s: Longest time of one.
+        peers: Asked for what an engine does not tell; None: there are none.
     """
 
-    def __init__(self, *, at_once: int, max_bytes: int, total_s: float) -> None:
+    def __init__(
+        self, *, at_once: int, max_bytes: int, total_s: float, peers: PeerClient | None = None
+    ) -> None:
         self._max_bytes = max_bytes
         self._total_s = total_s
+        self._peers = peers
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(
             num_pools=at_once, retries=False, timeout=urllib3.Timeout(connect=_CONNECT_S, read=_IDLE_S)
         )
         self._workers = ThreadPoolExecutor(at_once, "kvroute-snapshots")
 
-    def fetch(self, url: str, deliver: Callable[[Snapshot | SnapshotError], None]) -> None:
-        """Begins to fetch and returns."""
-        self._workers.submit(self._run, url, deliver)
+    def fetch(self, stream: PodStream, deliver: Callable[[Fetched], None], *, peers: bool) -> None:
+        """Begins to fetch, from the engine or else from peers, if they may be asked, and returns."""
+        self._workers.submit(self._run, stream, deliver, self._peers if peers else None)
 
     def close(self) -> None:
         """Gives up what runs; idempotent."""
         self._closing.set()
+        if self._peers is not None:
+            self._peers.close()
         self._workers.shutdown(cancel_futures=True)
         self._http.clear()
 
-    def _run(self, url: str, deliver: Callable[[Snapshot | SnapshotError], None]) -> None:
+    def _run(self, stream: PodStream, deliver: Callable[[Fetched], None], peers: PeerClient | None) -> None:
         try:
-            answer = self._get(url)
+            fetched = Fetched(None) if stream.snapshot_url is None else self._of_engine(stream.snapshot_url)
+            if fetched.answer is None and peers is not None:
+                snapshot, size_bytes = peers.ask(stream)
+                fetched = Fetched(snapshot, size_bytes, fetched.refusal)
+        except Exception:
+            _log.exception("snapshot of %s", stream.holder)
+            fetched = Fetched(None, refusal="internal_error")
+        deliver(fetched)
+
+    def _of_engine(self, url: str) -> Fetched:
+        try:
+            body = self._get(url)
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             _log.info("no snapshot from %s: %s", url, error)
-            answer = SnapshotError("unreachable")
-        except Exception:
-            _log.exception("snapshot from %s", url)
-            answer = SnapshotError("internal_error")
-        deliver(answer)
+            return Fetched(None, refusal="unreachable")
+        if isinstance(body, SnapshotError):
+            return Fetched(None, refusal=body.reason)
+        answer: Snapshot | SnapshotError = read_snapshot(body)
+        if isinstance(answer, SnapshotError):
+            return Fetched(None, refusal=answer.reason)
+        return Fetched(answer, len(body))
 
-    def _get(self, url: str) -> Snapshot | SnapshotError:
+    def _get(self, url: str) -> bytes | SnapshotError:
         ends_s = time.monotonic() + self._total_s
         response = self._http.request("GET", url, preload_content=False, decode_content=False, redirect=False)
         try:
@@ -81,4 +103,4 @@ class SnapshotFetcher:
         finally:
             # Not to be used again: what is left of the body is nobody's.
             response.close()
-        return read_snapshot(bytes(body))
+        return bytes(body)

@@ -7,7 +7,8 @@ retries are the caller's.
 A life is one process of the engine: its sequence starts at 0 and never goes back.
 
 - The link comes up for the first time: a snapshot is fetched where one is offered. Without one, all that the
-  engine still remembers is replayed, from 0.
+  engine still remembers is replayed, from 0. What a peer told of its view is of this life only if the engine
+  still has the last batch in it, or sent it to us too; else it is dropped.
 - It comes up again: the engine is asked for the last batch that was applied. If it returns that very batch
   it is the same process, and what it says after it is applied. If not, this is a new life.
 - A batch is missing: live batches wait while the missing ones are replayed. If the engine has them no more,
@@ -24,12 +25,12 @@ Without a replay socket a view is EXACT only if it saw sequence 0, and is cleare
 
 from __future__ import annotations
 
-from collections import deque
 from enum import StrEnum
 
 from xxhash import xxh3_128_digest
 
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+from indexer.stream_actions import CHECKS, FETCHES, UNSEEN, Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.waiting import WaitingBatches
 
 
 class StreamState(StrEnum):
@@ -42,25 +43,6 @@ class StreamState(StrEnum):
 
 # So many snapshots in a row that no live batch could follow: it is tried without.
 _FRUITLESS_MAX = 3
-
-
-class _Purpose(StrEnum):
-    """Why a replay or a fetch runs."""
-
-    SNAPSHOT = "snapshot"
-    # As SNAPSHOT, for a view that lacks something but is of use until a better one comes.
-    HEALING = "healing"
-    HISTORY = "history"
-    GAP = "gap"
-    IDENTITY = "identity"
-    # As IDENTITY, though nothing is in doubt: a stream that fell quiet may have lost its last batches
-    # unnoticed.
-    TAIL = "tail"
-
-
-_CHECKS = (_Purpose.IDENTITY, _Purpose.TAIL)
-_FETCHES = (_Purpose.SNAPSHOT, _Purpose.HEALING)
-_UNSEEN = (None, _Purpose.TAIL, _Purpose.HEALING)
 
 
 class StreamMachine:
@@ -90,8 +72,6 @@ class StreamMachine:
         self._replayable = replayable
         self._snapshots = snapshots
         self._first = first_sequence
-        self._max_batches = max_batches
-        self._max_bytes = max_bytes
         self._up = False
         # What the view lacks; None: nothing.
         self._lacking: str | None = "no_history"
@@ -101,13 +81,15 @@ class StreamMachine:
         self._empty = True
         # Of the last batch applied; empty: none was, or it came in a snapshot.
         self._last_digest = b""
+        # What the view holds is a peer's, and nothing has shown yet that it is of this life.
+        self._unproven = False
         self._fruitless = 0
         self._last_live = -1
-        self._waiting: deque[tuple[int, bytes]] = deque()
-        self._waiting_bytes = 0
-        self._dropped_to = -1
+        # Number and digest of the last batch that this process of the engine sent to us.
+        self._seen: tuple[int, bytes] | None = None
+        self._waiting = WaitingBatches(max_batches, max_bytes)
         # What runs: why; of a replay from where, whether there was an answer, whether a check was passed.
-        self._purpose: _Purpose | None = None
+        self._purpose: Purpose | None = None
         self._asked_from = 0
         self._answered = False
         self._confirmed = False
@@ -115,7 +97,7 @@ class StreamMachine:
     @property
     def state(self) -> StreamState:
         """How far the view can be trusted now."""
-        if not self._up or self._purpose not in _UNSEEN:
+        if not self._up or self._purpose not in UNSEEN:
             return StreamState.RECOVERING
         return StreamState.STALE if self._lacking else StreamState.EXACT
 
@@ -124,67 +106,80 @@ class StreamMachine:
         """Why the state is what it is; empty for EXACT."""
         if not self._up:
             return "link_down"
-        if self._purpose not in _UNSEEN:
+        if self._purpose not in UNSEEN:
             return str(self._purpose)
         return self._lacking or ""
 
     @property
     def replay_start(self) -> int | None:
         """From where a replay that broke off must be asked again; None: it is not wanted any more."""
-        if self._purpose is None or self._purpose in _FETCHES:
+        if self._purpose is None or self._purpose in FETCHES:
             return None
         expected = self._next or 0
-        return expected - 1 if self._purpose in _CHECKS and not self._confirmed else expected
+        return expected - 1 if self._purpose in CHECKS and not self._confirmed else expected
+
+    @property
+    def mark(self) -> tuple[int, bytes] | None:
+        """Number and digest of the last batch in an EXACT view at rest; None for any other view."""
+        if self.state is not StreamState.EXACT or self._purpose or self._next is None:
+            return None
+        return (self._next - 1, self._last_digest) if self._last_digest else None
 
     def link_up(self) -> list[Action]:
         """The connection to the publisher was made."""
         self._up = True
         if self._replayable and self._last_digest:
-            return self._ask(_Purpose.IDENTITY)
+            return self._ask(Purpose.IDENTITY)
         if self._snapshots:
-            return self._fetch(_Purpose.SNAPSHOT)
+            return self._fetch(Purpose.SNAPSHOT)
         if self._replayable:
-            return self._ask(_Purpose.HISTORY)
+            return self._ask(Purpose.HISTORY)
         # Nothing can tell whether it is still the same process.
         return [] if self._next is None else self._restart("link_lost")
 
     def link_down(self) -> list[Action]:
         """The connection was lost, with all that had not been received; the view stays for now."""
         self._up = False
-        self._purpose = None
+        self._purpose = self._seen = None
         self._last_live = -1
-        self._drop_waiting()
-        self._dropped_to = -1
+        self._waiting.forget()
         return []
 
     def live(self, sequence: int, payload: bytes) -> list[Action]:
         """The publisher sent a batch."""
-        if self._purpose is _Purpose.TAIL:
+        if self._purpose is Purpose.TAIL:
             self._purpose = None
         actions: list[Action] = [] if self._up else self.link_up()
         if sequence <= self._last_live:
-            self._drop_waiting()
-            self._dropped_to = -1
+            self._waiting.forget()
+            self._seen = None
             actions = self._restart("sequence_went_back")
         self._last_live = sequence
-        self._hold(sequence, payload)
+        self._waiting.hold(sequence, payload)
         return actions if self._purpose else actions + self._drain(give_up=not self._replayable)
 
     def check_tail(self) -> list[Action]:
         """The stream fell quiet: find out whether the last batch applied is the last one published."""
         due = self._up and self._replayable and self._next is not None and self._purpose is None
-        return self._ask(_Purpose.TAIL) if due else []
+        return self._ask(Purpose.TAIL) if due else []
+
+    def forgo_tail(self) -> bool:
+        """Gives up finding that out, if it is being found out; tells whether it was."""
+        if self._purpose is not Purpose.TAIL:
+            return False
+        self._purpose = None
+        return True
 
     def heal(self) -> list[Action]:
         """Tries to get what a STALE view lacks; until it comes the view stays as it is."""
         due = self._up and self._snapshots and self._lacking is not None and self._purpose is None
-        return self._fetch(_Purpose.HEALING) if due else []
+        return self._fetch(Purpose.HEALING) if due else []
 
     def snapshot_begun(self) -> list[Action]:
         """A snapshot is here; its batches follow."""
-        if self._purpose not in _FETCHES:
+        if self._purpose not in FETCHES:
             return []
-        self._purpose = _Purpose.SNAPSHOT
+        self._purpose = Purpose.SNAPSHOT
         actions = self._lose("snapshot")
         # From here on only what cannot be applied lacks.
         self._lacking = None
@@ -192,14 +187,34 @@ class StreamMachine:
 
     def snapshot_batch(self, payload: bytes) -> list[Action]:
         """A part of the snapshot, as a batch of events."""
-        if self._purpose is not _Purpose.SNAPSHOT:
+        if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._empty = False
         return [Apply(payload, self._view)]
 
+    def part_imported(self) -> bool:
+        """Whether a part of a peer's snapshot may be added to the view; it is, then."""
+        if self._purpose is not Purpose.SNAPSHOT:
+            return False
+        self._empty = False
+        return True
+
+    def imported(self, sequence: int, digest: bytes) -> list[Action]:
+        """A peer's snapshot is complete; this is the last batch in it."""
+        if self._purpose is not Purpose.SNAPSHOT:
+            return []
+        self._purpose, self._next = None, sequence + 1
+        self._last_digest, self._unproven = digest, True
+        if self._replayable:
+            return self._ask(Purpose.IDENTITY)
+        if self._seen == (sequence, digest) or self._waiting.has(sequence, digest):
+            self._unproven = False
+            return self._drain(give_up=True)
+        return self._disproved()
+
     def snapshot_ended(self, sequence: int) -> list[Action]:
         """The snapshot is complete; the stream goes on with this number."""
-        if self._purpose is not _Purpose.SNAPSHOT:
+        if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._purpose, self._next = None, sequence
         return self._drain(give_up=not self._replayable)
@@ -207,26 +222,29 @@ class StreamMachine:
     def snapshot_failed(self) -> list[Action]:
         """There is no snapshot to be had, for now."""
         purpose, self._purpose = self._purpose, None
-        if purpose is _Purpose.HEALING:
+        if purpose is Purpose.HEALING:
             return self._drain(give_up=not self._replayable)
-        if purpose is not _Purpose.SNAPSHOT:
+        if purpose is not Purpose.SNAPSHOT:
             self._purpose = purpose
             return []
         actions = self._lose("no_history", "snapshot_failed")
         if self._replayable:
-            return actions + self._ask(_Purpose.HISTORY)
+            return actions + self._ask(Purpose.HISTORY)
         return actions + self._drain(give_up=True)
 
     def doubted(self, reason: str) -> list[Action]:
-        """Something else than the stream tells that the view is wrong: it is built anew."""
-        return self._restart(reason) if self._up and self._purpose in _UNSEEN else []
+        """Something else than the stream tells that the view is wrong: it is built anew.
+
+        Not from a peer's: that was made from the same events.
+        """
+        return self._restart(reason, peers=False) if self._up and self._purpose in UNSEEN else []
 
     def emptied_silently(self, reason: str) -> list[Action]:
         """Something else than the stream tells that the engine dropped its cache, and has not said so yet.
 
         The view is cleared and the stream goes on; it is STALE until the engine says so.
         """
-        if not self._up or self._purpose not in _UNSEEN or self._empty:
+        if not self._up or self._purpose not in UNSEEN or self._empty:
             return []
         expected, digest = self._next, self._last_digest
         actions = self._lose(reason)
@@ -235,47 +253,50 @@ class StreamMachine:
 
     def replayed(self, sequence: int, payload: bytes) -> list[Action]:
         """The replay socket answered with a batch."""
-        if self._purpose is None or self._purpose in _FETCHES:
+        if self._purpose is None or self._purpose in FETCHES:
             return []
         expected = self._next or 0
         first, self._answered = not self._answered, True
-        if self._purpose in _CHECKS and not self._confirmed:
+        if self._purpose in CHECKS and not self._confirmed:
             self._confirmed = sequence == expected - 1 and xxh3_128_digest(payload) == self._last_digest
-            return [] if self._confirmed else self._restart("process_changed")
+            if not self._confirmed:
+                return self._disproved()
+            self._unproven = False
+            return []
         if sequence < expected:
             return []
         actions: list[Action] = []
         if sequence > expected:
             if not first:
                 # A full queue on the way dropped answers in mid-replay: what is lost can still be asked for.
-                return self._ask(_Purpose.GAP)
+                return self._ask(Purpose.GAP)
             if self._next is not None or sequence > self._first:
                 actions = self._lose("history_truncated")
-                if self._purpose is not _Purpose.HISTORY and (fetch := self._fetch_again()):
+                if self._purpose is not Purpose.HISTORY and (fetch := self._fetch_again()):
                     return actions + fetch
         return [*actions, self._applied(sequence, payload)]
 
     def replay_ended(self) -> list[Action]:
         """The replay socket has told all that it knows."""
-        if self._purpose is None or self._purpose in _FETCHES:
+        if self._purpose is None or self._purpose in FETCHES:
             return []
         purpose, self._purpose = self._purpose, None
-        if purpose in _CHECKS and not self._confirmed:
-            return self._restart("process_changed")
+        if purpose in CHECKS and not self._confirmed:
+            return self._disproved()
         if self._next is None:
             self._next, self._lacking = self._first, None
         fruitless = self._next == self._asked_from
-        return self._drain(give_up=purpose is _Purpose.GAP and fruitless)
+        return self._drain(give_up=purpose is Purpose.GAP and fruitless)
 
     def replay_failed(self) -> list[Action]:
         """The replay socket could not be asked, or broke off, as often as the caller was ready to try."""
-        if self._purpose is None or self._purpose in _FETCHES:
+        if self._purpose is None or self._purpose in FETCHES:
             return []
         purpose, self._purpose = self._purpose, None
-        if purpose is _Purpose.TAIL:
+        if purpose is Purpose.TAIL:
             return []
         actions = self._lose("replay_failed")
-        fetch = [] if purpose is _Purpose.HISTORY else self._fetch_again()
+        fetch = [] if purpose is Purpose.HISTORY else self._fetch_again()
         return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int) -> None:
@@ -288,32 +309,43 @@ class StreamMachine:
         if view == self._view:
             self._lacking = self._lacking or reason
 
-    def _restart(self, reason: str) -> list[Action]:
+    def _restart(self, reason: str, *, peers: bool = True) -> list[Action]:
         """Begins a new life."""
         actions = self._lose("no_history", reason)
         if self._snapshots:
-            return actions + self._fetch(_Purpose.SNAPSHOT)
-        return actions + self._ask(_Purpose.HISTORY) if self._replayable else actions
+            return actions + self._fetch(Purpose.SNAPSHOT, peers=peers)
+        return actions + self._ask(Purpose.HISTORY) if self._replayable else actions
 
-    def _fetch(self, purpose: _Purpose) -> list[Action]:
+    def _disproved(self) -> list[Action]:
+        """The engine does not have, any more or at all, the last batch in the view."""
+        if not self._unproven:
+            return self._restart("process_changed")
+        # A peer may say the same again and again: it is asked a few times, then done without.
+        actions = self._lose("no_history", "peer_unproven")
+        if fetch := self._fetch_again():
+            return actions + fetch
+        return actions + (self._ask(Purpose.HISTORY) if self._replayable else self._drain(give_up=True))
+
+    def _fetch(self, purpose: Purpose, *, peers: bool = True) -> list[Action]:
         self._purpose = purpose
-        return [Fetch()]
+        return [Fetch(peers)]
 
     def _fetch_again(self) -> list[Action]:
         """Begins anew from a snapshot, if one is offered that live batches can follow."""
         self._fruitless += 1
         if not self._snapshots or self._fruitless > _FRUITLESS_MAX:
             return []
-        return self._fetch(_Purpose.SNAPSHOT)
+        return self._fetch(Purpose.SNAPSHOT)
 
     def _lose(self, lacking: str, reason: str | None = None) -> list[Action]:
         """Clears the view, which from now on lacks something."""
         self._view += 1
         was_empty = self._empty
         self._next, self._lacking, self._last_digest, self._empty = None, lacking, b"", True
+        self._unproven = False
         return [] if was_empty else [Clear(reason or lacking)]
 
-    def _ask(self, purpose: _Purpose) -> list[Action]:
+    def _ask(self, purpose: Purpose) -> list[Action]:
         self._purpose = purpose
         self._answered = False
         # Before the first batch there is none to check.
@@ -330,18 +362,8 @@ class StreamMachine:
         self._fruitless = 0
         self._next = sequence + 1
         self._last_digest = xxh3_128_digest(payload)
+        self._seen = sequence, self._last_digest
         return Apply(payload, self._view)
-
-    def _hold(self, sequence: int, payload: bytes) -> None:
-        self._waiting.append((sequence, payload))
-        self._waiting_bytes += len(payload)
-        if len(self._waiting) > self._max_batches or self._waiting_bytes > self._max_bytes:
-            self._drop_waiting()
-            self._dropped_to = sequence
-
-    def _drop_waiting(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
 
     def _drain(self, *, give_up: bool) -> list[Action]:
         """Applies what waits.
@@ -351,19 +373,18 @@ class StreamMachine:
         """
         actions: list[Action] = []
         while True:
-            sequence, payload = self._waiting[0] if self._waiting else (self._dropped_to + 1, None)
+            sequence, payload = self._waiting.first
             if self._next is not None and sequence > self._next:
                 self.gaps += not (give_up and self._replayable)
                 if not give_up:
-                    return actions + self._ask(_Purpose.GAP)
+                    return actions + self._ask(Purpose.GAP)
                 actions += self._lose("gap")
                 if fetch := self._fetch_again():
                     return actions + fetch
                 give_up = not self._replayable
             if payload is None:
                 return actions
-            self._waiting.popleft()
-            self._waiting_bytes -= len(payload)
+            self._waiting.pop()
             if self._fits(sequence):
                 actions.append(self._applied(sequence, payload))
 

@@ -1,8 +1,9 @@
-"""What a stream's state machine wants done, in the order in which it says so."""
+"""What a stream's state machine wants done, in the order in which it says so, and what for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,33 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask for a snapshot of the engine's cache; a fetch or replay before is given up."""
+    """Ask for a snapshot of the engine's cache; a fetch or replay before is given up.
+
+    Attributes:
+        peers: Whether others may be asked, too, if the engine has none.
+    """
+
+    peers: bool = True
 
 
 Action = Apply | Clear | Replay | Fetch
+
+
+class Purpose(StrEnum):
+    """Why a replay or a fetch runs."""
+
+    SNAPSHOT = "snapshot"
+    # As SNAPSHOT, for a view that lacks something but is of use until a better one comes.
+    HEALING = "healing"
+    HISTORY = "history"
+    GAP = "gap"
+    IDENTITY = "identity"
+    # As IDENTITY, though nothing is in doubt: a stream that fell quiet may have lost its last batches
+    # unnoticed.
+    TAIL = "tail"
+
+
+CHECKS = (Purpose.IDENTITY, Purpose.TAIL)
+FETCHES = (Purpose.SNAPSHOT, Purpose.HEALING)
+# While these run the view is as good as if nothing did.
+UNSEEN = (None, Purpose.TAIL, Purpose.HEALING)

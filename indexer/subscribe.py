@@ -15,19 +15,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 import zmq
 
 from indexer.config import PODS_MAX, IndexerConfig, PodStream
-from indexer.errors import ConfigError, ListenError
+from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.losses import Losses
-from indexer.recovery import Owner
+from indexer.peer_client import PeerClient
 from indexer.sink import StreamSink
-from indexer.snapshot import Snapshot, SnapshotError
+from indexer.snapshot import Fetched
 from indexer.snapshot_fetch import SnapshotFetcher
+from indexer.sockets import Owner
+from indexer.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class Subscriber:
         sink: Where the streams end.
         take_lost: Tells the names in the index whose blocks were lost there since it was last asked; None:
             no index loses them.
+        peers: Asked for snapshots that engines do not tell; None: there are none.
         clock: A monotonic clock, in seconds.
 
     Raises:
@@ -55,6 +59,7 @@ class Subscriber:
         sink: StreamSink,
         *,
         take_lost: Callable[[], Collection[str]] | None = None,
+        peers: PeerClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -71,7 +76,9 @@ class Subscriber:
             at_once=config.concurrent_snapshots,
             max_bytes=config.snapshot_max_bytes,
             total_s=config.snapshot_total_s,
+            peers=peers,
         )
+        self.has_peers = peers is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
@@ -151,6 +158,30 @@ class Subscriber:
 
         self._post(act)
 
+    def export(self, engine: str, model: str) -> Future[ViewSnapshot]:
+        """Lists an engine's view for a peer; the future gets it, or a PeerError.
+
+        Args:
+            engine: Its name in the index.
+            model: Which model it must serve.
+        """
+        told: Future[ViewSnapshot] = Future()
+
+        def act() -> None:
+            owner = next((owner for owner in self._streams() if owner.name == engine), None)
+            try:
+                if owner is None or owner.stream.model != model:
+                    raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
+                owner.recovery.export(told, self._clock())
+            except Exception as error:
+                # Nothing of the view changed: it is only not told.
+                refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
+                if told.set_running_or_notify_cancel():
+                    told.set_exception(refusal)
+
+        self._post(act)
+        return told
+
     def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
         """See `Sockets.watch`."""
         self._watched[watched] = (owner, on_readable)
@@ -162,18 +193,14 @@ class Subscriber:
         self._poller.unregister(watched)
 
     def fetch(
-        self,
-        owner: Owner,
-        stream: PodStream,
-        deliver: Callable[[Snapshot | SnapshotError, float], None],
+        self, owner: Owner, stream: PodStream, deliver: Callable[[Fetched, float], None], *, peers: bool
     ) -> None:
         """See `Sockets.fetch`."""
-        assert stream.snapshot_url is not None
 
-        def fetched(answer: Snapshot | SnapshotError) -> None:
+        def fetched(answer: Fetched) -> None:
             self._post(lambda: self._guarded(owner, lambda now_s: deliver(answer, now_s)))
 
-        self._fetcher.fetch(stream.snapshot_url, fetched)
+        self._fetcher.fetch(stream, fetched, peers=peers)
 
     def _post(self, call: Callable[[], None]) -> None:
         """Has something done on our thread."""

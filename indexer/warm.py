@@ -39,6 +39,10 @@ def warm_kernels() -> None:
     usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
     index.remove(_PODS[0], SPECULATIVE_TIER, keys)
     index.restore(index.snapshot(_PODS[:1]))
+    copied = states.make(PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
+    for part in state.view.parts():
+        if part is not None:
+            copied.restore(part)
     # More than fits into what is there at first: arrays and tables are made anew.
     index.add(_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))
     index.add(_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))

@@ -29,6 +29,30 @@ PREFIX_END_PROMPT: PrefixEnd
 PREFIX_END_HOLE: PrefixEnd
 PREFIX_END_OTHER_ATTENTION: PrefixEnd
 
+class SnapshotRequest(_message.Message):
+    __slots__ = ("schema", "instance", "fingerprint", "form", "tiers", "engine", "model")
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    schema: int
+    instance: str
+    fingerprint: int
+    form: str
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    engine: str
+    model: str
+    def __init__(self, schema: _Optional[int] = ..., instance: _Optional[str] = ..., fingerprint: _Optional[int] = ..., form: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class SnapshotChunk(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: bytes
+    def __init__(self, message: _Optional[bytes] = ...) -> None: ...
+
 class ScoreRequest(_message.Message):
     __slots__ = ("model", "token_ids", "pods", "lora_name", "cache_salt", "text")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -274,3 +274,81 @@ class IndexerService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class IndexPeerStub:
+    """What indexers and routers tell each other, so that one that starts late need not begin with nothing.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Snapshot = channel.unary_stream(
+                '/kvroute.v1.IndexPeer/Snapshot',
+                request_serializer=indexer_dot___pb_dot_indexer__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=indexer_dot___pb_dot_indexer__pb2.SnapshotChunk.FromString,
+                _registered_method=True)
+
+
+class IndexPeerServicer:
+    """What indexers and routers tell each other, so that one that starts late need not begin with nothing.
+    """
+
+    def Snapshot(self, request, context):
+        """Tells all that the view of one engine holds, at one place of its event stream.
+        FAILED_PRECONDITION: the view is not exact, or the asker could not use it; RESOURCE_EXHAUSTED: too many ask;
+        NOT_FOUND: the engine is not followed. The message begins with the reason and a colon.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_IndexPeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=indexer_dot___pb_dot_indexer__pb2.SnapshotRequest.FromString,
+                    response_serializer=indexer_dot___pb_dot_indexer__pb2.SnapshotChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvroute.v1.IndexPeer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvroute.v1.IndexPeer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class IndexPeer:
+    """What indexers and routers tell each other, so that one that starts late need not begin with nothing.
+    """
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvroute.v1.IndexPeer/Snapshot',
+            indexer_dot___pb_dot_indexer__pb2.SnapshotRequest.SerializeToString,
+            indexer_dot___pb_dot_indexer__pb2.SnapshotChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from indexer.stream import StreamMachine
+from xxhash import xxh3_128_digest
+
+from indexer.stream import StreamMachine, StreamState
 from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+
+EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE
 
 
 def payload(life: int, sequence: int) -> bytes:
@@ -24,6 +28,7 @@ class Loop:
         answers: Replay answers under way; None is the end.
         fetching: Whether a snapshot is asked for.
         fetches: How often one was.
+        peer: What a peer's view holds, if it is asked for snapshots instead of the engine.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Loop:
         self.answers: deque[int | None] = deque()
         self.fetching = False
         self.fetches = 0
+        self.peer: list[bytes] | None = None
 
     def publish(self, *, lost: bool = False) -> None:
         """The engine publishes its next batch."""
@@ -99,12 +105,28 @@ class Loop:
         self.perform(self.machine.replay_failed())
 
     def answer_fetch(self) -> None:
-        """The snapshot that was asked for arrives: all that was published until now."""
+        """The snapshot that was asked for arrives: all that was published until now, or a peer's view."""
         self.fetching = False
         self.perform(self.machine.snapshot_begun())
+        if self.peer is not None:
+            self._import(self.peer)
+            return
         for applied in self.whole_life():
             self.perform(self.machine.snapshot_batch(applied))
         self.perform(self.machine.snapshot_ended(self.published))
+
+    def peer_follows(self) -> None:
+        """A peer has seen all of the engine's life until now."""
+        self.peer = self.whole_life()
+
+    def _import(self, view: list[bytes]) -> None:
+        """A peer's snapshot arrives, its blocks in one part."""
+        if not view:
+            self.perform(self.machine.snapshot_failed())
+        elif self.machine.part_imported():
+            self.view = list(view)
+            sequence = int(view[-1].decode().split(":")[1])
+            self.perform(self.machine.imported(sequence, xxh3_128_digest(view[-1])))
 
     def fail_fetch(self) -> None:
         """There is no snapshot, for now."""
@@ -145,3 +167,19 @@ class Loop:
     def whole_life(self) -> list[bytes]:
         """All that the engine of now has published."""
         return [payload(self.life, sequence) for sequence in range(self.published)]
+
+
+def followed(published: int = 3, **settings: int | bool) -> Loop:
+    """A loop that has followed a life from its start."""
+    loop = Loop(**settings)
+    loop.connect()
+    loop.settle()
+    for _ in range(published):
+        loop.publish()
+        loop.settle()
+    return loop
+
+
+def told(loop: Loop) -> tuple[StreamState, str]:
+    """The state and its reason."""
+    return loop.machine.state, loop.machine.reason

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError
-from indexer.pods_file import PodEntry, parse_pods
+from indexer.pod_entry import PodEntry
+from indexer.pods_file import parse_pods
 
 GOOD = """
 endpoints:

@@ -15,17 +15,22 @@ class StreamRules(RuleBasedStateMachine):
 
     @initialize(
         replayable=st.sampled_from([True, True, True, False]),
-        snapshots=st.booleans(),
+        snapshots=st.sampled_from(["none", "engine", "peer"]),
         history=st.sampled_from([1000, 1000, 3, 1, 0]),
         max_batches=st.sampled_from([1000, 3, 1]),
     )
-    def begin(self, replayable: bool, snapshots: bool, history: int, max_batches: int) -> None:
+    def begin(self, replayable: bool, snapshots: str, history: int, max_batches: int) -> None:
         """A pod that was not reached yet."""
         self.replayable = replayable
-        self.snapshots = snapshots
+        self.snapshots = snapshots == "engine"
+        self.peered = snapshots == "peer"
         self.roomy = history == 1000
         self.failed = False
-        self.loop = Loop(replayable=replayable, snapshots=snapshots, history=history, max_batches=max_batches)
+        self.loop = Loop(
+            replayable=replayable, snapshots=snapshots != "none", history=history, max_batches=max_batches
+        )
+        if self.peered:
+            self.loop.peer = []
 
     @rule(lost=st.booleans(), count=st.integers(1, 6))
     def publish(self, lost: bool, count: int) -> None:
@@ -97,6 +102,14 @@ class StreamRules(RuleBasedStateMachine):
         machine = self.loop.machine
         self.loop.perform(machine.doubted("doubt") if doubted else machine.heal())
 
+    @precondition(lambda self: self.peered)
+    @rule(exact=st.booleans())
+    def peer_moves(self, exact: bool) -> None:
+        """The peer catches up with the engine's life of now, or loses its view."""
+        self.loop.peer_follows()
+        if not exact:
+            self.loop.peer = []
+
     @rule()
     def check_tail(self) -> None:
         """The stream is quiet for a while."""
@@ -113,6 +126,13 @@ class StreamRules(RuleBasedStateMachine):
         assert [sequence for _, sequence in runs] == list(
             range(runs[0][1] if runs else 0, (runs[0][1] if runs else 0) + len(runs))
         )
+
+    @invariant()
+    def an_exact_view_begins_with_its_life(self) -> None:
+        """EXACT is never said of what another process did, or of a view whose beginning lacks."""
+        if not hasattr(self, "loop") or self.loop.machine.state is not StreamState.EXACT:
+            return
+        assert self.loop.view == self.loop.whole_life()[: len(self.loop.view)]
 
     def teardown(self) -> None:
         """When all has arrived the view is of the living process, and EXACT means complete."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from indexer import StreamState
+from indexer.dispatched import DispatchedPrompt
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.subscribe_support import POD, Watched, block, stream
 
@@ -234,3 +236,21 @@ def test_speculative_blocks_count_until_events_confirm_them(
     wait_until("they are confirmed", lambda: watched.metric("kvroute_indexer_speculative_entries") == 0)
     engine.publish(removed([2]))
     watched.settled(1)
+
+
+def test_blocks_that_the_pod_has_told_of_need_no_assumption(
+    watched: Watched, engine: EnginePublisher
+) -> None:
+    """Of a request's prompt only what the pod does not hold is assumed, as long as its events are whole."""
+    prompt = DispatchedPrompt("m", None, None, np.arange(64, dtype=np.uint32), 2, held_blocks=2)
+    watched.indexer.speculate("early", POD, watched.keys[:3], time.monotonic(), prompt)
+    assert watched.metric("kvroute_indexer_speculative_entries") == 3
+    watched.indexer.settle("early", 0.0, grace_s=0.0)
+    watched.follow(stream(engine))
+    engine.publish(block(1), block(2))
+    watched.settled(2)
+    watched.indexer.speculate("r", POD, watched.keys[:3], time.monotonic(), prompt)
+    assert watched.metric("kvroute_indexer_speculative_entries") == 1
+    assert watched.match().cached_blocks == 3
+    watched.indexer.speculate("all", POD, watched.keys[:2], time.monotonic(), prompt)
+    assert watched.metric("kvroute_indexer_speculative_entries") == 1

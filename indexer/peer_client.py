@@ -1,0 +1,208 @@
+"""Asks peers for their view of an engine: a stream in, a snapshot of it out, or nothing.
+
+Runs on the workers that fetch snapshots; whatever a peer sends is checked by `peer_wire`, and given up after
+a time in all.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from indexer._pb import indexer_pb2 as pb
+from indexer._pb import indexer_pb2_grpc as pb_grpc
+from indexer.config import IndexerConfig, PodStream
+from indexer.errors import ConfigError, PeerError
+from indexer.peer_identity import PeerIdentity
+from indexer.peer_metrics import PeerMetrics
+from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot
+from indexer.tls import client_credentials
+from indexer.view_parts import ViewSnapshot
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_MS = 3000
+_OVERHEAD_BYTES = 4096
+# Who could not be reached is not asked again for so long: there are many engines to ask for.
+_DOWN_S = 5.0
+_ADDRESSES_MAX = 64
+# Who has too many askers is asked again after this.
+_BUSY_S = 0.25
+# Labels that a peer's refusal may bring into our metrics.
+_REASONS = frozenset(
+    {
+        *("self", "schema", "fingerprint", "backend", "tiers", "not_followed"),
+        *("stale", "recovering", "unproven", "orphans", "part_runs"),
+        *("busy", "too_large", "changed", "timeout", "internal_error"),
+    }
+)
+# Nothing to wonder about: it is us, or it is no better off.
+_USUAL = frozenset({"self", "recovering", "unproven", "unreachable"})
+
+
+class PeerClient:
+    """Knows the peers, and which of them could not be reached lately. Thread-safe.
+
+    Args:
+        config: The peers, their TLS, bounds and times.
+        identity: Who we are.
+        metrics: Where outcomes are counted.
+
+    Raises:
+        ConfigError: A TLS file cannot be read.
+    """
+
+    def __init__(self, config: IndexerConfig, identity: PeerIdentity, metrics: PeerMetrics) -> None:
+        self._config = config
+        self._identity = identity
+        self._metrics = metrics
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._channels: set[grpc.Channel] = set()
+        self._down_until_s: dict[str, float] = {}
+        self._credentials()
+
+    def ask(self, stream: PodStream) -> tuple[ViewSnapshot | None, int]:
+        """Asks one peer after another until one has told; tells the bytes of its messages, too."""
+        ends_s = time.monotonic() + self._config.snapshot_total_s
+        for host, address in self._addresses():
+            while not self._closing.is_set() and time.monotonic() < ends_s:
+                try:
+                    snapshot, size_bytes = self._snapshot(host, address, stream, ends_s)
+                except PeerError as error:
+                    self._failed(stream, address, error)
+                    if error.reason != "busy" or self._closing.wait(_BUSY_S):
+                        break
+                else:
+                    self._metrics.asked.labels("completed").inc()
+                    return snapshot, size_bytes
+        return None, 0
+
+    def close(self) -> None:
+        """Gives up what runs; idempotent."""
+        self._closing.set()
+        with self._lock:
+            channels = tuple(self._channels)
+        for channel in channels:
+            channel.close()
+
+    def _addresses(self) -> Iterator[tuple[str, str]]:
+        """Host and address of all peers that may be reached, in any order."""
+        found = [(host, address) for peer in self._config.peers for host, address in self._resolved(peer)]
+        # So that not all who start at once ask the same one.
+        random.shuffle(found)
+        for host, address in dict.fromkeys(found[:_ADDRESSES_MAX]):
+            if not self._is_down(address):
+                yield host, address
+
+    def _resolved(self, peer: str) -> list[tuple[str, str]]:
+        host, _, port = peer.rpartition(":")
+        host = host.strip("[]")
+        if self._is_down(peer):
+            return []
+        try:
+            found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            self._metrics.asked.labels("unknown_host").inc()
+            _log.info("peer %s: its name is not known: %s", peer, error)
+            self._set_down(peer)
+            return []
+        addresses = [str(address[0]) for *_, address in found]
+        return [(host, f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}") for ip in addresses]
+
+    def _snapshot(
+        self, host: str, address: str, stream: PodStream, ends_s: float
+    ) -> tuple[ViewSnapshot, int]:
+        identity, config = self._identity, self._config
+        request = pb.SnapshotRequest(
+            schema=identity.schema,
+            instance=identity.instance,
+            fingerprint=identity.fingerprint,
+            form=identity.form,
+            tiers=identity.tiers,
+            engine=stream.holder,
+            model=stream.model,
+        )
+        reader = SnapshotReader(
+            form=identity.form,
+            tiers=len(identity.tiers),
+            block_tokens=config.block_tokens,
+            max_bytes=config.snapshot_max_bytes,
+        )
+        # The generated class has no types.
+        stub: Any = pb_grpc.IndexPeerStub
+        channel = self._channel(host, address)
+        try:
+            call = stub(channel).Snapshot(request, timeout=max(0.0, ends_s - time.monotonic()))
+            return read_snapshot(reader, (chunk.message for chunk in call)), reader.size_bytes
+        except grpc.RpcError as error:
+            raise self._refusal(address, error) from None
+        except ValueError as error:
+            # The channel was closed under it.
+            raise PeerError("unreachable", str(error)) from None
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+            channel.close()
+
+    def _refusal(self, address: str, error: grpc.RpcError) -> PeerError:
+        code, details = error.code(), str(error.details())
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._set_down(address)
+            return PeerError("unreachable", details)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return PeerError("timeout", details)
+        reason, _, message = details.partition(": ")
+        return PeerError(reason, message) if reason in _REASONS else PeerError("refused", details)
+
+    def _is_down(self, name: str) -> bool:
+        return self._down_until_s.get(name, 0.0) > time.monotonic()
+
+    def _set_down(self, name: str) -> None:
+        """Does not ask a name or an address for a while."""
+        now_s = time.monotonic()
+        still = {other: until_s for other, until_s in self._down_until_s.items() if until_s > now_s}
+        self._down_until_s = {**still, name: now_s + _DOWN_S}
+
+    def _failed(self, stream: PodStream, address: str, error: PeerError) -> None:
+        self._metrics.asked.labels(error.reason).inc()
+        level = logging.INFO if error.reason in _USUAL else logging.WARNING
+        _log.log(level, "no snapshot of %s from peer %s: %s", stream.holder, address, error)
+
+    def _channel(self, host: str, address: str) -> grpc.Channel:
+        options = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _OVERHEAD_BYTES),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
+        ]
+        try:
+            credentials = self._credentials()
+        except ConfigError as error:
+            raise PeerError("credentials", str(error)) from None
+        with self._lock:
+            if self._closing.is_set():
+                raise PeerError("unreachable", "we are about to end")
+            if credentials is None:
+                channel = grpc.insecure_channel(address, options)
+            else:
+                # The certificate is the name's, not the address's.
+                named = [*options, ("grpc.ssl_target_name_override", host)]
+                channel = grpc.secure_channel(address, credentials, named)
+            self._channels.add(channel)
+        return channel
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        config = self._config
+        if config.peer_ca is None:
+            return None
+        try:
+            return client_credentials(config.peer_ca, config.peer_cert, config.peer_key)
+        except ConfigError as error:
+            raise ConfigError(f"--peer-ca, --peer-cert, --peer-key: {error}") from error

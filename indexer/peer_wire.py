@@ -1,0 +1,287 @@
+"""A view's snapshot on its way to a peer: from values to messages of at most 1 MiB, and back.
+
+Each message is a msgpack map, told apart by `type`; columns of numbers are bytes, little-endian. First comes
+a header, then parts, then the end with their number. What a peer sends is checked here, once: types, lengths,
+bounds; nothing is used of a snapshot that is not complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from indexer.errors import PeerError
+from indexer.events import MAX_TOKENS, EngineHash
+from indexer.view_parts import (
+    PART_BLOCKS,
+    CachePart,
+    EngineBlockPart,
+    HeldBlocks,
+    ReleasedNames,
+    Splits,
+    ViewFacts,
+    ViewPart,
+    ViewSnapshot,
+)
+
+# Higher whenever keys, names or the form of these messages change.
+SCHEMA = 1
+MESSAGE_BYTES_MAX = 1 << 20
+
+# "flat" indexes keep names of blocks, all others a map of engine hashes.
+FLAT_FORM, MAPPED_FORM = "flat", "mapped"
+
+# More copies than this of one block in one tier are not believed.
+COPIES_MAX = 65_536
+DIGEST_BYTES = 16
+
+_GROUPS_MAX = 32
+_SPLITS_MAX = 16
+_SEQUENCE_MAX = (1 << 64) - 2
+# What a message and an engine block take in memory at least: so much of them counts against the bound.
+_MESSAGE_BYTES = 1024
+_ENGINE_BLOCK_BYTES = 200
+
+_Group = Annotated[int, Meta(ge=0, le=65_535)] | None
+_Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class _Header(Struct, frozen=True, tag="header"):
+    sequence: Annotated[int, Meta(ge=0)]
+    digest: _Digest
+    evicted_blocks: Annotated[int, Meta(ge=0)]
+    facts: ViewFacts
+
+
+class _Splits(Struct, frozen=True, tag="splits"):
+    group: _Group
+    splits: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]], Meta(max_length=_SPLITS_MAX)]
+
+
+class _Held(Struct, frozen=True, tag="held"):
+    group: _Group
+    keys: bytes
+    tiers: bytes
+    name_counts: bytes
+    names: bytes
+    copies: bytes
+
+
+class _Released(Struct, frozen=True, tag="released"):
+    group: _Group
+    names: bytes
+    keys: bytes
+
+
+class _Mapped(Struct, frozen=True, tag="mapped"):
+    group: _Group
+    hashes: Annotated[list[EngineHash], Meta(max_length=PART_BLOCKS)]
+    key_counts: list[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]]
+    keys: bytes
+    copies: list[dict[Annotated[int, Meta(ge=0, le=255)], Annotated[int, Meta(ge=1, le=COPIES_MAX)]]]
+
+
+class _End(Struct, frozen=True, tag="end"):
+    parts: int
+
+
+_Message = _Header | _Splits | _Held | _Released | _Mapped | _End
+_DECODER = msgspec.msgpack.Decoder(_Message)
+
+
+def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
+    """A snapshot as messages.
+
+    Raises:
+        PeerError: A part is too large for a message.
+    """
+    encode = msgspec.msgpack.encode
+    header = _Header(snapshot.sequence, snapshot.digest, snapshot.evicted_blocks, snapshot.facts)
+    yield encode(header)
+    for part in snapshot.parts:
+        message = encode(_message(part))
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise PeerError("too_large", f"a part of {len(message)} bytes, at most {MESSAGE_BYTES_MAX}")
+        yield message
+    yield encode(_End(len(snapshot.parts)))
+
+
+class SnapshotReader:
+    """Reads the messages of one snapshot, in order.
+
+    Args:
+        form: What our own index can take in.
+        tiers: How many tiers it has.
+        block_tokens: Tokens of one of its blocks.
+        max_bytes: Most bytes of all messages.
+
+    Attributes:
+        size_bytes: Of all messages so far.
+    """
+
+    def __init__(self, *, form: str, tiers: int, block_tokens: int, max_bytes: int) -> None:
+        self._form = form
+        self._tiers = tiers
+        self._block_tokens = block_tokens
+        self._max_bytes = max_bytes
+        self._counted_bytes = 0
+        self._header: _Header | None = None
+        self._parts: list[ViewPart] = []
+        self._ended = False
+        self._groups: frozenset[int | None] = frozenset()
+        self.size_bytes = 0
+
+    def read(self, data: bytes) -> None:
+        """Takes one message.
+
+        Raises:
+            PeerError: It is none, or not what may come now.
+        """
+        self.size_bytes += len(data)
+        self._count(max(len(data), _MESSAGE_BYTES))
+        try:
+            message = _DECODER.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerError("broken", f"message {len(self._parts)}: {error}") from None
+        _require(not self._ended, "a message behind the end")
+        if isinstance(message, _Header):
+            _require(self._header is None, "a second header")
+            self._begin(message)
+            return
+        _require(self._header is not None, "a part in front of the header")
+        if isinstance(message, _End):
+            _require(message.parts == len(self._parts), f"{len(self._parts)} parts of {message.parts}")
+            self._ended = True
+            return
+        _require(message.group in self._groups, f"group {message.group} was not told")
+        flat = not isinstance(message, _Mapped)
+        _require(flat == (self._form == FLAT_FORM), "a part of another form of index")
+        self._parts.append(ViewPart(message.group, self._part(message)))
+
+    def _count(self, size_bytes: int) -> None:
+        self._counted_bytes += size_bytes
+        if self._counted_bytes > self._max_bytes:
+            raise PeerError("too_large", f"more than {self._max_bytes} bytes")
+
+    def snapshot(self) -> ViewSnapshot:
+        """All of it.
+
+        Raises:
+            PeerError: It is not complete.
+        """
+        header = self._header
+        if header is None or not self._ended:
+            raise PeerError("broken", f"it ended after {len(self._parts)} parts")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, self._parts)
+
+    def _begin(self, header: _Header) -> None:
+        facts = header.facts
+        tokens = facts.run_tokens
+        _require(header.sequence <= _SEQUENCE_MAX, "sequence")
+        _require(
+            tokens is None or (0 < tokens <= MAX_TOKENS and tokens % self._block_tokens == 0), "run_tokens"
+        )
+        _require(1 <= facts.lead_stride <= MAX_TOKENS, "lead_stride")
+        _require(len(facts.groups) <= _GROUPS_MAX, "groups")
+        for fact in facts.groups:
+            in_bounds = (
+                0 <= fact.group <= 65_535
+                and 1 <= fact.stride <= MAX_TOKENS
+                and -1 <= fact.last_blocks < 1 << 31
+                and 0 <= fact.chunk < 1 << 31
+            )
+            _require(in_bounds and (fact.usable or not fact.leads), f"group {fact.group}")
+        numbers = [fact.group for fact in facts.groups]
+        _require(len(set(numbers)) == len(numbers), "a group is told twice")
+        _require(sum(fact.leads for fact in facts.groups) <= 1, "several groups lead")
+        self._header = header
+        usable = (fact.group for fact in facts.groups if fact.usable and not fact.leads)
+        self._groups = frozenset((None, *usable))
+
+    def _part(self, message: _Splits | _Held | _Released | _Mapped) -> CachePart:
+        match message:
+            case _Splits():
+                return Splits(tuple(message.splits))
+            case _Held():
+                return self._held(message)
+            case _Released():
+                names, keys = _words(message.names), _words(message.keys)
+                _require(len(names) == len(keys) <= PART_BLOCKS and names.all(), "released names")
+                return ReleasedNames(names, keys)
+            case _Mapped():
+                return self._mapped(message)
+
+    def _held(self, message: _Held) -> HeldBlocks:
+        keys, names = _words(message.keys), _words(message.names)
+        tiers, name_counts = _bytes(message.tiers), _bytes(message.name_counts)
+        copies = _words(message.copies).view(np.int64)
+        _require(0 < len(keys) <= PART_BLOCKS, "number of blocks")
+        _require(len(keys) == len(tiers) == len(name_counts), "columns of different lengths")
+        _require(bool(tiers.all()) and int(tiers.max()) < 1 << self._tiers, "tiers")
+        _require(int(name_counts.sum()) == len(names) <= 2 * PART_BLOCKS and names.all(), "names")
+        _require(len(copies) % 3 == 0 and len(copies) <= 6 * PART_BLOCKS, "number of copies")
+        further = copies.reshape(-1, 3)
+        places, tier, count = further[:, 0], further[:, 1], further[:, 2]
+        in_bounds = (places >= 0) & (places < len(keys)) & (tier >= 0) & (tier < self._tiers)
+        _require(bool(in_bounds.all()), "place or tier of copies")
+        _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
+        _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
+        return HeldBlocks(keys, tiers, name_counts, names, further)
+
+    def _mapped(self, message: _Mapped) -> EngineBlockPart:
+        self._count(_ENGINE_BLOCK_BYTES * len(message.hashes))
+        keys = _words(message.keys)
+        _require(
+            0 < len(message.hashes) == len(message.key_counts) == len(message.copies)
+            and sum(message.key_counts) == len(keys),
+            "columns of different lengths",
+        )
+        for copies in message.copies:
+            _require(all(tier < self._tiers for tier in copies), "tiers")
+        return EngineBlockPart(message.hashes, message.key_counts, keys, message.copies)
+
+
+def read_snapshot(reader: SnapshotReader, messages: Iterable[bytes]) -> ViewSnapshot:
+    """Reads all messages of one snapshot.
+
+    Raises:
+        PeerError: They are none.
+    """
+    for message in messages:
+        reader.read(message)
+    return reader.snapshot()
+
+
+def _message(view_part: ViewPart) -> _Splits | _Held | _Released | _Mapped:
+    group, part = view_part.group, view_part.part
+    match part:
+        case Splits(splits):
+            return _Splits(group, list(splits))
+        case HeldBlocks():
+            columns = (part.keys, part.tiers, part.name_counts, part.names, part.copies)
+            return _Held(group, *(column.tobytes() for column in columns))
+        case ReleasedNames(names, keys):
+            return _Released(group, names.tobytes(), keys.tobytes())
+        case EngineBlockPart():
+            copies: Sequence[dict[int, int]] = part.copies
+            return _Mapped(group, list(part.hashes), list(part.key_counts), part.keys.tobytes(), list(copies))
+
+
+def _words(data: bytes) -> NDArray[np.uint64]:
+    """A column of 64-bit numbers, in memory of its own, as the kernels want it."""
+    _require(len(data) % 8 == 0, "a column with part of a number")
+    return np.frombuffer(data, "<u8").astype(np.uint64)
+
+
+def _bytes(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).copy()
+
+
+def _require(condition: bool | np.bool, what: str) -> None:
+    if not condition:
+        raise PeerError("broken", f"not as it should be: {what}")

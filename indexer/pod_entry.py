@@ -1,0 +1,148 @@
+"""One declared pod: its address, its labels and where it publishes the events of its KV cache.
+
+Comes from a file or from Kubernetes. Labels of `kvroute.io/` are checked here, whoever read them; no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX, PodStream
+
+MODEL_LABEL = "kvroute.io/model"
+EVENTS_PORT_LABEL = "kvroute.io/kv-events-port"
+REPLAY_PORT_LABEL = "kvroute.io/kv-replay-port"
+# "connects": the pod's publisher connects to our socket; else we connect to its port.
+EVENTS_LABEL = "kvroute.io/kv-events"
+# What its messages' topics begin with, where others publish at the same address.
+TOPIC_LABEL = "kvroute.io/kv-events-topic"
+# Data-parallel engines behind the pod's one serving port, at the ports above + rank.
+RANKS_LABEL = "kvroute.io/kv-ranks"
+# "true": the pod answers GET /kv_events/snapshot at its serving port.
+SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
+# Number of a stream's first batch; 1 for llm-d's simulator.
+FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
+
+EVENT_LABELS = (
+    EVENTS_PORT_LABEL,
+    REPLAY_PORT_LABEL,
+    EVENTS_LABEL,
+    TOPIC_LABEL,
+    RANKS_LABEL,
+    SNAPSHOT_LABEL,
+    FIRST_SEQUENCE_LABEL,
+)
+"""All that tell how a pod publishes."""
+
+_CHOICES = {
+    EVENTS_LABEL: ("listens", "connects"),
+    SNAPSHOT_LABEL: ("true", "false"),
+    FIRST_SEQUENCE_LABEL: ("0", "1"),
+}
+_TOPIC_CHARS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EventDefaults:
+    """How a pod publishes as far as its labels do not tell.
+
+    Attributes:
+        replay_port: None: it answers no replays.
+        snapshots: Whether it may answer GET /kv_events/snapshot.
+        asks: Whether the engine's own account, GET /kv_event_sources, counts more than these.
+        rank: Which data-parallel engine stands behind the port; None: all that the pod has.
+    """
+
+    port: int = DEFAULT_EVENTS_PORT
+    replay_port: int | None = None
+    snapshots: bool = False
+    asks: bool = False
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodEntry:
+    """One declared endpoint.
+
+    Attributes:
+        name: The pod's name, unique within its namespace.
+        namespace: "default" where the file names none.
+        address: An IP address.
+        port: Its serving port.
+        labels: As in Kubernetes.
+        life: Changes with whatever empties the pod's cache: another pod of that address, another process.
+        ready: Whether its declarer lets it take requests.
+        events: How it publishes where its labels do not tell.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    port: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    life: str = ""
+    ready: bool = True
+    events: EventDefaults = EventDefaults()
+
+    @property
+    def pod(self) -> str:
+        """The pod's identity, "ip:port"."""
+        return f"{_host(self.address)}:{self.port}"
+
+    def stream(self, *, events_port: int | None = None, replay_port: int | None = None) -> PodStream | None:
+        """Where the pod publishes its events; None for a pod without a model label.
+
+        Args:
+            events_port: Of pods without a label of their own; None: as `events` says.
+            replay_port: The same.
+        """
+        model = self.labels.get(MODEL_LABEL)
+        if not model:
+            return None
+        # The labels were checked by who read them.
+        connects = self.labels.get(EVENTS_LABEL) == "connects"
+        port = int(self.labels.get(EVENTS_PORT_LABEL, events_port or self.events.port))
+        replay = self.labels.get(REPLAY_PORT_LABEL, replay_port or self.events.replay_port)
+        ranks = int(self.labels.get(RANKS_LABEL, 1))
+        snapshots = self.labels.get(SNAPSHOT_LABEL)
+        # Of several engines behind one port, a snapshot would be of any.
+        offers_snapshots = snapshots == "true" or (snapshots is None and self.events.snapshots and ranks == 1)
+        host = _host(self.address)
+        return PodStream(
+            pod=self.pod,
+            model=model,
+            events_endpoint=None if connects else f"tcp://{host}:{port}",
+            replay_endpoint=None if replay is None else f"tcp://{host}:{int(replay)}",
+            snapshot_url=f"http://{self.pod}/kv_events/snapshot" if offers_snapshots else None,
+            first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
+            ranks=ranks,
+            epoch=self.life,
+            topic_prefix=self.labels.get(TOPIC_LABEL),
+        )
+
+
+def label_problem(name: str, value: str) -> str | None:
+    """What is wrong with a label's value; None for nothing, and for labels that are not ours."""
+    if name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) and not is_port(value):
+        return f"must be a port of 1..65535, is {value!r}"
+    if name in _CHOICES and value not in _CHOICES[name]:
+        return f"must be {' or '.join(_CHOICES[name])}, is {value!r}"
+    if name == RANKS_LABEL and not _is_number(value, 1, RANKS_MAX):
+        return f"must be 1..{RANKS_MAX}, is {value!r}"
+    if name == TOPIC_LABEL and not (value.isprintable() and len(value) <= _TOPIC_CHARS_MAX):
+        return f"must be at most {_TOPIC_CHARS_MAX} printable characters"
+    return None
+
+
+def is_port(text: str) -> bool:
+    """Whether a text is the number of a port."""
+    return _is_number(text, 1, 65_535)
+
+
+def _is_number(text: str, least: int, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6 and least <= int(text) <= most
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

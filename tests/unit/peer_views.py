@@ -1,0 +1,143 @@
+"""One index with the views of two pods, that can be copied from another such index as a peer would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from indexer.applier import Outcome
+from indexer.config import IndexerConfig, PodStream
+from indexer.cost_index import CostIndex
+from indexer.flat_index import FlatIndex
+from indexer.hybrid import group_holder
+from indexer.index import Index
+from indexer.keys import BlockHasher, Keys
+from indexer.peer_wire import FLAT_FORM, MAPPED_FORM, SnapshotReader, read_snapshot, snapshot_messages
+from indexer.pod_state import PodStates
+from indexer.reference_index import ReferenceIndex
+from indexer.tiers import Tiers
+from indexer.view_parts import ViewSnapshot
+
+PODS = ("10.0.0.1:8000", "10.0.0.2:8000")
+MODEL = "m"
+TIERS = Tiers()
+DIGEST = bytes(16)
+BACKENDS = ("flat", "reference", "cost")
+
+
+def make_index(backend: str) -> Index:
+    """An index that nothing here fills up."""
+    match backend:
+        case "flat":
+            return FlatIndex(1 << 22, TIERS)
+        case "cost":
+            return CostIndex(1 << 24, TIERS)
+        case _:
+            return ReferenceIndex(100_000, TIERS)
+
+
+class Views:
+    """The views of PODS.
+
+    Attributes:
+        index: Where their blocks are.
+    """
+
+    def __init__(self, backend: str, block_tokens: int = 4) -> None:
+        self.index = make_index(backend)
+        self._form = FLAT_FORM if backend == "flat" else MAPPED_FORM
+        self._block_tokens = block_tokens
+        config = IndexerConfig(block_tokens=block_tokens, hash_seed=1)
+        states = PodStates(config, self.index, BlockHasher(block_tokens, 1))
+        self.states = {pod: states.make(PodStream(pod, MODEL, "tcp://127.0.0.1:1", None)) for pod in PODS}
+
+    def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
+        """Applies payloads to one pod's view."""
+        return self.states[pod].applier.apply(payloads)
+
+    def is_listed(self, pod: str) -> bool:
+        """Whether a peer would be told the view of a pod."""
+        return self.states[pod].view.unlisted is None
+
+    def snapshot(self, pod: str) -> ViewSnapshot:
+        """What a peer is told of a pod."""
+        view = self.states[pod].view
+        parts = [part for part in view.parts() if part is not None]
+        return ViewSnapshot(7, DIGEST, view.facts(), 0, parts)
+
+    def take(self, pod: str, messages: Sequence[bytes]) -> None:
+        """Goes on from what a peer told of a pod."""
+        reader = SnapshotReader(
+            form=self._form, tiers=len(TIERS.names), block_tokens=self._block_tokens, max_bytes=1 << 26
+        )
+        snapshot = read_snapshot(reader, messages)
+        view = self.states[pod].view
+        view.restore_facts(snapshot.facts)
+        for part in snapshot.parts:
+            view.restore(part)
+
+    def copy(self, other: Views, pod: str) -> None:
+        """Goes on from another's view of a pod."""
+        self.take(pod, list(snapshot_messages(other.snapshot(pod))))
+
+    def held(self, pod: str, keys: Keys) -> list[list[int]]:
+        """In which tiers each of `keys` is held, by the pod and each of its groups."""
+        return [self.index.held(keys, holder).tolist() for holder in holders(pod)]
+
+    def copies(self, pod: str) -> dict[tuple[str, str, int], int]:
+        """How many copies of each block there are, by holder and tier."""
+        return {
+            (holding.pod, holding.tier, key): copies
+            for holding in self.index.snapshot(holders(pod))
+            for key, copies in zip(holding.keys.tolist(), holding.references.tolist(), strict=True)
+        }
+
+
+def payload(text: tuple[int, ...], start: int = 0) -> bytes:
+    """A batch with the store of the blocks of a chain, from its `start` on."""
+    hashes = chain_hashes(text)
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": hashes[start:],
+        "parent_block_hash": hashes[start - 1] if start else None,
+        "token_ids": [number for number in text[start:] for _ in range(4)],
+        "block_size": 4,
+    }
+    return msgspec.msgpack.encode([1.0, [stored], None])
+
+
+def removal(text: tuple[int, ...]) -> bytes:
+    """A batch with the removal of all blocks of a chain."""
+    removed = {"type": "BlockRemoved", "block_hashes": chain_hashes(text), "medium": "GPU"}
+    return msgspec.msgpack.encode([1.0, [removed], None])
+
+
+def chain_hashes(text: tuple[int, ...]) -> list[int]:
+    """An engine's hashes of the blocks of a chain."""
+    hashes, parent = [], 1
+    for number in text:
+        parent = hash((parent, number)) & 0x7FFF_FFFF_FFFF_FFFF | 1
+        hashes.append(parent)
+    return hashes
+
+
+def holders(pod: str) -> list[str]:
+    """The pod's names in the index."""
+    return [pod, *(group_holder(pod, group) for group in range(3))]
+
+
+def assert_same(first: Outcome, second: Outcome) -> None:
+    """Both did the same."""
+    assert +first.events == +second.events
+    assert first.rejected == second.rejected
+    assert (first.emptied, first.damage) == (second.emptied, second.damage)
+    assert +first.applied.skipped == +second.applied.skipped
+    assert +first.applied.removals == +second.applied.removals
+    assert _joined(first).tolist() == _joined(second).tolist()
+
+
+def _joined(outcome: Outcome) -> Keys:
+    stored = outcome.applied.stored
+    return np.concatenate(stored) if stored else np.empty(0, np.uint64)

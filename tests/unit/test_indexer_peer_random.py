@@ -1,0 +1,91 @@
+"""Views copied from a peer in mid-history: whatever comes after, both are the same for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.indexer_support import read_lines
+from tests.unit.peer_views import BACKENDS, MODEL, PODS, Views, assert_same, payload, removal
+from tests.unit.test_indexer_flat_applier import KEYS, batches
+
+POD, OTHER = PODS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), grouped=st.booleans())
+def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(
+    backend: str, data: st.DataObject, grouped: bool
+) -> None:
+    """A view that is copied at any moment does with all later events what its origin and the oracle do."""
+    peer, ours, oracle = Views(backend), Views(backend), Views("reference")
+    payloads = st.lists(batches(0, grouped), min_size=1, max_size=3)
+    # Other pods' blocks and names are there before, on both sides, and not the same.
+    peer.apply(OTHER, data.draw(payloads))
+    ours.apply(OTHER, data.draw(payloads))
+    copied = False
+    for _ in range(data.draw(st.integers(2, 8))):
+        batch = data.draw(payloads)
+        outcome = peer.apply(POD, batch)
+        assert_same(outcome, oracle.apply(POD, batch))
+        if copied:
+            assert_same(outcome, ours.apply(POD, batch))
+        elif peer.is_listed(POD) and data.draw(st.integers(0, 3)):
+            ours.copy(peer, POD)
+            copied = True
+        if copied:
+            assert ours.held(POD, KEYS[MODEL,]) == peer.held(POD, KEYS[MODEL,])
+            assert ours.held(POD, KEYS[MODEL,]) == oracle.held(POD, KEYS[MODEL,])
+            assert ours.copies(POD) == peer.copies(POD)
+            ours_groups, peer_groups = (side.states[POD].view.groups for side in (ours, peer))
+            assert ours_groups == peer_groups
+    event(f"copied: {copied}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("capture", ["vllm_run1_frames.jsonl.gz", "vllm_run3_frames.jsonl.gz"])
+def test_captures_of_a_real_engine_may_be_cut_anywhere(backend: str, capture: str) -> None:
+    """What a real vLLM published after a copy was made leaves the same in the copy, hybrid groups too."""
+    payloads = [bytes.fromhex(frame["frames"][2]) for frame in read_lines(capture)]
+    cuts = 0
+    for cut in np.linspace(1, len(payloads) - 1, 7, dtype=int).tolist():
+        peer, ours = Views(backend, 16), Views(backend, 16)
+        peer.apply(POD, payloads[:cut])
+        if not peer.is_listed(POD):
+            continue
+        cuts += 1
+        ours.copy(peer, POD)
+        for start in range(cut, len(payloads), 5):
+            batch = payloads[start : start + 5]
+            assert_same(peer.apply(POD, batch), ours.apply(POD, batch))
+        assert ours.copies(POD) == peer.copies(POD)
+        assert ours.states[POD].view.groups == peer.states[POD].view.groups
+    assert cuts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copy_replaces_what_was_there(backend: str) -> None:
+    """Nothing of an earlier view of the pod stays beside a copied one."""
+    peer, ours = Views(backend), Views(backend)
+    ours.apply(POD, [payload((1, 2, 3))])
+    peer.apply(POD, [payload((2, 1))])
+    ours.copy(peer, POD)
+    assert ours.copies(POD) == peer.copies(POD)
+    assert len(ours.copies(POD)) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_view_of_many_parts_is_copied_whole(backend: str) -> None:
+    """More blocks than fit in one part, with copies and blocks that went, come through."""
+    peer, ours = Views(backend), Views(backend)
+    long = tuple(number % 3 + 1 for number in range(9000))
+    peer.apply(POD, [payload(long), payload(long[:100]), removal(long[:50]), removal(long[:50])])
+    ours.copy(peer, POD)
+    assert len(ours.copies(POD)) == 9000 - 50
+    assert ours.copies(POD) == peer.copies(POD)
+    child = payload((*long[:10], 1), start=10)
+    assert_same(peer.apply(POD, [child]), ours.apply(POD, [child]))
+    assert ours.copies(POD) == peer.copies(POD)

@@ -1,0 +1,238 @@
+"""Messages between peers: what is told comes through, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.errors import PeerError
+from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot, snapshot_messages
+from indexer.view_parts import EngineBlockPart, ViewPart, ViewSnapshot
+from tests.unit.peer_views import BACKENDS, DIGEST, PODS, TIERS, Views, payload, removal
+
+POD = PODS[0]
+Message = dict[str, Any]
+GROUPED = {
+    "type": "BlockStored",
+    "block_hashes": [5, 6],
+    "parent_block_hash": None,
+    "token_ids": [1] * 8,
+    "block_size": 4,
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+}
+WINDOW = GROUPED | {
+    "group_idx": 1,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 8,
+}
+
+
+def told(backend: str) -> list[bytes]:
+    """What is told of a view with everything in it: groups, copies, tiers, blocks that went."""
+    views = Views(backend)
+    views.apply(POD, [msgspec.msgpack.encode([1.0, [GROUPED, WINDOW], None])])
+    views.apply(POD, [payload((1, 2, 3)), payload((1, 2)), removal((1, 2, 3)), payload((3, 3))])
+    return list(snapshot_messages(views.snapshot(POD)))
+
+
+TOLD = {backend: told(backend) for backend in BACKENDS}
+
+
+def reader(backend: str, max_bytes: int = 1 << 24) -> SnapshotReader:
+    """What reads messages for such an index."""
+    form = "flat" if backend == "flat" else "mapped"
+    return SnapshotReader(form=form, tiers=len(TIERS.names), block_tokens=4, max_bytes=max_bytes)
+
+
+def use(backend: str, messages: list[bytes]) -> None:
+    """Goes on from a snapshot, and does with the view what is done with views."""
+    views = Views(backend)
+    views.take(POD, messages)
+    views.apply(POD, [payload((1, 2, 3, 1)), removal((1, 2, 3)), payload((1, 2), start=1)])
+    views.copies(POD)
+    views.snapshot(POD)
+    views.states[POD].view.clear()
+    assert not views.copies(POD)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_told_is_read(backend: str) -> None:
+    """Place, digest and facts come through, and each part is one message of at most 1 MiB."""
+    views = Views(backend)
+    views.apply(POD, [payload(tuple(number % 3 for number in range(9000)))])
+    snapshot = views.snapshot(POD)
+    messages = list(snapshot_messages(snapshot))
+    assert len(messages) == len(snapshot.parts) + 2 > 4
+    assert max(map(len, messages)) <= MESSAGE_BYTES_MAX
+    read = read_snapshot(reader(backend), messages)
+    assert (read.sequence, read.digest, read.evicted_blocks) == (7, DIGEST, 0)
+    assert read.facts == snapshot.facts
+    use(backend, TOLD[backend])
+
+
+def test_a_part_that_fits_in_no_message_is_not_told() -> None:
+    """An engine block of so many index blocks that they take more than 1 MiB is refused by its reason."""
+    keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
+    views = Views("reference")
+    snapshot = views.snapshot(POD)
+    part = ViewPart(None, EngineBlockPart([1], [len(keys)], keys, [{0: 1}]))
+    large = ViewSnapshot(7, DIGEST, snapshot.facts, 0, [part])
+    with pytest.raises(PeerError, match="too_large"):
+        list(snapshot_messages(large))
+
+
+def changed(kind: str, **fields: object) -> Callable[[Message], Message]:
+    """Replaces fields of the messages of a kind."""
+    return lambda message: message | fields if message["type"] == kind else message
+
+
+def fact(**fields: object) -> Callable[[Message], Message]:
+    """Replaces fields of the header's facts."""
+    return lambda message: (
+        message | {"facts": message["facts"] | fields} if message["type"] == "header" else message
+    )
+
+
+LEAD = {"group": 0, "usable": True, "leads": True}
+FLAT_FAULTS: dict[str, Callable[[Message], Message]] = {
+    "digest": changed("header", digest=b"short"),
+    "sequence": changed("header", sequence=-1),
+    "last sequence": changed("header", sequence=(1 << 64) - 1),
+    "run tokens": fact(run_tokens=3),
+    "no run tokens": fact(run_tokens=0),
+    "stride": fact(lead_stride=0),
+    "group's stride": fact(groups=[{"group": 1, "usable": True, "leads": False, "stride": 0}]),
+    "group's number": fact(groups=[LEAD | {"group": -1}]),
+    "two groups": fact(groups=[LEAD, LEAD]),
+    "two leads": fact(groups=[LEAD, LEAD | {"group": 2}]),
+    "useless lead": fact(groups=[LEAD | {"usable": False}]),
+    "untold group": fact(groups=[LEAD]),
+    "split": changed("splits", splits=[0]),
+    "splits": changed("splits", splits=[1] * 17),
+    "no keys": changed("held", keys=b""),
+    "half a key": lambda m: m | {"keys": m["keys"][:-1]} if m["type"] == "held" else m,
+    "a key less": lambda m: m | {"keys": m["keys"][:-8]} if m["type"] == "held" else m,
+    "a name less": lambda m: m | {"names": m["names"][:-8]} if m["type"] == "held" else m,
+    "name 0": lambda m: m | {"names": bytes(len(m["names"]))} if m["type"] == "held" else m,
+    "no tier": lambda m: m | {"tiers": bytes(len(m["tiers"]))} if m["type"] == "held" else m,
+    "unknown tier": lambda m: m | {"tiers": b"\xff" * len(m["tiers"])} if m["type"] == "held" else m,
+    "half a copy": changed("held", copies=bytes(16)),
+    "no copies": changed("held", copies=np.array([0, 0, 0], np.int64).tobytes()),
+    "too many copies": changed("held", copies=np.array([0, 0, 1 << 40], np.int64).tobytes()),
+    "copies of none": changed("held", copies=np.array([99, 0, 1], np.int64).tobytes()),
+    "copies of a place before": changed("held", copies=np.array([-1, 0, 1], np.int64).tobytes()),
+    "copies elsewhere": changed("held", copies=np.array([0, 3, 1], np.int64).tobytes()),
+    "released keys": changed("released", keys=b""),
+    "end": changed("end", parts=1),
+}
+MAPPED_FAULTS: dict[str, Callable[[Message], Message]] = {
+    "hashes": changed("mapped", hashes=[]),
+    "long hash": changed("mapped", hashes=[b"x" * 65]),
+    "key counts": changed("mapped", key_counts=[1]),
+    "no keys of a hash": lambda m: (
+        m | {"key_counts": [0] * len(m["key_counts"])} if m["type"] == "mapped" else m
+    ),
+    "copies": lambda m: m | {"copies": [{0: 0}] * len(m["copies"])} if m["type"] == "mapped" else m,
+    "too many copies": lambda m: (
+        m | {"copies": [{0: 70_000}] * len(m["copies"])} if m["type"] == "mapped" else m
+    ),
+    "tiers": lambda m: m | {"copies": [{9: 1}] * len(m["copies"])} if m["type"] == "mapped" else m,
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        *(("flat", name) for name in FLAT_FAULTS),
+        *(("reference", name) for name in MAPPED_FAULTS),
+    ],
+)
+def test_each_field_is_checked(backend: str, fault: str) -> None:
+    """One value that cannot be is enough for the whole snapshot to be refused."""
+    change = (FLAT_FAULTS if backend == "flat" else MAPPED_FAULTS)[fault]
+    before = [msgspec.msgpack.decode(message, strict=False) for message in TOLD[backend]]
+    after = [change(message) for message in before]
+    assert after != before
+    with pytest.raises(PeerError, match="broken"):
+        read_snapshot(reader(backend), [msgspec.msgpack.encode(message) for message in after])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_whole_snapshots_in_order_are_read(backend: str) -> None:
+    """Header, parts, end: less, more, twice or in another order is refused."""
+    messages = TOLD[backend]
+    header, *parts, end = messages
+    for wrong in (
+        [],
+        messages[:-1],
+        messages[1:],
+        [header, *messages],
+        [*messages, end],
+        [*messages, parts[0]],
+        [header, *parts[1:], end],
+        [*parts, header, end],
+    ):
+        with pytest.raises(PeerError, match="broken"):
+            read_snapshot(reader(backend), wrong)
+
+
+def test_parts_of_another_backend_are_not_taken() -> None:
+    """A flat index cannot use engine hashes, nor the others names."""
+    for backend, other in (("flat", "reference"), ("reference", "flat")):
+        with pytest.raises(PeerError, match="another form"):
+            read_snapshot(reader(backend), TOLD[other])
+
+
+def test_what_is_read_is_bounded() -> None:
+    """Bytes are counted over all messages, and messages and engine blocks that take more than they weigh."""
+    for backend in BACKENDS:
+        with pytest.raises(PeerError, match="too_large"):
+            read_snapshot(reader(backend, max_bytes=4096), TOLD[backend])
+    header = TOLD["flat"][0]
+    nothing = msgspec.msgpack.encode({"type": "splits", "group": None, "splits": []})
+    with pytest.raises(PeerError, match="too_large"):
+        read_snapshot(reader("flat", max_bytes=1 << 16), [header, *[nothing] * 100])
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
+    """Messages of which some are lost, doubled, cut or changed in a few bytes."""
+    found = list(messages)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(found) - 1))
+        match draw(st.sampled_from(["lose", "double", "cut", "change", "change", "change", "invent"])):
+            case "lose" if len(found) > 1:
+                del found[at]
+            case "double":
+                found.insert(at, found[at])
+            case "cut":
+                found[at] = found[at][: draw(st.integers(0, len(found[at])))]
+            case "invent":
+                found[at] = draw(st.binary(max_size=64))
+            case _:
+                data = bytearray(found[at])
+                if data:
+                    data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+                found[at] = bytes(data)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_message_breaks_an_index(backend: str, data: st.DataObject) -> None:
+    """Whatever a peer sends is refused with a reason, or is a view that can be used and cleared."""
+    messages = data.draw(spoilt(TOLD[backend]))
+    try:
+        read_snapshot(reader(backend), messages)
+    except PeerError:
+        pass
+    else:
+        use(backend, messages)

@@ -1,0 +1,125 @@
+"""Listing a view for a peer, turn by turn, while what its stream says waits in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from indexer.errors import PeerError
+from indexer.replay import Batch
+from indexer.view_exports import ViewExports
+from indexer.view_parts import ReleasedNames, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+
+FACTS = ViewFacts(None, False, False, 1, ())
+MARK = (7, b"d" * 16)
+PART = ViewPart(None, ReleasedNames(np.ones(100, np.uint64), np.ones(100, np.uint64)))
+
+
+def begun(
+    parts: Iterator[ViewPart | None], max_bytes: int = 1 << 20
+) -> tuple[ViewExports, Future[ViewSnapshot]]:
+    """A list that has begun at time 0, and what will be told of it."""
+    exports, told = ViewExports(max_bytes), Future[ViewSnapshot]()
+    exports.begin(told, MARK, ViewContent(FACTS, 3, parts), 0.0)
+    return exports, told
+
+
+def refusal(told: Future[ViewSnapshot]) -> str:
+    """Why nothing was told."""
+    error = told.exception(0)
+    assert isinstance(error, PeerError)
+    return error.reason
+
+
+def test_a_list_is_made_a_part_a_turn() -> None:
+    """Each turn takes one part, or a look that found none; all of them are told with place and facts."""
+    exports, told = begun(iter([PART, None, PART]))
+    turns = 0
+    while exports.running:
+        assert not told.done()
+        exports.turn(exports.due_s)
+        turns += 1
+    assert turns == 4
+    snapshot = told.result(0)
+    assert (snapshot.sequence, snapshot.digest) == MARK
+    assert (snapshot.facts, snapshot.evicted_blocks, len(snapshot.parts)) == (FACTS, 3, 2)
+
+
+def test_turns_leave_time_to_others() -> None:
+    """A turn before it is due does nothing."""
+    exports, _ = begun(iter([PART] * 3))
+    exports.turn(0.0)
+    due_s = exports.due_s
+    assert due_s > 0.0
+    exports.turn(0.0)
+    assert exports.due_s == due_s
+
+
+def test_what_comes_meanwhile_waits_in_order() -> None:
+    """Live batches are held until the list is over, and as long as others wait in front of them."""
+    exports, _ = begun(iter([]))
+    batches = [Batch(number, b"x") for number in range(5)]
+    assert exports.hold(batches[:3])
+    exports.turn(0.0)
+    assert (exports.running, exports.holds) == (False, True)
+    assert exports.hold(batches[3:])
+    assert exports.take(2) == batches[:2]
+    assert exports.holds
+    assert exports.take() == batches[2:]
+    assert not exports.holds
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [[Batch(number, b"") for number in range(3000)], [Batch(number, bytes(1 << 20)) for number in range(9)]],
+)
+def test_too_much_that_waits_ends_the_list(flood: list[Batch]) -> None:
+    """Beyond the bounds of batches or bytes the view is not told, and nothing of the stream is lost."""
+    exports, told = begun(iter([PART] * 3))
+    held = [exports.hold([batch]) for batch in flood]
+    assert not all(held)
+    assert refusal(told) == "busy"
+    assert not exports.running
+    assert exports.take() == flood
+
+
+def test_a_view_that_is_too_large_is_not_told() -> None:
+    """The parts of a view are counted while they are listed."""
+    exports, told = begun(iter([PART] * 3), max_bytes=3000)
+    for _ in range(2):
+        exports.turn(exports.due_s)
+    assert refusal(told) == "too_large"
+    assert not exports.running
+
+
+def test_a_second_list_does_not_begin_beside_the_first() -> None:
+    """One peer at a time: the other is told so."""
+    exports, _ = begun(iter([PART]))
+    with pytest.raises(PeerError, match="busy"):
+        exports.begin(Future(), MARK, ViewContent(FACTS, 0, iter([])), 0.0)
+
+
+def test_whoever_does_not_wait_any_more_costs_nothing() -> None:
+    """A list that nobody waits for ends with the next turn."""
+    exports, told = begun(iter([PART] * 3))
+    assert told.cancel()
+    exports.turn(0.0)
+    assert not exports.running
+
+
+def test_an_error_in_listing_is_told_and_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    """It costs the peer its answer and the stream nothing."""
+
+    def failing() -> Iterator[ViewPart | None]:
+        yield PART
+        raise ValueError("an error of ours")
+
+    exports, told = begun(failing())
+    exports.turn(0.0)
+    exports.turn(exports.due_s)
+    assert refusal(told) == "internal_error"
+    assert "an error of ours" in caplog.text
+    assert not exports.holds

@@ -1,0 +1,122 @@
+"""Indexers that are each other's peers, on real sockets; and peers that are none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from indexer._pb import indexer_pb2 as pb
+from indexer._pb import indexer_pb2_grpc as pb_grpc
+from indexer.grpc_server import IndexerServer
+from indexer.peer_service import PeerDoor
+from indexer.service import IndexerDoor
+from indexer.view_exports import ViewExports
+from tests.wire.engine_publisher import DEADLINE_S
+from tests.wire.subscribe_support import Watched
+
+SEED = 7
+
+
+@contextmanager
+def indexer(*peers: str, **settings: Any) -> Iterator[Watched]:
+    """A running indexer with a seed that its peers share."""
+    quick = {"hash_seed": SEED, "replay_attempts": 2, "snapshot_total_s": 20.0}
+    running = Watched(**{**quick, "peers": peers, **settings})
+    try:
+        yield running
+    finally:
+        running.indexer.close()
+
+
+@contextmanager
+def serving(
+    watched: Watched, port: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[str]:
+    """The gRPC server of an indexer; yields its address."""
+    peers = PeerDoor(watched.indexer.exports)
+    door = IndexerDoor(watched.indexer, [])
+    server = IndexerServer(door, "127.0.0.1", port, credentials, peers=peers)
+    server.start()
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        server.close(0)
+
+
+@contextmanager
+def false_peer(
+    answer: Callable[[pb.SnapshotRequest, grpc.ServicerContext], Iterator[bytes]],
+) -> Iterator[str]:
+    """A server that answers every request for a snapshot with these messages; yields its address."""
+
+    class Door(pb_grpc.IndexPeerServicer):
+        def Snapshot(  # noqa: N802 (the name is the proto's)
+            self, request: Any, context: grpc.ServicerContext
+        ) -> Iterator[pb.SnapshotChunk]:
+            for message in answer(request, context):
+                yield pb.SnapshotChunk(message=message)
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    pb_grpc.add_IndexPeerServicer_to_server(Door(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def messages_of(address: str, watched: Watched, engine: str, model: str) -> list[bytes]:
+    """What a peer tells an indexer of an engine."""
+    identity = watched.indexer.exports.identity
+    with grpc.insecure_channel(address) as channel:
+        chunks = pb_grpc.IndexPeerStub(channel).Snapshot(
+            pb.SnapshotRequest(
+                schema=identity.schema,
+                instance="somebody else",
+                fingerprint=identity.fingerprint,
+                form=identity.form,
+                tiers=identity.tiers,
+                engine=engine,
+                model=model,
+            ),
+            timeout=DEADLINE_S,
+        )
+        return [chunk.message for chunk in chunks]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def while_listed(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], until: Callable[[ViewExports], bool]
+) -> None:
+    """Has something done when the first view begins to be listed; the list goes on when `until` says so."""
+    turn = ViewExports.turn
+    acted = threading.Event()
+
+    def slow_turn(exports: ViewExports, now_s: float) -> None:
+        if not acted.is_set():
+            acted.set()
+            act()
+        if until(exports):
+            turn(exports, now_s)
+
+    monkeypatch.setattr(ViewExports, "turn", slow_turn)
+
+
+def then_wait(messages: Sequence[bytes], until: threading.Event) -> Iterator[bytes]:
+    """These messages, and then nothing for as long as the test wants."""
+    yield from messages
+    until.wait(DEADLINE_S)

@@ -1,0 +1,342 @@
+"""Views built from a peer's over real sockets: ZMQ from the engine, gRPC from the peer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+
+from indexer import StreamState, peer_client, recovery
+from indexer.tls import server_credentials
+from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
+from tests.wire.peer_support import (
+    false_peer,
+    free_port,
+    indexer,
+    messages_of,
+    serving,
+    then_wait,
+    while_listed,
+)
+from tests.wire.subscribe_support import MODEL, POD, Watched, block, stream
+
+EXACT, STALE = StreamState.EXACT, StreamState.STALE
+BACKENDS = ["flat", "reference", "cost"]
+
+
+def bootstraps(watched: Watched, source: str) -> float:
+    """How many views were built from this source."""
+    return watched.metric("kvroute_indexer_bootstraps_total", source=source)
+
+
+def asked(watched: Watched, outcome: str) -> float:
+    """How many snapshots asked of peers ended so."""
+    return watched.metric("kvroute_indexer_peer_snapshots_total", outcome=outcome)
+
+
+@pytest.fixture
+def engine() -> Iterator[EnginePublisher]:
+    """An engine whose replay buffer holds next to nothing."""
+    with EnginePublisher(history=2) as publisher:
+        yield publisher
+
+
+def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
+    """A peer sees all that the engine says, more than its buffer holds."""
+    peer.follow(stream(engine))
+    if engine.replay_endpoint is not None:
+        # What is said before the replay is answered would be missing.
+        peer.settled(0)
+    engine.wait_for_subscriber()
+    for number in (1, 2, 3, 4, 5):
+        engine.publish(block(number))
+    engine.publish(removed([5]))
+    peer.settled(4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher, backend: str) -> None:
+    """What the engine remembers no more, a peer tells; what comes after is applied to it, by hashes too."""
+    with indexer(backend=backend) as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address, indexer(address, backend=backend) as second:
+            second.follow(stream(engine))
+            second.settled(4)
+            assert bootstraps(second, "peer") == 1
+            assert asked(second, "completed") == 1
+            engine.publish(block(5), block(6))
+            engine.publish(removed([3]))
+            for watched in (first, second):
+                watched.settled(2)
+                keys, names = watched.keys, [POD]
+                assert watched.indexer.explain(keys, names)[0].held_beyond == 3
+            engine.publish(removed([1, 2, 4, 5, 6]))
+            for watched in (first, second):
+                wait_until("nothing is held", lambda watched=watched: not watched.indexer.stats().holdings)
+
+
+def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine: EnginePublisher) -> None:
+    """What a peer still believes of a process that is gone is dropped: the new one's history counts."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with EnginePublisher() as restarted:
+            restarted.publish(block(1))
+            with serving(first) as address, indexer(address) as second:
+                # The peer listens to the old process, we to the new one.
+                second.follow(stream(restarted))
+                second.settled(1)
+                assert asked(second, "completed") >= 1
+                assert bootstraps(second, "peer") == 0
+                assert bootstraps(second, "replay") == 1
+                assert second.metric("kvroute_indexer_pod_clears_total", reason="peer_unproven") >= 1
+
+
+@pytest.mark.parametrize(("history", "state", "source"), [(2, STALE, "none"), (100, EXACT, "replay")])
+def test_a_life_that_only_looks_alike_is_not_taken_for_the_old_one(
+    engine: EnginePublisher, history: int, state: StreamState, source: str
+) -> None:
+    """A new process that has published as much is told apart by the last batch itself, or by its lack."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with EnginePublisher(history=history) as restarted, serving(first) as address:
+            for _ in range(8):
+                restarted.publish(block(6))
+            with indexer(address) as second:
+                second.follow(stream(restarted))
+                second.settled(0, state)
+                assert bootstraps(second, "peer") == 0
+                assert bootstraps(second, source) == 1
+
+
+def test_a_peer_that_is_not_exact_tells_nothing(engine: EnginePublisher) -> None:
+    """A STALE peer refuses with the reason, and the next source is asked: the engine's short history."""
+    for _ in range(4):
+        engine.publish(block(1))
+    with indexer() as first, serving(first) as address:
+        first.follow(stream(engine))
+        first.settled(1, STALE)
+        with indexer(address) as second:
+            second.follow(stream(engine))
+            second.settled(1, STALE)
+            assert asked(second, "stale") == 1
+            assert bootstraps(second, "none") == 1
+            assert first.metric("kvroute_indexer_told_snapshots_total", outcome="stale") == 1
+
+
+def test_a_stale_view_is_healed_once_a_peer_is_there(
+    engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
+    monkeypatch.setattr(recovery, "_HEAL_S", 0.05)
+    monkeypatch.setattr(peer_client, "_DOWN_S", 0.0)
+    port = free_port()
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with indexer(f"127.0.0.1:{port}") as second:
+            second.follow(stream(engine))
+            second.settled(0, STALE)
+            with serving(first, port):
+                second.settled(4)
+                assert bootstraps(second, "peer") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hash_seed": 8}, "fingerprint"),
+        ({"block_tokens": 8}, "fingerprint"),
+        ({"backend": "reference"}, "backend"),
+        ({"tier_weights": {"gpu": 1.0, "cpu": 0.5, "tape": 0.1}}, "tiers"),
+    ],
+)
+def test_a_peer_of_another_kind_is_told_nothing(
+    engine: EnginePublisher, settings: dict[str, Any], reason: str
+) -> None:
+    """Other seeds, block lengths, backends and tiers are refused by their reason."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address, indexer(address, **settings) as second:
+            second.follow(stream(engine))
+            wait_until("it was asked", lambda: asked(second, reason) >= 1)
+            wait_until("it is stale", lambda: second.match().state is STALE)
+            assert first.metric("kvroute_indexer_told_snapshot_bytes_total") == 0
+
+
+def test_whoever_is_its_own_peer_passes_itself_over(engine: EnginePublisher) -> None:
+    """Among the addresses of a name is one's own: it is no source, and no error."""
+    port = free_port()
+    with indexer(f"localhost:{port}") as watched, serving(watched, port):
+        engine.publish(block(1))
+        watched.follow(stream(engine))
+        watched.settled(1)
+        assert asked(watched, "self") == 1
+        assert bootstraps(watched, "replay") == 1
+
+
+def test_of_two_peers_the_one_that_knows_is_found(engine: EnginePublisher) -> None:
+    """Who cannot be reached, or does not follow the engine, costs nothing but a question."""
+    with indexer() as first, indexer() as ignorant, serving(ignorant) as other:
+        publish_from_the_start(engine, first)
+        gone = f"127.0.0.1:{free_port()}"
+        with serving(first) as address, indexer(gone, other, address) as second:
+            second.follow(stream(engine))
+            second.settled(4)
+            assert bootstraps(second, "peer") == 1
+            assert asked(second, "completed") == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_peer_that_dies_half_way_has_told_nothing(engine: EnginePublisher, kept: int) -> None:
+    """Of a snapshot without its end nothing is used, and the next peer is asked."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address:
+            messages = messages_of(address, first, POD, MODEL)
+
+            def half(_: object, context: grpc.ServicerContext) -> Iterator[bytes]:
+                yield from messages[:kept]
+                context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+            with false_peer(half) as dying, indexer(dying) as second:
+                second.follow(stream(engine))
+                wait_until("it was asked", lambda: asked(second, "unreachable") == 1)
+                wait_until("it is stale", lambda: second.match().state is STALE)
+            with false_peer(half) as dying, indexer(dying, address) as second:
+                second.follow(stream(engine))
+                second.settled(4)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_snapshot_that_just_ends_is_broken(engine: EnginePublisher, kept: int) -> None:
+    """A stream that ends as if all were well, but without the end, is not believed."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address:
+            messages = messages_of(address, first, POD, MODEL)
+        with false_peer(lambda *_: iter(messages[:kept])) as short, indexer(short) as second:
+            second.follow(stream(engine))
+            wait_until("it was asked", lambda: asked(second, "broken") == 1)
+            wait_until("it is stale", lambda: second.match().state is STALE)
+            assert second.metric("kvroute_indexer_snapshot_bytes_total", source="peer") == 0
+
+
+def test_a_silent_peer_is_given_up(engine: EnginePublisher) -> None:
+    """A peer that says nothing delays the view by its deadline, and nobody else."""
+    until = threading.Event()
+    with false_peer(lambda *_: then_wait([], until)) as silent:
+        with indexer(silent, snapshot_total_s=0.3) as watched:
+            engine.publish(block(1))
+            watched.follow(stream(engine))
+            watched.settled(1)
+            assert asked(watched, "timeout") == 1
+        until.set()
+
+
+def test_closing_does_not_wait_for_a_silent_peer(engine: EnginePublisher) -> None:
+    """An indexer that ends gives up what it asked for."""
+    until, was_asked = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> Iterator[bytes]:
+        was_asked.set()
+        return then_wait([], until)
+
+    with false_peer(wait) as silent:
+        with indexer(silent, snapshot_total_s=DEADLINE_S) as watched:
+            watched.follow(stream(engine))
+            assert was_asked.wait(DEADLINE_S)
+        assert not until.is_set()
+        until.set()
+
+
+def test_a_doubted_view_is_not_built_from_a_peers(engine: EnginePublisher) -> None:
+    """What a peer holds was made from the same events: only the engine knows better."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            second.settled(4)
+            second.indexer.doubt(POD, "overfull")
+            second.settled(0, STALE)
+            assert asked(second, "completed") == 1
+
+
+def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer's view counts if we received its last batch ourselves; of a quiet engine it is not believed."""
+    monkeypatch.setattr(recovery, "_HEAL_S", 0.05)
+    with EnginePublisher(replay=False) as engine, indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            second.settled(0, STALE)
+            assert bootstraps(second, "none") >= 1
+            assert bootstraps(second, "peer") == 0
+            engine.publish(block(5))
+            second.settled(5)
+            assert bootstraps(second, "peer") == 1
+
+
+def test_a_view_that_waits_for_a_parent_is_not_told(engine: EnginePublisher) -> None:
+    """What cannot be listed is refused, not left out."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        engine.publish(stored([99], [1, 2, 3, 4], parent=98))
+        wait_until("it waits", lambda: first.metric("kvroute_indexer_orphans", pod=POD) == 1)
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            wait_until("it was refused", lambda: asked(second, "orphans") == 1)
+
+
+def test_events_wait_while_a_view_is_told_and_are_not_lost(
+    engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that come while a view is listed are applied after it, on both sides."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        while_listed(monkeypatch, lambda: engine.publish(block(5)), lambda exports: bool(exports._held))
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            second.settled(5)
+            first.settled(5)
+
+
+def test_a_view_that_changes_while_it_is_listed_is_not_told(
+    engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A doubt that comes in between ends the list; what it had so far is of no use."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        doubt = partial(first.indexer.doubt, POD, "cleared_by_hand")
+        while_listed(monkeypatch, doubt, lambda _: False)
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            wait_until("it was refused", lambda: asked(second, "changed") >= 1)
+
+
+def test_peers_meet_over_tls(engine: EnginePublisher, tmp_path: Path) -> None:
+    """With a certificate of its own each peer is believed; without one it is told nothing."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    ca, cert, key = (tmp_path / name for name in ("ca.crt", "tls.crt", "tls.key"))
+    authority.cert_pem.write_to_path(ca)
+    issued.cert_chain_pems[0].write_to_path(cert)
+    issued.private_key_pem.write_to_path(key)
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        with serving(first, credentials=server_credentials(cert, key, ca)) as address:
+            named = f"localhost:{address.rpartition(':')[2]}"
+            with indexer(named, peer_ca=ca) as stranger:
+                stranger.follow(stream(engine))
+                wait_until("it is stale", lambda: stranger.match().state is STALE)
+                assert asked(stranger, "completed") == 0
+            with indexer(named, peer_ca=ca, peer_cert=cert, peer_key=key) as second:
+                second.follow(stream(engine))
+                second.settled(4)
+                assert bootstraps(second, "peer") == 1
