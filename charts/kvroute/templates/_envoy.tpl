@@ -1,0 +1,176 @@
+{{/* Envoy's bootstrap. What the local stack's Envoy has, too, comes from files/envoy.json, which tests/chart writes from
+     router/local/envoy_config.py; a cluster's addresses, several routers, probes and metrics are added here. */}}
+
+{{- define "kvroute.envoy.bootstrap" -}}
+{{- $parts := .Files.Get "files/envoy.json" | fromJson -}}
+{{- $listener := $parts.listener -}}
+{{- $manager := (index (index $listener.filter_chains 0).filters 0).typed_config -}}
+{{- $door := ternary (printf "ext_proc_%s" .Values.envoy.responses) .Values.envoy.door (eq .Values.envoy.door "ext_proc") -}}
+{{- $filter := mergeOverwrite (index $parts.doors $door) (include "kvroute.envoy.doorPatch" . | fromYaml) -}}
+{{- $_ := set $manager "http_filters" (prepend $manager.http_filters $filter) -}}
+{{- if .Values.envoy.failOpen -}}
+{{- $_ := set (index $manager.route_config.virtual_hosts 0) "routes" $parts.fail_open_routes -}}
+{{- end -}}
+{{- $patches := include "kvroute.envoy.clusterPatches" . | fromYaml -}}
+{{- $clusters := list ($patches.admin) -}}
+{{- range $name := concat (list "picked_pod" "router") (ternary (list "router_check") list (eq $door "check")) (ternary (list "round_robin") list .Values.envoy.failOpen) -}}
+{{- $clusters = append $clusters (mergeOverwrite (index $parts.clusters $name) (index $patches $name)) -}}
+{{- end -}}
+{{- $patched := include "kvroute.envoy.bootstrapPatch" . | fromYaml -}}
+{{- $_ := set $patched.static_resources "listeners" (prepend $patched.static_resources.listeners $listener) -}}
+{{- $_ := set $patched.static_resources "clusters" $clusters -}}
+{{- toPrettyJson $patched -}}
+{{- end -}}
+
+{{- define "kvroute.envoy.bootstrapPatch" -}}
+node: {id: {{ include "kvroute.fullname" . }}-envoy, cluster: kvroute}
+# Only for this pod itself: whoever reaches it may stop Envoy.
+admin:
+  address: {socket_address: {address: 127.0.0.1, port_value: 9901}}
+static_resources:
+  listeners:
+    # Readiness and metrics for others than this pod: no more of the admin pages than these two.
+    - name: status
+      address: {socket_address: {address: 0.0.0.0, port_value: 8082}}
+      filter_chains:
+        - filters:
+            - name: envoy.filters.network.http_connection_manager
+              typed_config:
+                "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+                stat_prefix: status
+                http_filters:
+                  # 503 from the moment on that the pod drains.
+                  - name: envoy.filters.http.health_check
+                    typed_config:
+                      "@type": type.googleapis.com/envoy.extensions.filters.http.health_check.v3.HealthCheck
+                      pass_through_mode: false
+                      headers: [{name: ":path", string_match: {exact: /ready}}]
+                  - name: envoy.filters.http.router
+                    typed_config:
+                      "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router
+                route_config:
+                  virtual_hosts:
+                    - name: status
+                      domains: ["*"]
+                      routes:
+                        - match:
+                            path: /metrics
+                            headers: [{name: ":method", string_match: {exact: GET}}]
+                          route: {cluster: admin, prefix_rewrite: /stats/prometheus}
+{{- end -}}
+
+{{/* A router that dies costs another try, at another router; the last tries go by the Service's own address. */}}
+{{- define "kvroute.envoy.doorPatch" -}}
+typed_config:
+  {{- if ne .Values.envoy.door "ext_proc" }}
+  failure_mode_allow: {{ .Values.envoy.failOpen }}
+  with_request_body: {max_request_bytes: {{ int64 .Values.router.maxRequestBytes }}}
+  {{- end }}
+  {{ ternary "http_service" "grpc_service" (eq .Values.envoy.door "check") }}:
+    retry_policy:
+      {{- if ne .Values.envoy.door "check" }}
+      retry_on: connect-failure,refused-stream,reset,unavailable
+      retry_back_off: {base_interval: 0.025s, max_interval: 0.25s}
+      {{- end }}
+      num_retries: 5
+      retry_host_predicate:
+        - name: envoy.retry_host_predicates.previous_hosts
+          typed_config:
+            "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
+      # A dead router has the fewest requests, so it is drawn again and again.
+      host_selection_retry_max_attempts: 20
+      retry_priority:
+        name: envoy.retry_priorities.previous_priorities
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.retry.priority.previous_priorities.v3.PreviousPrioritiesConfig
+          update_frequency: 3
+{{- end -}}
+
+{{- define "kvroute.envoy.clusterPatches" -}}
+picked_pod: {}
+router:
+  {{- include "kvroute.envoy.routerPatch" (list . "router" 9002 9003) | nindent 2 }}
+  health_checks:
+    - {{ include "kvroute.envoy.probe" . | nindent 6 | trim }}
+      grpc_health_check: {service_name: readiness}
+  typed_extension_protocol_options:
+    envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+      explicit_http_config:
+        http2_protocol_options:
+          # A router whose node is gone closes no connection.
+          connection_keepalive: {interval: 2s, timeout: 2s}
+router_check:
+  {{- include "kvroute.envoy.routerPatch" (list . "router_check" 9004 9090) | nindent 2 }}
+  health_checks:
+    - {{ include "kvroute.envoy.probe" . | nindent 6 | trim }}
+      http_health_check: {path: /ready, host: router}
+  # A router whose node is gone closes no connection, and HTTP/1.1 has no pings: the kernel gives it up, idle or not.
+  upstream_connection_options:
+    tcp_keepalive: {keepalive_time: 2, keepalive_interval: 1, keepalive_probes: 2}
+  upstream_bind_config:
+    socket_options:
+      - {description: TCP_USER_TIMEOUT, level: 6, name: 18, int_value: 4000, state: STATE_PREBIND}
+round_robin:
+  type: STRICT_DNS
+  {{- include "kvroute.envoy.dns" . | nindent 2 }}
+  load_assignment:
+    cluster_name: round_robin
+    endpoints:
+      - lb_endpoints:
+          {{- range include "kvroute.targetPorts" . | fromJsonArray }}
+          - endpoint: {address: {socket_address: {address: {{ include "kvroute.host" (list $ "-models") }}, port_value: {{ . }}}}}
+          {{- end }}
+admin:
+  name: admin
+  type: STATIC
+  connect_timeout: 1s
+  load_assignment:
+    cluster_name: admin
+    endpoints:
+      - lb_endpoints:
+          - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: 9901}}}
+{{- end -}}
+
+{{/* Every router, and behind them their Service. Takes (list root cluster port health-port). */}}
+{{- define "kvroute.envoy.routerPatch" -}}
+{{- $root := index . 0 }}{{ $cluster := index . 1 }}{{ $port := index . 2 }}{{ $health := index . 3 -}}
+type: STRICT_DNS
+lb_policy: LEAST_REQUEST
+{{ include "kvroute.envoy.dns" $root }}
+load_assignment:
+  cluster_name: {{ $cluster }}
+  endpoints:
+    # DNS may be half a minute behind the pods, the Service's own address is not.
+    {{- range $priority, $suffix := list "-epp-pods" "-epp" }}
+    - priority: {{ $priority }}
+      lb_endpoints:
+        - endpoint:
+            address: {socket_address: {address: {{ include "kvroute.host" (list $root $suffix) }}, port_value: {{ $port }}}}
+            health_check_config: {port_value: {{ $health }}}
+    {{- end }}
+# By default 3 retries at once are allowed.
+circuit_breakers:
+  thresholds:
+    - {priority: DEFAULT, max_connections: 1000000000, max_pending_requests: 1000000000, max_requests: 1000000000, max_retries: 1000000000}
+{{- end -}}
+
+{{- define "kvroute.envoy.probe" -}}
+timeout: 2s
+interval: 1s
+# Without traffic, too: the first request must find its way.
+no_traffic_interval: 1s
+unhealthy_threshold: 2
+healthy_threshold: 1
+{{- end -}}
+
+{{- define "kvroute.envoy.dns" -}}
+dns_lookup_family: V4_PREFERRED
+dns_refresh_rate: 2s
+dns_failure_refresh_rate: {base_interval: 1s, max_interval: 2s}
+typed_dns_resolver_config:
+  name: envoy.network.dns_resolver.cares
+  typed_config:
+    "@type": type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig
+    # The names are whole.
+    dns_resolver_options: {no_default_search_domain: true}
+{{- end -}}

@@ -1,0 +1,123 @@
+{{/* The engines' command lines: ours and vLLM's. */}}
+
+{{- define "kvroute.models.image" -}}
+{{- $models := .Values.modelServers -}}
+{{- $ours := eq $models.engine "kvroute" -}}
+{{- $repository := default (ternary "ghcr.io/kvroute/model-server" "vllm/vllm-openai" $ours) $models.image.repository -}}
+{{- include "kvroute.image" (list (merge (dict "repository" $repository) $models.image) (ternary .Chart.AppVersion "v0.32.0" $ours)) -}}
+{{- end -}}
+
+{{- define "kvroute.models.port" -}}
+{{- first .Values.modelServers.targetPorts -}}
+{{- end -}}
+
+{{/* What the engine is given as its model. */}}
+{{- define "kvroute.models.path" -}}
+{{- $model := .Values.modelServers.model -}}
+{{- if eq $model.source "hub" -}}
+{{- $repository := required "modelServers.model.hub.repository: with source=hub, name the repository (OWNER/NAME)" $model.hub.repository -}}
+{{- ternary $repository (printf "/models/%s/%s" $repository $model.hub.revision) (eq .Values.modelServers.engine "vllm") -}}
+{{- else if eq $model.source "pvc" -}}
+{{- $_ := required "modelServers.model.pvc.claim: with source=pvc, name the claim" $model.pvc.claim -}}
+{{- printf "/models/%s" $model.pvc.path | trimSuffix "/" -}}
+{{- else if and (eq $model.name "kvroute-tiny") (eq .Values.modelServers.engine "kvroute") -}}
+kvroute-tiny
+{{- else -}}
+{{- fail "modelServers.model.source: builtin is kvroute-tiny of engine kvroute alone; choose hub or pvc" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvroute.models.topic" -}}
+kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model.name }}
+{{- end -}}
+
+{{- define "kvroute.models.args.kvroute" -}}
+{{- $models := .Values.modelServers -}}
+- model-server
+- --host=0.0.0.0
+- --port={{ include "kvroute.models.port" . }}
+- --model={{ include "kvroute.models.path" . }}
+- --served-model-name={{ $models.model.name }}
+- --kv-events-endpoint=tcp://*:{{ int64 $models.kvEventsPort }}
+- --kv-replay-endpoint={{ if $models.kvReplayPort }}tcp://*:{{ int64 $models.kvReplayPort }}{{ end }}
+- --kv-events-topic={{ include "kvroute.models.topic" . }}
+{{- if $models.gpus }}
+- --device=cuda
+{{- end }}
+{{- if gt (int $models.tensorParallel) 1 }}
+- --tensor-parallel-size={{ int64 $models.tensorParallel }}
+{{- end }}
+{{- with $models.hostTierGiB }}
+- --cpu-gib={{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvroute.models.args.vllm" -}}
+{{- $models := .Values.modelServers -}}
+{{- $events := dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" (printf "tcp://*:%d" (int64 $models.kvEventsPort)) "topic" (include "kvroute.models.topic" .) -}}
+{{- if $models.kvReplayPort }}{{ $_ := set $events "replay_endpoint" (printf "tcp://*:%d" (int64 $models.kvReplayPort)) }}{{ end -}}
+- {{ include "kvroute.models.path" . }}
+{{- if eq $models.model.source "hub" }}
+- --revision={{ $models.model.hub.revision }}
+{{- end }}
+- --host=0.0.0.0
+- --port={{ include "kvroute.models.port" . }}
+- --served-model-name={{ $models.model.name }}
+- --enable-prefix-caching
+# Usage tells cached tokens: what the router promised can be compared.
+- --enable-prompt-tokens-details
+{{- if eq (get (include "kvroute.router.tokenizers" . | fromYaml) $models.model.name) "pods" }}
+# The render endpoints, which tell the router a prompt's tokens.
+- --enable-scale-out
+{{- end }}
+- {{ printf "--kv-events-config=%s" (toRawJson $events) | quote }}
+{{- if gt (int $models.tensorParallel) 1 }}
+- --tensor-parallel-size={{ int64 $models.tensorParallel }}
+{{- end }}
+{{- if $models.hostTierGiB }}
+# Its events tell their tokens, so that a block is known which was never seen on the device.
+{{- $tier := dict "cpu_bytes_to_use" (int64 (mulf $models.hostTierGiB 1073741824)) "self_describing_kv_events" true }}
+- {{ printf "--kv-transfer-config=%s" (dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_connector_extra_config" $tier | toRawJson) | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvroute.models.env" -}}
+{{- $models := .Values.modelServers -}}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{ include "kvroute.hubEnv" (list $models.model.hub.tokenSecret (ternary "/models" "/tmp/huggingface" (eq $models.model.source "hub"))) }}
+{{- if eq $models.engine "vllm" }}
+# Caches go where a read-only image lets them, and the user has no name there.
+{{- range $name, $value := dict "HOME" "/tmp" "USER" "kvroute" "LOGNAME" "kvroute" "XDG_CACHE_HOME" "/tmp/cache" "XDG_CONFIG_HOME" "/tmp/config" "VLLM_CACHE_ROOT" "/tmp/cache/vllm" "TORCHINDUCTOR_CACHE_DIR" "/tmp/cache/inductor" "TRITON_CACHE_DIR" "/tmp/cache/triton" }}
+- name: {{ $name }}
+  value: {{ $value }}
+{{- end }}
+{{- end }}
+{{- with $models.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvroute.models.resources" -}}
+{{- $models := .Values.modelServers -}}
+{{- $resources := deepCopy $models.resources -}}
+{{- if $models.gpus -}}
+{{- $_ := set $resources "limits" (merge (dict $models.gpuResource (int64 $models.gpus)) (default dict $resources.limits)) -}}
+{{- if lt (int $models.gpus) (int $models.tensorParallel) -}}
+{{- fail "modelServers.gpus: fewer than modelServers.tensorParallel" -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Name of the volume claim behind /models, if any. */}}
+{{- define "kvroute.models.claim" -}}
+{{- $model := .Values.modelServers.model -}}
+{{- if eq $model.source "pvc" -}}
+{{- $model.pvc.claim -}}
+{{- else if eq $model.source "hub" -}}
+{{- if $model.hub.cache.claim }}{{ $model.hub.cache.claim }}{{ else if $model.hub.cache.size }}{{ include "kvroute.fullname" . }}-models{{ end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,162 @@
+{{/* The router's command line. */}}
+
+{{- define "kvroute.router.args" -}}
+{{- $router := .Values.router -}}
+- router
+- --grpc-port=9002
+- --grpc-health-port=9003
+- --check-port={{ ternary 9004 0 (eq .Values.mode "standalone") }}
+- --metrics-port=9090
+{{- if .Values.monitoring.auth }}
+- --metrics-endpoint-auth=true
+{{- end }}
+{{ include "kvroute.router.podArgs" . }}
+- --responses={{ ternary "full" .Values.envoy.responses (eq .Values.mode "gateway") }}
+- --max-request-bytes={{ int64 $router.maxRequestBytes }}
+- --max-streams={{ int64 $router.maxStreams }}
+- --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
+{{- if $router.explainHeader }}
+- --explain-header=true
+{{- end }}
+{{- with $router.session.header }}
+- --session-header={{ . }}
+{{- end }}
+{{- with $router.session.cookie }}
+- --session-cookie={{ . }}
+{{- end }}
+{{- if $router.tracing.enabled }}
+- --tracing=true
+{{- end }}
+{{- if $router.config }}
+- --config-file=/etc/kvroute/config.yaml
+{{- end }}
+{{- if eq .Values.mode "standalone" }}
+{{- range $router.objectives }}
+- --objective={{ .name }}={{ int64 .priority }}
+{{- end }}
+{{- end }}
+{{- range $model, $source := include "kvroute.router.tokenizers" . | fromYaml }}
+- --tokenizer={{ $model }}={{ $source }}
+{{- end }}
+{{ include "kvroute.router.indexArgs" . }}
+{{- if .Values.peers.enabled }}
+{{- if eq .Values.indexer.backend "redis" }}
+{{- fail "peers.enabled: not with indexer.backend=redis, which holds the index's state already" }}
+{{- end }}
+- --peer={{ include "kvroute.host" (list . "-epp-pods") }}:9002
+{{- end }}
+{{- with $router.verbosity }}
+- -v={{ int64 . }}
+{{- end }}
+{{- with $router.extraArgs }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Which pods there are, and where their events come from. */}}
+{{- define "kvroute.router.podArgs" -}}
+{{- if eq .Values.mode "gateway" -}}
+- --pool-name={{ include "kvroute.poolName" . }}
+- --pool-namespace={{ .Release.Namespace }}
+{{- else -}}
+{{- $labels := list -}}
+{{- range $label, $value := include "kvroute.poolLabels" . | fromYaml }}{{ $labels = append $labels (printf "%s=%s" $label $value) }}{{ end -}}
+- --endpoint-selector={{ join "," $labels }}
+- --endpoint-target-ports={{ include "kvroute.targetPorts" . | fromJsonArray | join "," }}
+{{- end }}
+- --kube-deadline={{ .Values.router.kubeDeadline }}
+- --kv-events-port={{ int64 .Values.modelServers.kvEventsPort }}
+- --kv-replay-port={{ int64 .Values.modelServers.kvReplayPort }}
+{{- end -}}
+
+{{- define "kvroute.router.indexArgs" -}}
+{{- $indexer := .Values.indexer -}}
+- --backend={{ $indexer.backend }}
+- --block-tokens={{ int64 $indexer.blockTokens }}
+- --capacity-blocks={{ int64 $indexer.capacityBlocks }}
+- --capacity-bytes={{ int64 $indexer.capacityBytes }}
+{{- if not (kindIs "invalid" $indexer.hashSeed) }}
+- --hash-seed={{ int64 $indexer.hashSeed }}
+{{- else if or .Values.peers.enabled (eq $indexer.backend "redis") }}
+{{- fail "indexer.hashSeed: routers that share an index, or are peers, need the same number; choose one that nobody else knows" }}
+{{- end }}
+{{- if eq $indexer.backend "redis" }}
+- --redis-url=$(KVROUTE_REDIS_URL)
+- --redis-namespace={{ $indexer.redis.namespace }}
+{{- end }}
+{{- end -}}
+
+{{/* Source by model: those given, and modelServers' model if it has none. */}}
+{{- define "kvroute.router.tokenizers" -}}
+{{- $sources := dict -}}
+{{- range $model, $source := .Values.router.tokenizers -}}
+{{- $_ := set $sources $model (ternary "unix:/run/kvroute/tokenizer.sock" $source (and $.Values.tokenizer.enabled (eq (include "kvroute.tokenizer.takes" $source) "true"))) -}}
+{{- end -}}
+{{- $model := .Values.modelServers.model.name -}}
+{{- if and .Values.modelServers.enabled (ne $model "kvroute-tiny") (not (hasKey $sources $model)) -}}
+{{- $_ := set $sources $model (ternary "unix:/run/kvroute/tokenizer.sock" "pods" (ne .Values.tokenizer.source "")) -}}
+{{- end -}}
+{{- toYaml $sources -}}
+{{- end -}}
+
+{{/* Whether a source is one that `kvroute tokenizer` opens. */}}
+{{- define "kvroute.tokenizer.takes" -}}
+{{- not (or (eq . "pods") (hasPrefix "unix:" .) (hasPrefix "http://" .) (hasPrefix "https://" .)) -}}
+{{- end -}}
+
+{{- define "kvroute.router.env" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: POD_NAMESPACE
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.namespace
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{ include "kvroute.hubEnv" (list .Values.router.hubTokenSecret "/tmp/huggingface") }}
+{{- if eq .Values.indexer.backend "redis" }}
+{{ include "kvroute.redis.env" . }}
+{{- end }}
+{{- if .Values.router.tracing.enabled }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ required "router.tracing.endpoint: tracing needs an OTLP endpoint" .Values.router.tracing.endpoint | quote }}
+- name: OTEL_SERVICE_NAME
+  value: {{ include "kvroute.fullname" . }}-epp
+{{- end }}
+{{- with .Values.router.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Where downloads of the Hub go, and who asks. Takes (list tokenSecret directory). */}}
+{{- define "kvroute.hubEnv" -}}
+- name: HF_HOME
+  value: {{ index . 1 }}
+{{- $secret := index . 0 }}
+{{- with $secret.name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $secret.key }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvroute.redis.env" -}}
+{{- $redis := .Values.indexer.redis -}}
+- name: KVROUTE_REDIS_URL
+  {{- if $redis.deploy }}
+  value: redis://{{ include "kvroute.host" (list . "-redis") }}:6379/0
+  {{- else if $redis.urlSecret.name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.urlSecret.name }}
+      key: {{ $redis.urlSecret.key }}
+  {{- else }}
+  value: {{ required "indexer.redis.url: with indexer.backend=redis give a url, a urlSecret or deploy=true" $redis.url | quote }}
+  {{- end }}
+{{- end -}}

@@ -1,0 +1,148 @@
+"""The chart as Helm renders it, for the tests beside this file; skips with a reason without Helm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.envoy_parts import manager
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "kvroute"
+RELEASE = "rel"
+FULLNAME = "rel-kvroute"
+# A Helm that was built without its release's flags takes the cluster for an ancient one.
+_KUBERNETES = "1.34"
+
+Manifest = dict[str, Any]
+
+
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs Helm; whether it went well is the caller's."""
+    program = shutil.which("helm")
+    if program is None:
+        pytest.skip("needs helm on PATH")
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+
+
+def template(values: Mapping[str, Any] | None = None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`helm template` of the chart, with values as a file would give them."""
+    program = shutil.which("helm")
+    if program is None:
+        pytest.skip("needs helm on PATH")
+    command = [program, "template", RELEASE, str(CHART), "--kube-version", _KUBERNETES]
+    command += ["--namespace", "llm", "--values", "-", *arguments]
+    return subprocess.run(command, input=yaml.safe_dump(dict(values or {})), capture_output=True, text=True)
+
+
+def text(values: Mapping[str, Any] | None = None) -> str:
+    """What is rendered; an error fails the test."""
+    done = template(values)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def manifests(values: Mapping[str, Any] | None = None) -> list[Manifest]:
+    """The objects that are rendered."""
+    return [one for one in yaml.safe_load_all(text(values)) if one]
+
+
+def one(objects: list[Manifest], kind: str, suffix: str) -> Manifest:
+    """The one object of a kind whose name ends so."""
+    (found,) = [o for o in objects if o["kind"] == kind and o["metadata"]["name"] == FULLNAME + suffix]
+    return found
+
+
+def container(workload: Manifest, name: str) -> Manifest:
+    """A container of a workload's pods."""
+    (found,) = [c for c in workload["spec"]["template"]["spec"]["containers"] if c["name"] == name]
+    return dict(found)
+
+
+def pods(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Name and pod template of every workload."""
+    for each in objects:
+        if each["kind"] in ("Deployment", "Job"):
+            yield each["metadata"]["name"], each["spec"]["template"]
+
+
+def envoy_bootstrap(values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of the rendered Envoy."""
+    read: dict[str, Any] = yaml.safe_load(one(manifests(values), "ConfigMap", "-envoy")["data"]["envoy.yaml"])
+    return read
+
+
+def gateway_manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    """The HTTP connection manager of its gateway."""
+    (listener,) = [each for each in bootstrap["static_resources"]["listeners"] if each["name"] == "gateway"]
+    return manager(listener)
+
+
+def clusters(bootstrap: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Its clusters by name."""
+    return {each["name"]: each for each in bootstrap["static_resources"]["clusters"]}
+
+
+EVERYTHING: dict[str, Any] = {
+    "mode": "gateway",
+    "router": {
+        "replicas": 3,
+        "tokenizers": {"org/base": "hf:org/base@main"},
+        "config": {
+            "apiVersion": "llm-d.ai/v1alpha1",
+            "kind": "EndpointPickerConfig",
+            "plugins": [{"type": "ttft-cost-scorer"}],
+        },
+        "objectives": [{"name": "batch", "priority": -1}, {"name": "chat", "priority": 10}],
+        "explainHeader": True,
+        "session": {"header": "x-session-id"},
+        "tracing": {"enabled": True, "endpoint": "http://collector.observability:4317"},
+        "hubTokenSecret": {"name": "hub"},
+    },
+    "gateway": {
+        "inferencePool": {"failureMode": "FailOpen"},
+        "httpRoute": {
+            "parentRefs": [{"name": "inference", "namespace": "gateways", "sectionName": "http"}],
+            "hostnames": ["llm.example.com"],
+        },
+    },
+    "modelServers": {
+        "engine": "vllm",
+        "replicas": 4,
+        "model": {
+            "name": "qwen3-8b",
+            "source": "hub",
+            "hub": {
+                "repository": "Qwen/Qwen3-8B",
+                "tokenSecret": {"name": "hub"},
+                "cache": {"size": "100Gi", "keep": True},
+            },
+        },
+        "gpus": 2,
+        "tensorParallel": 2,
+        "hostTierGiB": 32,
+        "sharedMemory": "8Gi",
+        "extraArgs": ["--max-model-len=32768"],
+        "resources": {"requests": {"cpu": 4, "memory": "64Gi"}, "limits": {"memory": "64Gi"}},
+    },
+    "indexer": {"backend": "redis", "hashSeed": 4711, "redis": {"deploy": True}},
+    "tokenizer": {"enabled": True, "source": "hf:Qwen/Qwen3-8B@main"},
+    "monitoring": {
+        "serviceMonitor": True,
+        "podMonitor": True,
+        "prometheusRule": True,
+        "dashboard": True,
+        "auth": True,
+        "labels": {"release": "prometheus"},
+    },
+    "autoscaling": {"enabled": True, "targetPicksPerSecond": 200},
+    "priorityClass": {"create": True},
+    "commonLabels": {"team": "inference"},
+}
+"""Gateway mode with every part of the chart switched on but peers, which a shared index needs not."""

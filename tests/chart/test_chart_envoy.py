@@ -1,0 +1,90 @@
+"""The chart's Envoy: the real one takes its configuration, which does what the local stack's does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.local.stack import envoy_command
+from tests.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
+from tests.chart.helm import CHART, clusters, envoy_bootstrap, gateway_manager
+
+PARTS = CHART / "files" / "envoy.json"
+SETTINGS: list[dict[str, Any]] = [
+    {"door": "check", "failOpen": False},
+    {"door": "check", "failOpen": True},
+    {"door": "check_grpc", "failOpen": False},
+    {"door": "check_grpc", "failOpen": True},
+    {"door": "ext_proc", "responses": "skip"},
+    {"door": "ext_proc", "responses": "full"},
+]
+
+
+def test_its_parts_are_the_local_stacks() -> None:
+    """files/envoy.json is what envoy_config makes today; UPDATE_GOLDEN=1 writes it anew."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        PARTS.write_text(json.dumps(envoy_parts(), indent=1) + "\n")
+    assert json.loads(PARTS.read_text()) == envoy_parts()
+
+
+@pytest.mark.parametrize("envoy", SETTINGS, ids=str)
+def test_envoy_accepts_the_configuration(tmp_path: Path, envoy: dict[str, Any]) -> None:
+    """The real Envoy validates the bootstrap with each door and mode."""
+    path = tmp_path / "envoy.json"
+    path.write_text(json.dumps(envoy_bootstrap({"envoy": envoy})))
+    done = subprocess.run(
+        [envoy_command(), "--mode", "validate", "--disable-hot-restart", "-c", path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("envoy", SETTINGS, ids=str)
+def test_requests_go_as_in_the_local_stack(envoy: dict[str, Any]) -> None:
+    """Filters, routes, access log and replies are the local stack's; only further tries are added."""
+    rendered = gateway_manager(envoy_bootstrap({"envoy": envoy}))
+    responses: Responses = envoy.get("responses", "skip")
+    local = local_bootstrap(envoy["door"], responses, fail_open=envoy.get("failOpen", False))
+    (listener,) = local["static_resources"]["listeners"]
+    expected = manager(listener)
+    assert listener["address"]["socket_address"] == {"address": GATEWAY[0], "port_value": GATEWAY[1]}
+    for http_filter in (rendered["http_filters"][0], expected["http_filters"][0]):
+        config = http_filter["typed_config"]
+        (config.get("http_service") or config["grpc_service"]).pop("retry_policy", None)
+    assert rendered == expected
+
+
+@pytest.mark.parametrize("envoy", SETTINGS, ids=str)
+def test_clusters_differ_in_addresses_and_probes_alone(envoy: dict[str, Any]) -> None:
+    """Each cluster of the local stack is there, with whatever the chart does not have to change."""
+    rendered = clusters(envoy_bootstrap({"envoy": envoy}))
+    local = clusters(local_bootstrap(envoy["door"], fail_open=envoy.get("failOpen", False)))
+    assert set(rendered) == {*local, "admin"}
+    assert rendered["picked_pod"] == local["picked_pod"]
+    for name in set(local) - {"picked_pod"}:
+        kept = {"name", "connect_timeout"} | ({"lb_policy"} & local[name].keys())
+        assert {key: rendered[name][key] for key in kept} == {key: local[name][key] for key in kept}
+        options = rendered[name].get("typed_extension_protocol_options", {})
+        assert options.keys() == local[name].get("typed_extension_protocol_options", {}).keys()
+
+
+def test_the_limit_of_bodies_is_the_routers() -> None:
+    """Envoy buffers what the router reads, and no more."""
+    values = {"router": {"maxRequestBytes": 1 << 20}}
+    door = gateway_manager(envoy_bootstrap(values))["http_filters"][0]["typed_config"]
+    assert door["with_request_body"]["max_request_bytes"] == 1 << 20
+
+
+def test_the_admin_page_is_the_pods_own() -> None:
+    """Others reach readiness and metrics, not what stops an Envoy."""
+    bootstrap = envoy_bootstrap()
+    assert bootstrap["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    (status,) = [each for each in bootstrap["static_resources"]["listeners"] if each["name"] == "status"]
+    (route,) = manager(status)["route_config"]["virtual_hosts"][0]["routes"]
+    assert route["match"]["path"] == "/metrics"

@@ -1,0 +1,134 @@
+"""Dashboard and alerts ask for what is there: every metric they name is exported by something that runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+
+from indexer.redis_link import RedisMetrics
+from model_server.engine_stats import EngineStats
+from model_server.metrics import EngineCollector, RequestMetrics
+from router.kube.problems import Problems
+from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.stack import envoy_command
+from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
+from tests.integration.router_server_support import fake_pods, running_router, write_pods
+from tests.wire.router_wire_support import wait_until
+
+HERE = "127.0.0.1"
+_NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
+_IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of every metric of a router, the parts that it has in other settings, an engine and an Envoy."""
+    directory = tmp_path_factory.mktemp("metrics")
+    others = CollectorRegistry()
+    RedisMetrics(others)
+    Problems(others, lambda _reason, _detail: None)
+    RequestMetrics("m", others)
+    others.register(EngineCollector("m", lambda: _IDLE, None, {}))
+    pages = [generate_latest(others).decode()]
+    with fake_pods(1) as pods:
+        with running_router(write_pods(directory / "pods.yaml", [pods[0].address])) as router:
+            pages.append(_page(f"http://{HERE}:{router.ports['metrics']}/metrics"))
+        pages.append(_envoys_page(directory, pods[0].port))
+    return {name for page in pages for name in _names(page)}
+
+
+def test_every_metric_that_is_asked_for_is_exported(exported: set[str]) -> None:
+    """No panel stays empty and no alert silent because of a name that nothing exports."""
+    asked = list(_asked_for())
+    assert len(asked) > 30
+    assert {where: missing for where, names in asked if (missing := names - exported)} == {}
+
+
+def test_every_alert_is_of_the_release(exported: set[str]) -> None:
+    """Rendered alerts look at the release's own routers alone, and have an end of their own to wait for."""
+    rules = one(manifests(EVERYTHING), "PrometheusRule", "-epp")["spec"]["groups"][0]["rules"]
+    for rule in rules:
+        selectors = re.findall(r"\{([^}]*)\}", rule["expr"])
+        assert selectors
+        assert all(f'namespace="llm",service="{FULLNAME}-epp"' in selector for selector in selectors)
+        assert {"summary", "description"} == set(rule["annotations"])
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert rule["for"]
+
+
+def test_the_dashboard_is_whole() -> None:
+    """Panels have ids and places of their own, and ask the data source that the viewer chose."""
+    panels = json.loads(one(manifests(EVERYTHING), "ConfigMap", "-dashboard")["data"]["kvroute.json"])[
+        "panels"
+    ]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+    sources = {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"}
+    assert sources == {"${datasource}"}
+
+
+def _asked_for() -> Iterator[tuple[str, set[str]]]:
+    dashboard: dict[str, Any] = json.loads((CHART / "files" / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        if panel["type"] != "row":
+            names = {name for target in panel["targets"] for name in _NAME.findall(target["expr"])}
+            assert names, panel["title"]
+            yield panel["title"], names
+    for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            names = set(_NAME.findall(rule["expr"]))
+            assert names, rule["alert"]
+            yield rule["alert"], names
+
+
+def _names(page: str) -> Iterator[str]:
+    """Names of samples, also of metrics that have none yet."""
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
+        yield name
+        if kind == "histogram":
+            yield from (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+
+
+def _page(url: str) -> str:
+    return urllib3.request("GET", url, timeout=30).data.decode()
+
+
+def _envoys_page(directory: Path, pod_port: int) -> str:
+    """Metrics of an Envoy that has answered a request."""
+    gateway, admin = _free_port(), _free_port()
+    nowhere = (HERE, _free_port())
+    settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)], router_check=nowhere)
+    config = bootstrap(settings)
+    config["admin"] = {"address": {"socket_address": {"address": HERE, "port_value": admin}}}
+    path = directory / "envoy.json"
+    path.write_text(json.dumps(config))
+    command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
+    with subprocess.Popen([*command, "--concurrency", "1"]) as process:
+        try:
+            wait_until(lambda: _listens(gateway), "Envoy")
+            _page(f"http://{HERE}:{gateway}/")
+            return _page(f"http://{HERE}:{admin}/stats/prometheus")
+        finally:
+            process.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((HERE, port)) == 0
+
+
+def _free_port() -> int:
+    with socket.create_server((HERE, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

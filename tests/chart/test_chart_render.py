@@ -1,0 +1,266 @@
+"""What the chart renders: golden files, and the rules that every object keeps."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from model_server import cli as model_server_cli
+from router import tokenizer_server
+from router.config import parse_flags
+from tests.chart.helm import CHART, EVERYTHING, container, helm, manifests, one, pods, template, text
+
+GOLDEN = Path(__file__).parent / "golden"
+# Contents of ConfigMaps, which have tests of their own.
+_LONG = 400
+STANDALONE = {
+    "modelServers": EVERYTHING["modelServers"],
+    "tokenizer": EVERYTHING["tokenizer"],
+    "peers": {"enabled": True},
+    "indexer": {"hashSeed": 4711},
+}
+
+
+@pytest.mark.parametrize(("name", "values"), [("default", {}), ("everything", EVERYTHING)])
+def test_it_renders_what_it_did(name: str, values: dict[str, Any]) -> None:
+    """A change of what is rendered shows in review; UPDATE_GOLDEN=1 takes it over."""
+    rendered = {}
+    for each in manifests(values):
+        for key, value in each.get("data", {}).items():
+            each["data"][key] = value if len(value) < _LONG else "..."
+        # Checksums of what is left out above.
+        each.get("spec", {}).get("template", {}).get("metadata", {}).pop("annotations", None)
+        rendered[f"{each['kind']} {each['metadata']['name']}"] = each
+    golden = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(yaml.safe_dump(rendered, width=110))
+    assert rendered == yaml.safe_load(golden.read_text())
+
+
+def test_lint_finds_nothing() -> None:
+    """`helm lint` has neither errors nor warnings."""
+    done = helm("lint", "--strict", CHART)
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING])
+def test_every_pod_is_restricted(values: dict[str, Any]) -> None:
+    """No container is root, writes to its image, keeps a capability or gains privileges; limits are there."""
+    for name, template_ in pods(manifests(values)):
+        spec = template_["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert spec["automountServiceAccountToken"] is name.endswith("-epp"), name
+        for each in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert "memory" in each["resources"]["limits"], name
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING])
+def test_selectors_outlive_upgrades(values: dict[str, Any]) -> None:
+    """Neither selectors nor pods know versions: upgrades are allowed, and restart only what changed."""
+    for name, template_ in pods(manifests(values)):
+        if name.endswith("-test"):
+            continue
+        assert not [
+            label for label in template_["metadata"]["labels"] if "version" in label or "chart" in label
+        ]
+    for each in manifests(values):
+        selector = each.get("spec", {}).get("selector")
+        if each["kind"] == "Deployment":
+            assert set(selector["matchLabels"]) == {
+                "app.kubernetes.io/name",
+                "app.kubernetes.io/instance",
+                "app.kubernetes.io/component",
+            }
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING])
+def test_a_pod_is_given_the_time_that_it_drains(values: dict[str, Any]) -> None:
+    """The grace period covers the announcement, the wait for requests and some seconds to end."""
+    objects = manifests(values)
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    for kind, suffix in (("router", "-epp"), ("envoy", "-envoy"), ("modelServers", "-models")):
+        if kind == "envoy" and values.get("mode") == "gateway":
+            continue
+        drain = {**defaults[kind]["drain"], **values.get(kind, {}).get("drain", {})}
+        grace_s = one(objects, "Deployment", suffix)["spec"]["template"]["spec"][
+            "terminationGracePeriodSeconds"
+        ]
+        assert grace_s >= drain["announceSeconds"] + drain["timeoutSeconds"] + 10
+    args = container(one(objects, "Deployment", "-epp"), "router")["args"]
+    assert f"--drain-timeout={defaults['router']['drain']['timeoutSeconds']}s" in args
+
+
+@pytest.mark.parametrize(
+    "values", [{}, EVERYTHING, STANDALONE, {"envoy": {"door": "ext_proc", "responses": "full"}}]
+)
+def test_the_router_takes_its_command_line(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The router's own parser understands every flag that the chart gives it."""
+    objects = manifests(values)
+    router = container(one(objects, "Deployment", "-epp"), "router")
+    monkeypatch.setenv("POD_NAMESPACE", "llm")
+    config = tmp_path / "config.yaml"
+    if "config" in values.get("router", {}):
+        config.write_text(one(objects, "ConfigMap", "-epp")["data"]["config.yaml"])
+    args = [
+        arg.replace("$(KVROUTE_REDIS_URL)", "redis://h:6379/0").replace(
+            "/etc/kvroute/config.yaml", str(config)
+        )
+        for arg in router["args"][1:]
+    ]
+    parsed, _ = parse_flags(args)
+    ports = {port["containerPort"] for port in router["ports"]}
+    assert {parsed.grpc_port, parsed.grpc_health_port, parsed.metrics_port} <= ports
+    assert router["args"][0] == "router"
+
+
+def test_the_tokenizer_takes_its_command_line() -> None:
+    """The sidecar's own parser does, too, and it listens where the router asks."""
+    deployment = one(manifests(EVERYTHING), "Deployment", "-epp")
+    args = container(deployment, "tokenizer")["args"]
+    flags = tokenizer_server._parser().parse_args(args[1:])
+    assert f"--tokenizer=qwen3-8b=unix:{flags.socket}" in container(deployment, "router")["args"]
+
+
+@pytest.mark.parametrize(
+    ("values", "model"),
+    [
+        ({}, "kvroute-tiny"),
+        ({"gpus": 2, "tensorParallel": 2, "hostTierGiB": 0.5, "kvReplayPort": 0}, "kvroute-tiny"),
+        (
+            {"model": {"name": "m", "source": "pvc", "pvc": {"claim": "weights", "path": "llama"}}},
+            "/models/llama",
+        ),
+        (
+            {"model": {"name": "m", "source": "hub", "hub": {"repository": "o/n", "revision": "r1"}}},
+            "/models/o/n/r1",
+        ),
+    ],
+)
+def test_our_model_server_takes_its_command_line(values: dict[str, Any], model: str) -> None:
+    """Our engine's own parser understands what it is given, and events go where the router listens."""
+    objects = manifests({"modelServers": values})
+    server = container(one(objects, "Deployment", "-models"), "model-server")
+    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in server["args"]]
+    flags = model_server_cli._parser().parse_args(args[1:])
+    assert (flags.model, flags.host) == (model, "0.0.0.0")
+    assert flags.kv_events_endpoint == "tcp://*:5557"
+    assert flags.kv_replay_endpoint == ("" if values.get("kvReplayPort") == 0 else "tcp://*:5558")
+    assert flags.kv_events_topic == f"kv@10.0.0.1:8000@{flags.served_model_name[0]}"
+
+
+def test_vllm_publishes_where_the_router_listens() -> None:
+    """vLLM is told of its events, its replays, its host tier and its GPUs in its own words."""
+    objects = manifests(EVERYTHING)
+    server = container(one(objects, "Deployment", "-models"), "model-server")
+    assert (server["command"], server["args"][0]) == (["vllm", "serve"], "Qwen/Qwen3-8B")
+    flags = dict(arg.removeprefix("--").split("=", 1) for arg in server["args"][1:] if "=" in arg)
+    assert yaml.safe_load(flags["kv-events-config"]) == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5558",
+        "topic": "kv@$(POD_IP):8000@qwen3-8b",
+    }
+    assert yaml.safe_load(flags["kv-transfer-config"])["kv_connector_extra_config"] == {
+        "cpu_bytes_to_use": 32 << 30,
+        "self_describing_kv_events": True,
+    }
+    assert flags["tensor-parallel-size"] == "2"
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == 2
+    router = container(one(objects, "Deployment", "-epp"), "router")["args"]
+    assert {"--kv-events-port=5557", "--kv-replay-port=5558"} <= set(router)
+
+
+def test_the_selector_finds_the_model_servers() -> None:
+    """Pods, the selector flag, the pool and the headless service agree on the labels."""
+    for values in ({}, EVERYTHING):
+        objects = manifests(values)
+        deployment = one(objects, "Deployment", "-models")
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        selected = one(objects, "Service", "-models")["spec"]["selector"]
+        assert selected.items() <= labels.items()
+        if values:
+            pool = one(objects, "InferencePool", "")
+            assert pool["spec"]["selector"]["matchLabels"] == selected
+        else:
+            args = container(one(objects, "Deployment", "-epp"), "router")["args"]
+            (selector,) = [arg for arg in args if arg.startswith("--endpoint-selector=")]
+            told = dict(pair.split("=") for pair in selector.split("=", 1)[1].split(","))
+            assert told == selected
+
+
+def test_what_is_granted_is_what_the_mode_needs() -> None:
+    """Roles list what is watched and no more; in the whole cluster something is granted for metrics alone."""
+
+    def granted(values: dict[str, Any], kind: str) -> set[str]:
+        roles = [each for each in manifests(values) if each["kind"] == kind]
+        rules = [rule for role in roles for rule in role["rules"]]
+        return {one for rule in rules for one in (rule.get("resources") or rule["nonResourceURLs"])}
+
+    assert granted({}, "Role") == {"pods", "events"}
+    assert granted({}, "ClusterRole") == set()
+    pools = {"inferencepools", "inferenceobjectives", "inferencemodelrewrites"}
+    assert granted(EVERYTHING, "Role") == {"pods", "events", *pools}
+    assert granted(EVERYTHING, "ClusterRole") == {"tokenreviews", "subjectaccessreviews", "/metrics"}
+
+
+def test_only_routers_reach_the_events() -> None:
+    """The ports of KV events and replays are open to routers alone, whoever else may come in."""
+    for values in ({}, EVERYTHING):
+        rules = one(manifests(values), "NetworkPolicy", "-models")["spec"]["ingress"]
+        for rule in rules:
+            if {port["port"] for port in rule["ports"]} & {5557, 5558}:
+                (peer,) = rule["from"]
+                assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modelServers": {"enabled": False}}, "modelServers.matchLabels"),
+        ({"mode": "gateway"}, "gateway.httpRoute.parentRefs|networkPolicy.gateways"),
+        ({"indexer": {"backend": "redis", "redis": {"deploy": True}}}, "indexer.hashSeed"),
+        ({"peers": {"enabled": True}}, "indexer.hashSeed"),
+        ({"indexer": {"backend": "redis", "hashSeed": 1}}, "indexer.redis.url"),
+        ({"tokenizer": {"enabled": True}}, "tokenizer.source"),
+        (
+            {"peers": {"enabled": True}, "indexer": {"backend": "redis", "hashSeed": 1}},
+            "peers.enabled",
+        ),
+        ({"modelServers": {"engine": "vllm"}}, "modelServers.model.source"),
+        ({"modelServers": {"model": {"name": "m", "source": "hub"}}}, "modelServers.model.hub.repository"),
+        ({"modelServers": {"model": {"name": "m", "source": "pvc"}}}, "modelServers.model.pvc.claim"),
+        ({"modelServers": {"gpus": 1, "tensorParallel": 2}}, "modelServers.gpus"),
+        ({"router": {"tracing": {"enabled": True}}}, "router.tracing.endpoint"),
+        ({"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": None}}, "autoscaling"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(values: dict[str, Any], message: str) -> None:
+    """Values that are right each alone are refused together, by the path of the one to change."""
+    done = template(values)
+    assert done.returncode != 0
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_the_notes_tell_the_next_commands() -> None:
+    """NOTES.txt names three steps and the problems that an operator meets first."""
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    assert all(f"  {step}. " in notes for step in (1, 2, 3))
+    for reason in ("NoPodsMatch", "PodsNotReady", "WrongTargetPort", "EngineWithoutEvents", "Forbidden"):
+        assert reason in notes
+    assert "NOTES.txt" not in text()

@@ -1,0 +1,123 @@
+"""The values' schema: a typo is refused with its path, and nothing that is listed goes unchecked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.helm import CHART, EVERYTHING, template
+
+# Objects whose keys are Kubernetes' own or the user's.
+_FREE = (
+    "strings|config|tokenizers|affinity|[sS]ecurityContext|requests|limits|global|valueFrom|Selector|ipBlock"
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"roter": {}}, "roter"),
+        ({"router": {"replica": 2}}, "/router.*replica"),
+        ({"router": {"replicas": "2"}}, "/router/replicas"),
+        ({"router": {"drain": {"timeout": 3}}}, "/router/drain.*timeout"),
+        ({"router": {"config": {"kind": "Config"}}}, "/router/config"),
+        ({"router": {"objectives": [{"name": "x"}]}}, "/router/objectives/0.*priority"),
+        ({"router": {"resources": {"request": {}}}}, "/router/resources.*request"),
+        ({"router": {"kubeDeadline": "5 minutes"}}, "/router/kubeDeadline"),
+        ({"envoy": {"door": "checks"}}, "/envoy/door.*check_grpc"),
+        ({"envoy": {"door": "ext_proc", "failOpen": True}}, "/envoy/failOpen"),
+        ({"envoy": {"responses": "full"}}, "/envoy/responses"),
+        ({"gateway": {"inferencePool": {"failureMode": "failOpen"}}}, "/gateway/inferencePool/failureMode"),
+        ({"gateway": {"httpRoute": {"parentRefs": [{"nam": "x"}]}}}, "/gateway/httpRoute/parentRefs/0"),
+        ({"modelServers": {"engine": "sglang"}}, "/modelServers/engine"),
+        ({"modelServers": {"targetPorts": list(range(1, 10))}}, "/modelServers/targetPorts"),
+        ({"modelServers": {"targetPorts": [80, 80]}}, "/modelServers/targetPorts"),
+        (
+            {"modelServers": {"model": {"hub": {"cache": {"sze": "1Gi"}}}}},
+            "/modelServers/model/hub/cache.*sze",
+        ),
+        ({"modelServers": {"sharedMemory": "8 GB"}}, "/modelServers/sharedMemory"),
+        ({"indexer": {"redis": {"url": "http://x"}}}, "/indexer/redis/url"),
+        ({"networkPolicy": {"clients": [{"namespace": "x"}]}}, "/networkPolicy/clients/0"),
+        ({"mode": "sidecar"}, "/mode.*gateway"),
+    ],
+)
+def test_a_mistake_is_refused_with_its_path(values: dict[str, Any], path: str) -> None:
+    """What is misspelled, of a wrong type or out of range stops the installation and is named."""
+    done = template(values)
+    assert done.returncode != 0
+    assert re.search(path, done.stderr), done.stderr
+
+
+def test_every_object_is_closed() -> None:
+    """No object of the schema takes keys that it does not list, but for maps that are not ours."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    open_ones = [
+        path
+        for path, node in _objects(schema, "")
+        if node.get("additionalProperties", True) is True
+        and not re.search(_FREE, path)
+        and "items" not in path
+    ]
+    assert open_ones == []
+
+
+def test_schema_and_values_list_the_same() -> None:
+    """Each value has its place in the schema, and each place its default."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(_leaves_of_schema(schema, schema, "")) - {"/global"} == set(
+        _leaves_of_values(values, schema, "")
+    )
+
+
+def test_everything_is_allowed() -> None:
+    """The schema does not refuse what the templates offer."""
+    assert template(EVERYTHING).returncode == 0
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    return node
+
+
+def _leaves_of_schema(node: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
+    node = _resolved(node, schema)
+    if not node.get("properties") or _is_kubernetes(path):
+        yield path
+        return
+    for name, inner in node["properties"].items():
+        yield from _leaves_of_schema(inner, schema, f"{path}/{name}")
+
+
+def _leaves_of_values(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+    node = schema
+    for name in path.split("/")[1:]:
+        node = _resolved(node["properties"][name], schema)
+    if not isinstance(value, dict) or not node.get("properties") or _is_kubernetes(path):
+        yield path
+        return
+    for name, inner in value.items():
+        yield from _leaves_of_values(inner, schema, f"{path}/{name}")
+
+
+def _is_kubernetes(path: str) -> bool:
+    return path.endswith(("/resources", "/config"))
+
+
+def _objects(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(node, list):
+        for inner in node:
+            yield from _objects(inner, path)
+    if not isinstance(node, dict):
+        return
+    if node.get("type") == "object":
+        yield path, node
+    for name, inner in node.items():
+        yield from _objects(inner, f"{path}/{name}")

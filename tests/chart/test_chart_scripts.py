@@ -1,0 +1,107 @@
+"""The scripts that the chart puts into pods: they drain model servers and hold the test's conversation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.chart.helm import CHART
+from tests.integration.router_server_support import METRICS, FakePod
+
+CONVERSATION = CHART / "files" / "conversation.py"
+DRAIN = CHART / "files" / "drain_model_server.py"
+
+
+@pytest.mark.parametrize("busy", ["running", "waiting"])
+def test_a_model_server_drains_until_its_last_request(busy: str) -> None:
+    """The pause before SIGTERM lasts as long as something runs or waits, and no longer."""
+    pod = FakePod()
+    count = f'vllm:num_requests_{busy}{{engine="0"}} '
+    pod.metrics = METRICS.replace(f"{count}0.0", f"{count}1.0")
+    with subprocess.Popen([sys.executable, DRAIN, str(pod.port), "0", "100"]) as drain:
+        with pytest.raises(subprocess.TimeoutExpired):
+            drain.wait(3)
+        pod.metrics = METRICS
+        assert drain.wait(60) == 0
+    pod.stop()
+
+
+def test_draining_a_model_server_has_an_end() -> None:
+    """A request that does not end is not waited for beyond the limit, nor is a server that is gone."""
+    pod = FakePod()
+    pod.metrics = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 3.0')
+    assert subprocess.run([sys.executable, DRAIN, str(pod.port), "0", "1"], timeout=60).returncode == 0
+    pod.stop()
+    assert subprocess.run([sys.executable, DRAIN, str(pod.port), "0", "1000"], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("pods", "cached", "passes", "says"),
+    [
+        (["a", "a", "a"], [0, 64, 128], True, "the conversation stuck"),
+        ([None, None, None], [0, 64, 128], True, "the conversation stuck"),
+        (["a", "b", "a"], [0, 64, 128], False, "it moved between model servers: a, b, a"),
+        (["a", "a", "a"], [0, 0, 128], False, "met an empty cache"),
+        (["a", "a", "a"], [0, None, None], False, "met an empty cache"),
+    ],
+)
+def test_the_conversation_tells_whether_it_stuck(
+    pods: list[str | None], cached: list[int | None], passes: bool, says: str
+) -> None:
+    """It passes where one pod answered all turns from its cache; without the header, the cache counts."""
+    with _gateway(pods, cached, failures=2) as (url, seen):
+        done = subprocess.run(
+            [sys.executable, CONVERSATION, url, "m", "60"], capture_output=True, text=True, timeout=100
+        )
+    assert (done.returncode == 0) is passes, done.stdout + done.stderr
+    assert says in done.stdout
+    assert [len(body["messages"]) for body in seen] == [1, 3, 5]
+    assert seen[2]["messages"][:3] == seen[1]["messages"]
+
+
+@contextmanager
+def _gateway(
+    pods: list[str | None], cached: list[int | None], failures: int
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Answers turns as told, after as many answers of a gateway that is not ready."""
+    seen: list[dict[str, Any]] = []
+    left = [failures]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if left[0]:
+                left[0] -= 1
+                self.send_error(503)
+                return
+            turn = len(seen)
+            seen.append(body)
+            details = {} if cached[turn] is None else {"cached_tokens": cached[turn]}
+            answer = {
+                "choices": [{"message": {"role": "assistant", "content": "yes"}}],
+                "usage": {"prompt_tokens": 200, "prompt_tokens_details": details or None},
+            }
+            self.send_response(200)
+            if pods[turn] is not None:
+                self.send_header("x-kvroute-pod", str(pods[turn]))
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not of interest."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
