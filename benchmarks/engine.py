@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from benchmarks import against_transformers, engine_http, host_tier
+from benchmarks import against_transformers, engine_http, engine_overhead, host_tier
 from benchmarks.against_transformers import CLOCKS
 
 
@@ -34,7 +34,12 @@ def main() -> int:
         "clock": options.clock,
         "torch": torch.__version__,
     }
-    parts = (against_transformers.measure, host_tier.measure, engine_http.measure)
+    parts = (
+        against_transformers.measure,
+        engine_overhead.measure,
+        host_tier.measure,
+        engine_http.measure,
+    )
     clock = CLOCKS[options.clock]
     for figure in chain.from_iterable(measure(options.rounds, clock) for measure in parts):
         if options.json:

@@ -45,7 +45,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
         )
         engine = build_engine(config, NullSink())
         yield _restored_by_recomputed(engine, rounds, clock)
-        tensors = [tensor.clone() for tensor in engine._runner.attention.block_tensors()]  # type: ignore[attr-defined]
+        tensors = [tensor.clone() for tensor in engine._runner.shard.attention.block_tensors()]  # type: ignore[attr-defined]
     yield _copy_by_memcpy(tensors, rounds, clock)
 
 
@@ -81,10 +81,10 @@ def _first_token_s(
 
 
 def _copy_by_memcpy(tensors: list[torch.Tensor], rounds: int, clock: Callable[[], float]) -> Figure:
-    """Return how fast scattered blocks are copied, as a share of the speed of one plain copy per tensor."""
-    blocks = len(tensors[0])
+    """Return how fast scattered blocks are copied, as a share of the speed of one plain copy per plane."""
+    blocks = tensors[0].shape[1]
     copies = CpuCopies(tensors, blocks)
-    rows = [tensor.view(torch.uint8).view(blocks, -1).numpy() for tensor in tensors]
+    rows = [plane.view(torch.uint8).flatten(1).numpy() for tensor in tensors for plane in tensor]
     plain = [np.zeros_like(array) for array in rows]
     draw = random.Random(0)
     ratios = []

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from model_server.attention.groups import KvGroupSpec
 from model_server.block_hash import ExtraKeys, event_hash
 from model_server.events import BlockRemoved, BlockStored
+from model_server.shapes import KvGroupSpec
 
 # Blocks of different KV cache groups hold different layers' KV of the same tokens.
 ContentKey: TypeAlias = tuple[int, bytes]

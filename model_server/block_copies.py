@@ -56,34 +56,34 @@ class Done:
 
 
 class CpuCopies:
-    """Plain copies, row by row: for rows of kilobytes that is faster than an index operation's two passes.
+    """Plain copies. A block is one piece of host memory, moved in one call over all planes.
 
     Args:
-        tensors: What the pool keeps, [num_blocks, ...] each.
+        tensors: What the pool keeps, [planes, num_blocks, ...] each.
         host_blocks: Slots of host memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
-        self._device = [_byte_rows(tensor).numpy() for tensor in tensors]
-        self._host = [np.zeros((host_blocks, rows.shape[1]), np.uint8) for rows in self._device]
-        self.block_bytes = sum(rows.shape[1] for rows in self._device)
+        self._device = [_bytes_by_block(tensor).numpy() for tensor in tensors]
+        self._host = [np.zeros((host_blocks, *blocks.shape[1:]), np.uint8) for blocks in self._device]
+        self.block_bytes = bytes_of_block(tensors)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Copy device blocks into host slots."""
         for device, host in zip(self._device, self._host, strict=True):
-            _copy_rows(device, blocks, host, slots)
+            _copy_runs(device, blocks, host, slots)
         return Done()
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
         """Copy host slots into device blocks."""
         for device, host in zip(self._device, self._host, strict=True):
-            _copy_rows(host, slots, device, blocks)
+            _copy_runs(host, slots, device, blocks)
         return Done()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy device blocks to device blocks."""
         for device in self._device:
-            _copy_rows(device, sources, device, targets)
+            _copy_runs(device, sources, device, targets)
 
     def fence(self) -> None:
         """Do nothing: no copy is ever under way."""
@@ -97,16 +97,16 @@ class CudaCopies:
     restores on another, so that each kind keeps its order.
 
     Args:
-        tensors: What the pool keeps, [num_blocks, ...] each, on one device.
+        tensors: What the pool keeps, [planes, num_blocks, ...] each, on one device.
         host_blocks: Slots of host memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
-        self._device = [_byte_rows(tensor).view(torch.int32) for tensor in tensors]
-        self._widths = [rows.shape[1] for rows in self._device]
+        self._device = [_bytes_by_block(tensor).view(torch.int32) for tensor in tensors]
+        self._widths = [blocks[0].numel() for blocks in self._device]
         self._on = tensors[0].device
         self._host = torch.empty((host_blocks, sum(self._widths)), dtype=torch.int32, pin_memory=True)
-        self.block_bytes = 4 * sum(self._widths)
+        self.block_bytes = bytes_of_block(tensors)
         self._stores = torch.cuda.Stream(self._on)
         self._restores = torch.cuda.Stream(self._on)
 
@@ -116,7 +116,7 @@ class CudaCopies:
         self._stores.wait_stream(compute)
         with torch.cuda.stream(self._stores):
             rows = torch.tensor(blocks, device=self._on)
-            staged = torch.cat([tensor.index_select(0, rows) for tensor in self._device], dim=1)
+            staged = torch.cat([tensor.index_select(0, rows).flatten(1) for tensor in self._device], dim=1)
             gathered = torch.cuda.Event()
             gathered.record(self._stores)
             for first, slot, length in _runs(range(len(slots)), slots):
@@ -135,7 +135,7 @@ class CudaCopies:
             for slot, first, length in _runs(slots, range(len(slots))):
                 staged[first : first + length].copy_(self._host[slot : slot + length], non_blocking=True)
             for tensor, part in zip(self._device, staged.split(self._widths, dim=1), strict=True):
-                tensor.index_copy_(0, rows, part)
+                tensor.index_copy_(0, rows, part.view(len(slots), *tensor.shape[1:]))
             done = torch.cuda.Event()
             done.record(self._restores)
         return _CudaTransfer(done, staged)
@@ -169,7 +169,7 @@ def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
     """Make what copies the blocks of a pool.
 
     Args:
-        tensors: What the pool keeps, [num_blocks, ...] each.
+        tensors: What the pool keeps, [planes, num_blocks, ...] each.
         host_blocks: Slots of host memory to take.
     """
     if tensors[0].device.type == "cuda":
@@ -179,14 +179,15 @@ def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
 
 def bytes_of_block(tensors: Sequence[Tensor]) -> int:
     """Return the bytes that one block takes in a pool."""
-    return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes // tensor.shape[1] for tensor in tensors)
 
 
-def _byte_rows(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8).view(len(tensor), -1)
+def _bytes_by_block(tensor: Tensor) -> Tensor:
+    """See [planes, num_blocks, ...] as bytes, [num_blocks, planes, bytes]: strided, but for the last."""
+    return tensor.view(torch.uint8).flatten(2).transpose(0, 1)
 
 
-def _copy_rows(
+def _copy_runs(
     source: np.ndarray, sources: Sequence[int], target: np.ndarray, targets: Sequence[int]
 ) -> None:
     for from_row, to_row, length in _runs(sources, targets):

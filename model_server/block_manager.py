@@ -7,7 +7,6 @@ cannot do it. Knows both tiers, not the scheduler.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model_server.attention.groups import KvGroupSpec
 from model_server.block_content import BlockContent, ContentKey, runs
 from model_server.blocks import BlockPool
 from model_server.free_queue import Block
@@ -15,6 +14,7 @@ from model_server.host_tier import HostBlock, HostTier
 from model_server.live_request import BlockTable, LiveRequest
 from model_server.offload import Offload
 from model_server.prefix import blocks_behind, blocks_bound, full_prefix, resumable_prefix
+from model_server.shapes import KvGroupSpec
 
 
 @dataclass(frozen=True, slots=True)

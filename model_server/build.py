@@ -5,20 +5,18 @@ In: the settings. Out: an engine that does not run yet.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from model_server.attention import KvGroupSpec
-from model_server.config import TINY_MODEL, EngineConfig
+from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.events import EventSink
 from model_server.lora_registry import LoraRegistry
+from model_server.parallel.leader import lead
+from model_server.parallel.ranks import Ranks
 from model_server.prefix import blocks_behind, blocks_bound
-from model_server.runner import TorchRunner, layer_groups
-from model_server.tiny import load_tiny
-from model_server.weights import load_checkpoint, torch_device
+from model_server.runner import TorchRunner
+from model_server.shapes import KvGroupSpec
+from model_server.shard import load_shard
 
 
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
@@ -31,23 +29,17 @@ def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     Raises:
         ModelError: The checkpoint cannot be loaded.
         ConfigError: A setting does not fit the model or the machine.
+        WorkerError: A process that should compute a part of the model does not start.
     """
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
-    device = torch_device(config.device)
-    if config.model == TINY_MODEL:
-        loaded = load_tiny(config.dtype, device)
-    else:
-        loaded = load_checkpoint(Path(config.model), config.dtype, device)
-    max_model_len = _max_model_len(config, loaded.max_positions, layer_groups(loaded.model))
-    runner = TorchRunner(
-        loaded.model,
-        loaded.eos_token_ids,
-        num_blocks=config.gpu_blocks,
-        block_tokens=config.block_tokens,
-        fp8_kv=config.kv_cache_dtype == "fp8",
-    )
-    return Engine(config, runner, sink, max_model_len, LoraRegistry(loaded.model, config.max_loras))
+    loaded, shard = load_shard(config, Ranks()) if config.tensor_parallel_size == 1 else lead(config)
+    try:
+        max_model_len = _max_model_len(config, loaded.max_positions, shard.kv_groups)
+        runner = TorchRunner(shard, loaded.model.shape.vocab_size, loaded.eos_token_ids)
+        loras = LoraRegistry(shard.load_adapter, config.max_loras)
+        return Engine(config, runner, sink, max_model_len, loras)
+    except BaseException:
+        shard.close()
+        raise
 
 
 def most_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:

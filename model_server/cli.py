@@ -182,11 +182,19 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     defaults = EngineConfig()
+    _add_model_flags(group, defaults)
+    _add_pool_flags(group, defaults)
+    _add_scheduling_flags(group, defaults)
+    _number(group, "--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
+    _number(group, "--seed", defaults.seed, "seeds requests that bring no seed")
+    group.add_argument(
+        "--check-invariants",
+        action="store_true",
+        help="check all KV books after each step and die if they are wrong (slow, for debugging)",
+    )
 
-    def number(name: str, default: int | None, text: str, *aliases: str) -> None:
-        shown = text if default is None else f"{text} (default: {default})"
-        group.add_argument(name, *aliases, type=int, default=default, metavar="N", help=shown)
 
+def _add_model_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
     group.add_argument(
         "--model",
         default=TINY_MODEL,
@@ -206,20 +214,45 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "(default: %(default)s)",
     )
     group.add_argument("--device", default=defaults.device, help="torch device (default: %(default)s)")
-    number("--block-size", defaults.block_tokens, "tokens per KV block")
-    number(
+    _number(
+        group,
+        "--tensor-parallel-size",
+        defaults.tensor_parallel_size,
+        "processes that compute the model together, on CUDA each on a GPU of its own",
+        "-tp",
+    )
+    _number(group, "--max-loras", defaults.max_loras, "most LoRA adapters loaded at once")
+
+
+def _add_pool_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
+    _number(group, "--block-size", defaults.block_tokens, "tokens per KV block")
+    _number(
+        group,
         "--num-gpu-blocks",
         defaults.gpu_blocks,
         "KV blocks in the pool",
         "--gpu-blocks",
         "--num-gpu-blocks-override",
     )
-    number("--cpu-blocks", defaults.cpu_blocks, "KV blocks in the host tier")
+    _number(group, "--cpu-blocks", defaults.cpu_blocks, "KV blocks in the host tier")
     group.add_argument("--cpu-gib", type=float, metavar="GIB", help="the same as GiB of host memory")
-    number("--max-model-len", None, "most tokens of prompt and answer together (default: the model's own)")
-    number("--max-num-seqs", defaults.max_num_seqs, "most requests running at once")
-    number("--max-num-batched-tokens", defaults.max_num_batched_tokens, "token budget of one step")
-    number("--max-num-queued-reqs", defaults.max_waiting, "most requests waiting; one more is refused")
+    _number(
+        group, "--max-model-len", None, "most tokens of prompt and answer together (default: the model's own)"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.enable_prefix_caching,
+        help="reuse blocks between requests (default: they are)",
+    )
+
+
+def _add_scheduling_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
+    _number(group, "--max-num-seqs", defaults.max_num_seqs, "most requests running at once")
+    _number(group, "--max-num-batched-tokens", defaults.max_num_batched_tokens, "token budget of one step")
+    _number(
+        group, "--max-num-queued-reqs", defaults.max_waiting, "most requests waiting; one more is refused"
+    )
     group.add_argument(
         "--scheduling-policy",
         choices=SCHEDULING_POLICIES,
@@ -234,20 +267,11 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="what a preempted request does to go on: compute its KV again, or fetch it from the host tier "
         "(default: %(default)s)",
     )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=defaults.enable_prefix_caching,
-        help="reuse blocks between requests (default: they are)",
-    )
-    number("--max-loras", defaults.max_loras, "most LoRA adapters loaded at once")
-    number("--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
-    number("--seed", defaults.seed, "seeds requests that bring no seed")
-    group.add_argument(
-        "--check-invariants",
-        action="store_true",
-        help="check all KV books after each step and die if they are wrong (slow, for debugging)",
-    )
+
+
+def _number(group: argparse._ArgumentGroup, name: str, default: int | None, text: str, *aliases: str) -> None:
+    shown = text if default is None else f"{text} (default: {default})"
+    group.add_argument(name, *aliases, type=int, default=default, metavar="N", help=shown)
 
 
 def _add_event_flags(group: argparse._ArgumentGroup) -> None:
@@ -281,6 +305,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
+        tensor_parallel_size=args.tensor_parallel_size,
         block_tokens=args.block_size,
         gpu_blocks=args.num_gpu_blocks,
         cpu_blocks=args.cpu_blocks,

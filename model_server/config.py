@@ -28,6 +28,8 @@ class EngineConfig:
         dtype: "auto" takes the checkpoint's own.
         kv_cache_dtype: "auto" keeps keys and values in the model's dtype, "fp8" in scaled 8-bit floats.
         device: A torch device such as "cpu" or "cuda:0".
+        tensor_parallel_size: Processes that compute one model together, on CUDA each on a GPU of its own,
+            from `device` on.
         block_tokens: Tokens in one KV block.
         gpu_blocks: KV blocks in the pool (on the device, also when that is a CPU).
         cpu_blocks: KV blocks in the host tier; 0 for none.
@@ -49,6 +51,7 @@ class EngineConfig:
     dtype: DType = "auto"
     kv_cache_dtype: KvCacheDType = "auto"
     device: str = "cpu"
+    tensor_parallel_size: int = 1
     block_tokens: int = 16
     gpu_blocks: int = 1024
     cpu_blocks: int = 0
@@ -81,6 +84,7 @@ class EngineConfig:
         if self.max_loras < 0:
             raise ConfigError(f"max_loras is {self.max_loras}; it must be at least 0")
         for name in (
+            "tensor_parallel_size",
             "block_tokens",
             "gpu_blocks",
             "max_num_seqs",

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from model_server.admission import check_request
+from model_server.admission import check_request, same_prompt
 from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
-from model_server.errors import EngineClosedError, QueueFullError, RequestError
+from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
 from model_server.invariants import check_invariants
 from model_server.kv_cache import KvCache
@@ -202,6 +202,7 @@ class Engine:
             self._thread.join()
         else:
             self._end_all("abort", None)
+        self._runner.close()
 
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
@@ -214,6 +215,8 @@ class Engine:
         self._steps += 1
         try:
             tokens = self._compute(chunks)
+        except WorkerError:
+            raise
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", self._steps, len(chunks))
             never_computed = self._cache.pool.forget_registered()
@@ -237,6 +240,7 @@ class Engine:
         try:
             while not self._closing:
                 self._turned_s = time.monotonic()
+                self._runner.check()
                 if not self.step():
                     with self._wake:
                         if not self._inbox and not self._closing:
@@ -259,6 +263,8 @@ class Engine:
     def _compute(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         decodes = sum(chunk.length == 1 for chunk in chunks)
         started_s = time.monotonic()
+        for chunk in chunks:
+            chunk.live.started_s = chunk.live.started_s or started_s
         tokens = self._runner.run(chunks)
         prefills = sum(chunk.length for chunk in chunks) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
@@ -267,13 +273,7 @@ class Engine:
     def _leader(self, request: GenerationRequest) -> LiveRequest | None:
         """Return the live request whose blocks this one may share; the caller holds the lock."""
         leader, _ = self._live.get(request.fork_of or "", (None, None))
-        if leader is None:
-            return None
-        same = all(
-            getattr(leader.request, name) == getattr(request, name)
-            for name in ("prompt_token_ids", "cache_salt", "lora_name")
-        )
-        return leader if same else None
+        return leader if leader is not None and same_prompt(leader.request, request) else None
 
     def _ask(self, action: Callable[[], bool]) -> bool:
         """Have the stepping thread do something between two steps; returns False once the engine closes."""
@@ -308,7 +308,7 @@ class Engine:
             if reason is not None:
                 self._finish(live, reason, token=token)
             else:
-                self._emit(live, _output(live, token, None))
+                self._emit(live, live.output(token))
 
     def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
         sampling = live.request.sampling
@@ -337,7 +337,7 @@ class Engine:
             self._scheduler.remove(live)
         finally:
             try:
-                sink(_output(live, token, reason, error))
+                sink(live.output(token, reason, error))
             except Exception:
                 logger.warning("the sink of request %s raised at its end", live.request_id, exc_info=True)
 
@@ -389,11 +389,3 @@ class Engine:
                 self._finish(live, reason, error)
             except Exception:
                 logger.exception("request %s could not be taken out of the scheduler", live.request_id)
-
-
-def _output(
-    live: LiveRequest, token: ChosenToken | None, reason: FinishReason | None, error: str | None = None
-) -> TokenOutput:
-    token_ids = () if token is None else (token.token_id,)
-    logprobs = () if token is None or token.logprobs is None else (token.logprobs,)
-    return TokenOutput(live.request_id, token_ids, reason, live.cached_tokens or 0, error, logprobs)

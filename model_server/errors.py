@@ -2,8 +2,10 @@
 
 ModelServerError
 |-- ConfigError             a setting that cannot be used
+|-- CapacityError           a plan for more than the GPUs' memory holds
 |-- ModelError              a checkpoint that cannot be loaded
 |-- AdapterError            a LoRA adapter that cannot be loaded or unloaded
+|-- WorkerError             a process that computes a part of the model is lost
 `-- RequestError            a request that the engine did not take
     |-- QueueFullError      ... because the waiting queue is full (the only one worth a retry)
     `-- EngineClosedError   ... because the engine is closed or its loop has died
@@ -18,12 +20,20 @@ class ConfigError(ModelServerError):
     """A setting of the engine is out of range or contradicts another."""
 
 
+class CapacityError(ModelServerError):
+    """A model, a context or a batch does not fit into the memory that is planned with."""
+
+
 class ModelError(ModelServerError):
     """A checkpoint directory is missing, of an unknown architecture, or its tensors do not fit."""
 
 
 class AdapterError(ModelServerError):
     """A LoRA adapter does not fit the model, is not supported, or there is no room or no such name for it."""
+
+
+class WorkerError(ModelServerError):
+    """A process that computes a part of the model has ended or failed; the others cannot go on without it."""
 
 
 class RequestError(ModelServerError):

@@ -217,7 +217,7 @@ class Generation:
             return None
         now_s = self._engine.now_s()
         if output.token_ids:
-            observer.tokens(now_s)
+            observer.tokens(now_s, output.started_s)
         delta = text.push(output)
         if delta.finish_reason is not None:
             observer.finished(now_s, delta.finish_reason, text.completion_tokens)

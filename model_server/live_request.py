@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, lora_keys, salt_keys
-from model_server.requests import GenerationRequest
+from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 
 if TYPE_CHECKING:
     from model_server.free_queue import Block
@@ -64,6 +64,7 @@ class LiveRequest:
         sampling_seed: Base of its random draws.
         adapter: What changes the model for it; None is the base model.
         arrived_s: When it came, on the engine's clock.
+        started_s: When its first step began, on the same clock; None before.
         serial: Rises from request to request.
         leader: The live request whose prompt it has and whose blocks it may share; None for none.
         ended: Whether it has left the scheduler.
@@ -96,6 +97,7 @@ class LiveRequest:
         "retained_ends",
         "sampling_seed",
         "serial",
+        "started_s",
         "swapped",
         "swapped_tokens",
         "tables",
@@ -116,6 +118,7 @@ class LiveRequest:
         self.sampling_seed = sampling_seed
         self.adapter = adapter
         self.arrived_s = arrived_s
+        self.started_s: float | None = None
         self.serial = serial
         self.leader = leader
         self.ended = False
@@ -176,3 +179,17 @@ class LiveRequest:
             assert len(tokens) == block_tokens, "only full blocks have a hash"
             self.digests.append(hash_block(parent, tokens, self.extra_keys(index)))
         return self.digests[:num_blocks]
+
+    def output(
+        self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None
+    ) -> TokenOutput:
+        """Return what its sink is told of a step, or of its end."""
+        return TokenOutput(
+            self.request_id,
+            () if token is None else (token.token_id,),
+            reason,
+            self.cached_tokens or 0,
+            error,
+            () if token is None or token.logprobs is None else (token.logprobs,),
+            self.started_s,
+        )

@@ -25,7 +25,7 @@ class LoraFactors:
     up: Tensor
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class LoraAdapter:
     """One loaded adapter.
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from model_server.errors import AdapterError, ModelError
 from model_server.lora import LoraAdapter, LoraFactors
-from model_server.models import Decoder, HfConfig
-from model_server.weights import read_config, read_tensor
+from model_server.models import Decoder
+from model_server.shapes import HfConfig, Share, read_config
+from model_server.weights import read_tensor
 
 _RANK_MAX = 512
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -89,7 +90,7 @@ def _read_config(config: HfConfig) -> tuple[int, float, list[str]]:
 
 
 def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
-    """Return the tensors {"A": [rank, inputs], "B": [rows, rank]} by layer and part."""
+    """Return the tensors {"A": [rank, inputs], "B": [rows, rank]} by layer and part: what is kept of them."""
     parts, layers = model.projection_parts(), model.shape.layers
     pairs: _Pairs = {}
     with safe_open(path, framework="pt", device="cpu") as stored:
@@ -101,9 +102,10 @@ def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
                     f"of the model's {layers} layers"
                 )
             part = parts[match[2]]
-            wanted = (rank, part.inputs) if match[3] == "A" else (part.rows, rank)
+            own_rank = Share.all_of(rank)
+            shares = (own_rank, part.inputs) if match[3] == "A" else (part.rows, own_rank)
             pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = read_tensor(
-                stored, name, wanted, path
+                stored, name, shares, path
             )
     return pairs
 
@@ -125,11 +127,11 @@ def _fused(pairs: _Pairs, layer: int, projection: str, scaling: float, model: De
     parts = {name: part for name, part in model.projection_parts().items() if part.projection == projection}
     own = [name for name in parts if (layer, name) in pairs]
     down = torch.cat([pairs[layer, name]["A"].float() for name in own])
-    up = torch.zeros((max(part.first_row + part.rows for part in parts.values()), len(down)))
+    up = torch.zeros((max(part.first_row + part.rows.count for part in parts.values()), len(down)))
     column = 0
     for name in own:
         part, factor = parts[name], pairs[layer, name]["B"].float() * scaling
-        up[part.first_row : part.first_row + part.rows, column : column + factor.shape[1]] = factor
+        up[part.first_row : part.first_row + part.rows.count, column : column + factor.shape[1]] = factor
         column += factor.shape[1]
     return LoraFactors(down.to(model.device, model.dtype), up.to(model.device, model.dtype))
 

@@ -6,12 +6,11 @@ began with, also after that was unloaded.
 
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from model_server.errors import AdapterError, RequestError
 from model_server.lora import LoraAdapter
-from model_server.lora_loading import load_adapter
-from model_server.models import Decoder
 
 _NAME_CHARACTERS_MAX = 256
 
@@ -20,12 +19,12 @@ class LoraRegistry:
     """Adapters of one model.
 
     Args:
-        model: What they change.
+        load: Loads an adapter from a directory, under a name and a number, or raises AdapterError.
         max_loras: Most adapters loaded at once; 0 refuses all.
     """
 
-    def __init__(self, model: Decoder, max_loras: int) -> None:
-        self._model = model
+    def __init__(self, load: Callable[[Path, str, int], LoraAdapter], max_loras: int) -> None:
+        self._load = load
         self._max_loras = max_loras
         self._adapters: dict[str, LoraAdapter] = {}
         self._ids = itertools.count(1)
@@ -47,7 +46,7 @@ class LoraRegistry:
                     f"{len(self._adapters)} adapters are loaded and max_loras is {self._max_loras}; "
                     "unload one first"
                 )
-            adapter = load_adapter(directory, name, next(self._ids), self._model)
+            adapter = self._load(directory, name, next(self._ids))
             self._adapters[name] = adapter
             return adapter
 

@@ -55,8 +55,17 @@ class RequestMetrics:
         self.tpot_s = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S
         )
+        self.queue_s = histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first step.", _E2E_BUCKETS_S
+        )
+        self.prefill_s = histogram(
+            "vllm:request_prefill_time_seconds", "From the first step to the first token.", _E2E_BUCKETS_S
+        )
         self.decode_s = histogram(
             "vllm:request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S
+        )
+        self.inference_s = histogram(
+            "vllm:request_inference_time_seconds", "From the first step to the last token.", _E2E_BUCKETS_S
         )
         self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS)
         self.generation_tokens = histogram(
@@ -82,12 +91,20 @@ class RequestMetrics:
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 
-    __slots__ = ("_arrived_s", "_first_tokens_s", "_last_tokens_s", "_metrics", "_prompt_tokens")
+    __slots__ = (
+        "_arrived_s",
+        "_first_tokens_s",
+        "_last_tokens_s",
+        "_metrics",
+        "_prompt_tokens",
+        "_started_s",
+    )
 
     def __init__(self, metrics: RequestMetrics, arrived_s: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived_s = arrived_s
         self._prompt_tokens = prompt_tokens
+        self._started_s: float | None = None
         self._first_tokens_s: float | None = None
         self._last_tokens_s = 0.0
 
@@ -96,10 +113,11 @@ class ChoiceObserver:
         """Whether a token has come."""
         return self._first_tokens_s is not None
 
-    def tokens(self, now_s: float) -> None:
-        """New tokens came."""
+    def tokens(self, now_s: float, started_s: float | None = None) -> None:
+        """New tokens came; `started_s` is when the engine's first step for the request began."""
         if self._first_tokens_s is None:
             self._first_tokens_s = now_s
+            self._started_s = started_s
             self._metrics.ttft_s.observe(now_s - self._arrived_s)
         else:
             self._metrics.itl_s.observe(now_s - self._last_tokens_s)
@@ -114,6 +132,10 @@ class ChoiceObserver:
         if self._first_tokens_s is not None:
             decode_s = now_s - self._first_tokens_s
             metrics.decode_s.observe(decode_s)
+            if self._started_s is not None:
+                metrics.queue_s.observe(self._started_s - self._arrived_s)
+                metrics.prefill_s.observe(self._first_tokens_s - self._started_s)
+                metrics.inference_s.observe(now_s - self._started_s)
             if completion_tokens > 1:
                 metrics.tpot_s.observe(decode_s / (completion_tokens - 1))
         metrics.success[reason].inc()

@@ -123,6 +123,7 @@ class TokenOutput:
         cached_tokens: Prompt tokens that were served from the cache instead of computed.
         error: What went wrong when `finish_reason` is "error".
         logprobs: One entry per token where they were asked for, else empty.
+        started_s: When the request's first step began, by `time.monotonic`; None before.
     """
 
     request_id: str
@@ -131,3 +132,4 @@ class TokenOutput:
     cached_tokens: int
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    started_s: float | None = field(default=None, compare=False)

@@ -1,77 +1,106 @@
 """Runs one step on a torch model: chunks of requests in, one sampled token per finished chunk out.
 
-It turns the scheduler's chunks into a flat batch and knows the model, the KV pool and the sampler; it
-decides nothing about which requests run.
+It turns the scheduler's chunks into a flat batch and knows the sampler; the model with its KV pool is behind
+`ModelShard`. It decides nothing about which requests run.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from model_server.adjust import SamplingRow
-from model_server.attention import Attention, KvGroupSpec, KvLayout, Span, new_attention, undivided
-from model_server.block_copies import BlockCopies, bytes_of_block, new_copies
+from model_server.block_copies import BlockCopies
 from model_server.live_request import LiveRequest
 from model_server.logprobs import log_probabilities, read_logprobs
-from model_server.lora import LoraBatch
-from model_server.models import Decoder
+from model_server.lora import LoraAdapter
 from model_server.requests import ChosenToken
 from model_server.sampler import sample
 from model_server.scheduler import Chunk
+from model_server.shapes import KvGroupSpec
+from model_server.step import Step
+
+
+class ModelShard(Protocol):
+    """A model with its KV pool: all of it, or rank 0's part with the other ranks behind it."""
+
+    @property
+    def kv_groups(self) -> tuple[KvGroupSpec, ...]:
+        """Layers that share a block table."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, on all ranks together."""
+
+    def forward(self, step: Step) -> Tensor:
+        """Compute a step; returns float32 logits [rows, vocab_size]."""
+
+    def block_copies(self, host_blocks: int) -> BlockCopies:
+        """Return what copies blocks, with memory for this many in the host tier."""
+
+    def free_kv(self) -> None:
+        """Give the pool's memory back."""
+
+    def allocate_kv(self) -> None:
+        """Take it again; it holds nothing."""
+
+    def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraAdapter:
+        """Load an adapter."""
+
+    def check(self) -> None:
+        """Raise WorkerError if a rank is lost."""
+
+    def close(self) -> None:
+        """Stop the other ranks."""
 
 
 class TorchRunner:
-    """A model with its KV pool.
+    """A model with a sampler; see `Runner` for the methods.
 
-    Attributes:
-        model: The decoder.
+    Args:
+        shard: The model.
         vocab_size: Token ids are below this.
         eos_token_ids: Tokens that end a text.
+
+    Attributes:
+        shard: See above.
+        vocab_size: See above.
+        eos_token_ids: See above.
         kv_groups: Layers that share a block table.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        eos_token_ids: frozenset[int],
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        fp8_kv: bool = False,
-    ) -> None:
-        self.model = model
-        self.vocab_size = model.shape.vocab_size
+    def __init__(self, shard: ModelShard, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.shard = shard
+        self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.kv_groups = layer_groups(model)
-        self._layout = KvLayout(self.kv_groups, num_blocks, block_tokens)
-        self._fp8_kv = fp8_kv
-        self._attention: Attention | None = self._new_attention()
-
-    @property
-    def attention(self) -> Attention:
-        """The KV pool of all layers."""
-        assert self._attention is not None, "the pool's memory was given back"
-        return self._attention
+        self.kv_groups = shard.kv_groups
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block."""
-        return bytes_of_block(self.attention.block_tensors())
+        return self.shard.block_bytes
 
     def block_copies(self, host_blocks: int) -> BlockCopies:
         """Return what copies the pool's blocks, with memory for this many in the host tier."""
-        return new_copies(self.attention.block_tensors(), host_blocks)
+        return self.shard.block_copies(host_blocks)
 
     def free_kv(self) -> None:
         """Give the pool's memory back; nothing can run before `allocate_kv`."""
-        self._attention = None
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.shard.free_kv()
 
     def allocate_kv(self) -> None:
         """Take memory for the pool again; it holds nothing."""
-        self._attention = self._new_attention()
+        self.shard.allocate_kv()
+
+    def check(self) -> None:
+        """Raise WorkerError if a process that computes a part of the model is lost."""
+        self.shard.check()
+
+    def close(self) -> None:
+        """Stop the processes that compute parts of the model."""
+        self.shard.close()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
@@ -85,27 +114,10 @@ class TorchRunner:
         """
         # Single tokens first, by length: that is how attention can batch them with little padding.
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
-        token_ids: list[int] = []
-        last_rows: list[int] = []
-        sampling: list[Chunk] = []
-        for chunk in ordered:
-            token_ids.extend(chunk.live.token_ids[chunk.start : chunk.stop])
-            if chunk.samples:
-                last_rows.append(len(token_ids) - 1)
-                sampling.append(chunk)
-        meta = self.attention.prepare(
-            [Span(chunk.start, chunk.length, chunk.live.block_ids) for chunk in ordered]
-        )
-        device = self.model.device
-        logits = self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(last_rows, dtype=torch.int64, device=device),
-            self.attention,
-            meta,
-            LoraBatch.of([chunk.live.adapter for chunk in ordered for _ in range(chunk.length)], device),
-        )
-        chosen = self._choose(logits, [chunk.live for chunk in sampling])
-        return {chunk.live.request_id: token for chunk, token in zip(sampling, chosen, strict=True)}
+        logits = self.shard.forward(Step.of(ordered))
+        sampling = [chunk.live for chunk in ordered if chunk.samples]
+        chosen = self._choose(logits, sampling)
+        return {live.request_id: token for live, token in zip(sampling, chosen, strict=True)}
 
     def _choose(self, logits: Tensor, requests: Sequence[LiveRequest]) -> list[ChosenToken]:
         counts = [live.request.sampling.logprobs for live in requests]
@@ -116,10 +128,6 @@ class TorchRunner:
                 live.request.constraint.accept(token)
         told = read_logprobs(logprobs, counts, tokens)
         return [ChosenToken(token, entry) for token, entry in zip(tokens, told, strict=True)]
-
-    def _new_attention(self) -> Attention:
-        model = self.model
-        return new_attention(model.shape.attention, self._layout, model.dtype, model.device, fp8=self._fp8_kv)
 
     def _sampling_row(self, live: LiveRequest) -> SamplingRow:
         params = live.request.sampling
@@ -135,13 +143,3 @@ class TorchRunner:
             live.token_ids,
             None if constraint is None else constraint.allowed_bits(),
         )
-
-
-def layer_groups(model: Decoder) -> tuple[KvGroupSpec, ...]:
-    """Return the model's layers by what they keep.
-
-    A model of windows alone keeps everything: where prompts part is told by full attention only, and readers
-    of the events can place blocks of a window by those of full attention only.
-    """
-    groups = model.kv_groups
-    return groups if any(group.window_tokens is None for group in groups) else undivided(model.shape.layers)

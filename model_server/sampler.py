@@ -5,16 +5,18 @@ draw depends on its own seed and position alone, so neither batch neighbours nor
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from model_server.adjust import SamplingRow, adjust
-from model_server.requests import SamplingParams
+from model_server.restrict import CANDIDATES, is_restricted, left_of_all, left_of_best
 
 # Below this, dividing by the temperature overflows; it is greedy for all practical purposes.
 _GREEDY_BELOW = 1e-5
+_CHUNK = 128  # tokens
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -28,8 +30,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     tokens = logits.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if row.params.temperature >= _GREEDY_BELOW]
     for chosen, draw in (
-        ([index for index in random if not _is_restricted(rows[index].params)], _draw_from_all),
-        ([index for index in random if _is_restricted(rows[index].params)], _draw_from_top),
+        ([index for index in random if not is_restricted(rows[index].params)], _draw_from_all),
+        ([index for index in random if is_restricted(rows[index].params)], _draw_from_top),
     ):
         if chosen:
             at = torch.tensor(chosen, device=logits.device)
@@ -44,41 +46,27 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "big") >> 24) / (1 << 40)
 
 
-def _is_restricted(params: SamplingParams) -> bool:
-    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
-
-
 def _draw_from_all(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return _invert(_probabilities(logits, rows), rows)
 
 
 def _draw_from_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw where top_k, top_p or min_p apply."""
-    probabilities = _probabilities(logits, rows)
-    # Drawn in the order of the vocabulary, not of probability: there rounding swaps neighbours, here it only
-    # moves borders, so that the same draw gives the same token in whatever batch.
-    return _invert(probabilities * _kept(probabilities, rows), rows)
+    """Draw where top_k, top_p or min_p apply.
 
-
-def _kept(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return which tokens top_k, top_p and min_p leave, bool [rows, vocab_size].
-
-    All three keep the most probable ones; top_p is a share of what the other two left.
+    In the order of the vocabulary, not of probability: there rounding swaps neighbours, here it only moves
+    borders, so that the same draw gives the same token in whatever batch.
     """
-    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    vocab_size = ordered.shape[-1]
-
-    def column(value: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([[value(row.params)] for row in rows], device=ordered.device)
-
-    ranks = torch.arange(vocab_size, device=ordered.device)
-    keep = ranks < column(lambda params: params.top_k if params.top_k > 0 else vocab_size)
-    keep &= ordered >= column(lambda params: params.min_p) * ordered[:, :1]
-    left = ordered * keep
-    before = left.cumsum(dim=-1, dtype=torch.float64) - left
-    keep &= before < column(lambda params: params.top_p) * left.sum(dim=-1, keepdim=True)
-    keep[:, 0] = True  # a top_p that float32 rounds to 0 still means the most probable token
-    return torch.empty_like(keep).scatter_(1, token_ids, keep)
+    probabilities = _probabilities(logits, rows)
+    if probabilities.shape[-1] < CANDIDATES:
+        return _invert(left_of_all(probabilities, [row.params for row in rows]), rows)
+    token_ids, left, sure = left_of_best(probabilities, [row.params for row in rows])
+    tokens = token_ids.gather(1, _invert(left, rows)[:, None]).squeeze(1)
+    unsure = (~sure).nonzero().flatten()
+    if len(unsure):
+        rest = [rows[index] for index in unsure.tolist()]
+        left = left_of_all(probabilities.index_select(0, unsure), [row.params for row in rest])
+        tokens[unsure] = _invert(left, rest)
+    return tokens
 
 
 def _probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -87,10 +75,21 @@ def _probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _invert(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return per row the first index at which the cumulated probability exceeds the row's draw."""
-    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    """Return per row the first index at which the cumulated probability exceeds the row's draw.
+
+    First the chunk of the vocabulary, then the token in it: cumulating all of it would take as long as a sort
+    of the best tokens.
+    """
+    chunks = functional.pad(probabilities, (0, -probabilities.shape[-1] % _CHUNK)).unflatten(-1, (-1, _CHUNK))
+    cumulated = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draws = torch.tensor(
         [[uniform(row.seed, row.position)] for row in rows], dtype=torch.float64, device=probabilities.device
     )
-    found = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).squeeze(1)
-    return found.clamp_(max=probabilities.shape[-1] - 1)
+    draws = draws * cumulated[:, -1:]
+    at = torch.searchsorted(cumulated, draws, right=True).clamp_(max=chunks.shape[1] - 1)
+    before = torch.where(at > 0, cumulated.gather(1, (at - 1).clamp_(min=0)), 0.0)
+    chunk = chunks.gather(1, at[..., None].expand(-1, -1, _CHUNK)).squeeze(1)
+    found = torch.searchsorted(chunk.cumsum(dim=-1, dtype=torch.float64), draws - before, right=True)
+    # Where rounding lets a draw fall off the chunk's end: its last token that can be chosen.
+    last = (torch.arange(_CHUNK, device=chunk.device) * (chunk > 0)).amax(dim=-1, keepdim=True)
+    return (at * _CHUNK + torch.minimum(found, last)).squeeze(1)

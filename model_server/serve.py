@@ -18,6 +18,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from model_server.build import build_engine
+from model_server.capacity import log_pool
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine import Engine
 from model_server.errors import ModelServerError
@@ -43,6 +44,7 @@ _STUCK_S = 60.0
 # Longer than common proxies keep idle connections, so that it is they who close them.
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048
+_TICKS_PER_LOOK = 10  # uvicorn ticks ten times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,15 @@ class StartError(ModelServerError):
     """The server cannot start: an address is in use, or a file cannot be read."""
 
 
+class EngineDiedError(ModelServerError):
+    """The engine's loop has died, and so the server has ended."""
+
+
 def run(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelServerError: The server cannot start.
+        ModelServerError: The server cannot start, or its engine has died.
     """
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(reserve(options.host, options.port))
@@ -92,11 +98,13 @@ def run(options: ServeOptions) -> None:
         if publisher is not None:
             publisher.start()
         engine.start()
-        _log_pool(engine, options.engine.device)
+        log_pool(engine, options.engine)
         server = Server(options, engine, publisher, tokenizer)
         url = f"http://{_url_host(options.host)}:{port}"
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.serve(listener, lambda: logger.info("ready: %s serves %s", url, server.name)))
+        if not engine.stats().healthy:
+            raise EngineDiedError("the engine has died; the log says why")
     logger.info("stopped")
 
 
@@ -126,7 +134,7 @@ class Server:
         self.name = options.served_names[0]
 
     async def serve(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Answer requests on a bound socket until `stop`."""
+        """Answer requests on a bound socket until `stop`, or until the engine dies."""
         loop = asyncio.get_running_loop()
         registry = new_registry()
         self._async_engine = AsyncEngine(self._engine, loop, RequestMetrics(self.name, registry))
@@ -160,7 +168,7 @@ class Server:
             load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
         )
-        self._http = _Uvicorn(api.app(self._engine, state), on_ready)
+        self._http = _Uvicorn(api.app(self._engine, state), on_ready, lambda: self._engine.stats().healthy)
         try:
             with self._http.stopped_by_signals(self.stop):
                 await self._http.serve(sockets=[listener])
@@ -206,7 +214,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, leaving signals to us: its own handling would end the process with the signal's exit code."""
 
-    def __init__(self, app: ASGIApp, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, on_ready: Callable[[], None], alive: Callable[[], bool]) -> None:
         config = uvicorn.Config(
             app,
             http=HeadCappedProtocol,
@@ -221,6 +229,11 @@ class _Uvicorn(uvicorn.Server):
         )
         super().__init__(config)
         self._on_ready = on_ready
+        self._alive = alive
+
+    async def on_tick(self, counter: int) -> bool:
+        dead = counter % _TICKS_PER_LOOK == 0 and not self._alive()
+        return dead or await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -303,15 +316,3 @@ def _pod_host(host: str) -> str:
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _log_pool(engine: Engine, device: str) -> None:
-    kind = "CPU" if device.startswith("cpu") else "GPU"
-    pool_tokens = engine.stats().total_blocks * engine.block_tokens
-    logger.info(
-        "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
-        kind,
-        f"{pool_tokens:,}",
-        f"{engine.max_model_len:,}",
-        pool_tokens / engine.max_model_len,
-    )

@@ -6,10 +6,10 @@ In: the scheduler's chunks. Out: sampled tokens, and the means to move KV blocks
 from collections.abc import Sequence
 from typing import Protocol
 
-from model_server.attention import KvGroupSpec
 from model_server.block_copies import BlockCopies
 from model_server.requests import ChosenToken
 from model_server.scheduler import Chunk
+from model_server.shapes import KvGroupSpec
 
 
 class Runner(Protocol):
@@ -34,3 +34,9 @@ class Runner(Protocol):
 
     def allocate_kv(self) -> None:
         """Take it again; it holds nothing."""
+
+    def check(self) -> None:
+        """Raise WorkerError if a part of it is lost; called between steps, at least once a second."""
+
+    def close(self) -> None:
+        """Stop for good; nothing can run any more."""

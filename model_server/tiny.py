@@ -8,46 +8,38 @@ import math
 
 import torch
 
-from model_server.config import TINY_MODEL, DType
-from model_server.models import HfConfig
+from model_server.config import DType
+from model_server.parallel.ranks import Ranks
+from model_server.shapes import TINY_CONFIG
 from model_server.weights import LoadedModel, eos_token_ids, new_model
 from tokenization import TINY_DIRECTORY
 
-_CONFIG: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 688,
-    "max_position_embeddings": 8192,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
 _SEED = 20260
 
 
-def load_tiny(dtype: DType, device: torch.device) -> LoadedModel:
-    """Make the model.
+def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
+    """Make the model, or one rank's part of it.
 
     Args:
         dtype: What to compute in; "auto" is float32.
         device: Where the weights go.
+        ranks: Who computes it; None for this process alone.
+
+    Raises:
+        ConfigError: There are as many ranks as the model cannot be divided by.
     """
-    model = new_model(HfConfig(_CONFIG, TINY_MODEL), dtype, device)
-    generator = torch.Generator().manual_seed(_SEED)
-    for name, tensor in model.tensors().items():
-        if tensor.dim() == 1:
-            tensor.fill_(1.0)  # norms
-        else:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * _scale(name, tensor.shape[1]))
+    model = new_model(TINY_CONFIG, dtype, device, ranks)
     ends = eos_token_ids(TINY_DIRECTORY)
-    # Logits of 0 are never the best of thousands: greedy answers have the length that was asked for.
-    model.tensors()["lm_head.weight"][sorted(ends)] = 0.0
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, weight in model.weights().items():
+        if len(weight.shape) == 1:
+            weight.tensor.fill_(1.0)  # norms
+            continue
+        whole = torch.randn(weight.shape, generator=generator) * _scale(name, weight.shape[1])
+        if name == "lm_head.weight":
+            # Logits of 0 are never the best of thousands: greedy answers have the length that was asked for.
+            whole[sorted(ends)] = 0.0
+        weight.write(whole)
     return LoadedModel(model, ends, model.shape.max_positions)
 
 

@@ -4,7 +4,6 @@ In: a directory. Out: a model with its weights, the tokens that end a text, and 
 ModelError that names the file, the tensor or field, and what was expected.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,16 @@ from torch import Tensor
 
 from model_server.config import DType
 from model_server.errors import ConfigError, ModelError
-from model_server.models import Decoder, HfConfig, decoder_shape
+from model_server.models import Decoder, Weight
+from model_server.parallel.ranks import Ranks
+from model_server.shapes import (
+    HfConfig,
+    Share,
+    check_divisible,
+    computed_dtype,
+    decoder_shape,
+    read_config,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = frozenset(("F32", "BF16", "F16"))
@@ -37,33 +45,40 @@ class LoadedModel:
     max_positions: int
 
 
-def load_checkpoint(directory: Path, dtype: DType, device: torch.device) -> LoadedModel:
-    """Load a model.
+def load_checkpoint(
+    directory: Path, dtype: DType, device: torch.device, ranks: Ranks | None = None
+) -> LoadedModel:
+    """Load a model, or one rank's part of it: nothing else is read from the files.
 
     Args:
         directory: Where config.json and the safetensors are.
         dtype: What to compute in; "auto" takes what config.json names.
         device: Where the weights go.
+        ranks: Who computes it; None for this process alone.
 
     Raises:
         ModelError: Anything is missing or does not fit.
+        ConfigError: There are as many ranks as the model cannot be divided by.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
-    model = new_model(read_config(directory / "config.json"), dtype, device)
-    fill(model.tensors(), _checkpoint_files(directory), tied=model.shape.tied_embeddings)
+    model = new_model(read_config(directory / "config.json"), dtype, device, ranks)
+    fill(model.weights(), _checkpoint_files(directory), tied=model.shape.tied_embeddings)
     return LoadedModel(model, eos_token_ids(directory), model.shape.max_positions)
 
 
-def new_model(config: HfConfig, dtype: DType, device: torch.device) -> Decoder:
+def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
     """Make the model that a configuration describes, its weights not yet written.
 
     Raises:
         ModelError: The configuration cannot be used, or the weights would not fit the device's memory.
+        ConfigError: There are as many ranks as the model cannot be divided by.
     """
-    shape, torch_dtype = decoder_shape(config), _torch_dtype(config, dtype)
+    shape, torch_dtype = decoder_shape(config), _DTYPES[computed_dtype(config, dtype)]
+    if ranks is not None:
+        check_divisible(shape, ranks.division.size)
     try:
-        return Decoder(shape, torch_dtype, device)
+        return Decoder(shape, torch_dtype, device, ranks)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{config.where}: no memory for such a model on {device}: {error}") from error
 
@@ -82,19 +97,6 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
-def read_config(path: Path) -> HfConfig:
-    """Read a JSON file that holds one object."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{path}: the file is missing") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds {type(values).__name__} instead of an object")
-    return HfConfig(values, str(path))
-
-
 def eos_token_ids(directory: Path) -> frozenset[int]:
     """Return the end-of-sequence tokens: generation_config.json's, else config.json's, else none."""
     for path in (directory / "generation_config.json", directory / "config.json"):
@@ -103,16 +105,16 @@ def eos_token_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
-def fill(tensors: dict[str, Tensor], files: Iterable[Path], *, tied: bool) -> None:
+def fill(weights: dict[str, Weight], files: Iterable[Path], *, tied: bool) -> None:
     """Write every tensor of the files into its place; each place must be written."""
-    missing = set(tensors)
+    missing = set(weights)
     for path in files:
         try:
             # A file that is no safetensors file raises at opening, a damaged one may at any tensor.
             with safe_open(path, framework="pt", device="cpu") as stored:
                 for name in stored.keys():  # noqa: SIM118 (not a mapping)
-                    if name in tensors:
-                        tensors[name].copy_(read_tensor(stored, name, tuple(tensors[name].shape), path))
+                    if name in weights:
+                        weights[name].tensor.copy_(read_tensor(stored, name, weights[name].shares, path))
                         missing.discard(name)
                     elif not _is_redundant(name, tied):
                         raise ModelError(
@@ -128,21 +130,24 @@ def fill(tensors: dict[str, Tensor], files: Iterable[Path], *, tied: bool) -> No
         )
 
 
-def read_tensor(stored: safe_open, name: str, wanted: tuple[int, ...], path: Path) -> Tensor:
-    """Read one tensor of an open file.
+def read_tensor(stored: safe_open, name: str, shares: tuple[Share, ...], path: Path) -> Tensor:
+    """Read one tensor of an open file, or the part of it that the shares name.
 
     Raises:
         ModelError: Its shape or type is not what it must be.
     """
     view = stored.get_slice(name)  # type: ignore[no-untyped-call]
-    shape = tuple(view.get_shape())
+    shape, wanted = tuple(view.get_shape()), tuple(share.whole for share in shares)
     if shape != wanted:
         raise ModelError(f"{path}: tensor {name!r} has shape {shape}; config.json asks for {wanted}")
     if view.get_dtype() not in _STORED:
         raise ModelError(
             f"{path}: tensor {name!r} is stored as {view.get_dtype()}; use {', '.join(sorted(_STORED))}"
         )
-    tensor: Tensor = stored.get_tensor(name)  # type: ignore[no-untyped-call]
+    if all(share.is_all for share in shares):
+        tensor: Tensor = stored.get_tensor(name)  # type: ignore[no-untyped-call]
+    else:
+        tensor = view[tuple(share.span for share in shares)]
     return tensor
 
 
@@ -161,12 +166,3 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _is_redundant(name: str, tied: bool) -> bool:
     """Tell whether a tensor may be in a checkpoint without being needed."""
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-
-
-def _torch_dtype(config: HfConfig, dtype: DType) -> torch.dtype:
-    if dtype != "auto":
-        return _DTYPES[dtype]
-    named = config.text("dtype", config.text("torch_dtype", "float32"))
-    if named not in _DTYPES:
-        raise config.error("dtype", named, f"one of {', '.join(_DTYPES)} (or choose one by --dtype)")
-    return _DTYPES[named]

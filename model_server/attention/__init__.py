@@ -7,10 +7,9 @@ import logging
 
 import torch
 
-from model_server.attention.batch import Attention, AttentionShape, KvLayout, Span, StepMeta
-from model_server.attention.groups import KvGroupSpec, kv_groups, undivided
+from model_server.attention.batch import Attention, KvLayout, Span, StepMeta
 from model_server.attention.sdpa import SdpaAttention
-from model_server.attention.varlen import VarlenAttention, varlen_fault
+from model_server.shapes import AttentionShape, KvGroupSpec, kv_groups, undivided
 
 __all__ = [
     "Attention",
@@ -20,7 +19,6 @@ __all__ = [
     "SdpaAttention",
     "Span",
     "StepMeta",
-    "VarlenAttention",
     "kv_groups",
     "new_attention",
     "undivided",
@@ -43,6 +41,9 @@ def new_attention(
     """
     if fp8 or device.type != "cuda":
         return SdpaAttention(shape, layout, dtype, device, fp8=fp8)
+    # Not before it is needed: torch's module brings its compiler, which takes longer to import than the rest.
+    from model_server.attention.varlen import VarlenAttention, varlen_fault
+
     if (fault := varlen_fault(shape, layout.block_tokens, dtype, device)) is not None:
         logger.warning("attention gathers blocks, because torch's paged kernel cannot be used: %s", fault)
         return SdpaAttention(shape, layout, dtype, device)

@@ -10,26 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model_server.attention.groups import KvGroupSpec
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What attention must know about a model.
-
-    Attributes:
-        heads: Query heads.
-        kv_heads: Heads of keys and values; a divisor of `heads`.
-        head_dim: Elements of one head.
-        scale: Factor of the scores before the softmax.
-        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    windows: tuple[int | None, ...]
+from model_server.shapes import KvGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +107,7 @@ class Attention(Protocol):
         """
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return all that the pool keeps, [num_blocks, ...] each: a block is its row in all of them."""
+        """Return all that the pool keeps, [planes, num_blocks, ...] each; a block is a row of each plane."""
 
 
 def slots_of(span: Span, group: int, block_tokens: int) -> list[int]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import AttentionShape, KvLayout, to_device
+from model_server.attention.batch import KvLayout, to_device
 from model_server.attention.kv_pool import block_rows, head_rows
+from model_server.shapes import AttentionShape
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -55,16 +56,11 @@ class Fp8KvPool:
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (layout.num_blocks, shape.kv_heads, layout.block_tokens, shape.head_dim)
-
-        def plane() -> _Plane:
-            return _Plane(
-                torch.zeros(size, dtype=_FP8, device=device),
-                torch.full(size[:2], _SMALLEST_SCALE, dtype=torch.float32, device=device),
-            )
-
-        self._keys = [plane() for _ in range(layout.num_planes)]
-        self._values = [plane() for _ in range(layout.num_planes)]
+        size = (2 * layout.num_planes, layout.num_blocks, shape.kv_heads)
+        self._content = torch.zeros((*size, layout.block_tokens, shape.head_dim), dtype=_FP8, device=device)
+        self._scales = torch.full(size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
+        planes = [_Plane(*both) for both in zip(self._content, self._scales, strict=True)]
+        self._keys, self._values = planes[: layout.num_planes], planes[layout.num_planes :]
         self._heads = torch.arange(shape.kv_heads, device=device)
         self._block_tokens = layout.block_tokens
         self._dtype = dtype
@@ -96,9 +92,8 @@ class Fp8KvPool:
         return self._read_one(self._keys[plane], rows), self._read_one(self._values[plane], rows)
 
     def block_tensors(self) -> list[Tensor]:
-        """Return all that is kept, [blocks, ...] each."""
-        planes = (*self._keys, *self._values)
-        return [*(plane.content for plane in planes), *(plane.scales for plane in planes)]
+        """Return all that is kept, [planes, blocks, ...] each."""
+        return [self._content, self._scales]
 
     def _write_one(self, plane: _Plane, new: Tensor, plan: Fp8Write) -> None:
         wanted = torch.full((len(plan.blocks), new.shape[1]), _SMALLEST_SCALE, device=new.device)

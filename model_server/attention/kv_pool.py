@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import AttentionShape, KvLayout, to_device
+from model_server.attention.batch import KvLayout, to_device
+from model_server.shapes import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class KvPool:
     ) -> None:
         size = (layout.num_blocks, shape.kv_heads, layout.block_tokens, shape.head_dim)
         # Zeros, not garbage: masked positions are multiplied by 0, which a NaN would survive.
-        self._keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
-        self._values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
+        self._pool = torch.zeros((2 * layout.num_planes, *size), dtype=dtype, device=device)
+        planes = self._pool.unbind()
+        self._keys, self._values = planes[: layout.num_planes], planes[layout.num_planes :]
         self._heads = torch.arange(shape.kv_heads, device=device)
         self._block_tokens = layout.block_tokens
         self._gathered = [torch.empty((0, *size[2:]), dtype=dtype, device=device) for _ in range(2)]
@@ -63,8 +65,8 @@ class KvPool:
         return keys, values
 
     def block_tensors(self) -> list[Tensor]:
-        """Return all that is kept, [blocks, ...] each."""
-        return [*self._keys, *self._values]
+        """Return all that is kept, [planes, blocks, ...] each."""
+        return [self._pool]
 
 
 def block_rows(block_ids: Tensor, heads: Tensor) -> Tensor:

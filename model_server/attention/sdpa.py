@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.batch import AttentionShape, KvLayout, Span, slots_of, to_device
+from model_server.attention.batch import KvLayout, Span, slots_of, to_device
 from model_server.attention.fp8_pool import Fp8KvPool, Fp8Write
 from model_server.attention.kv_pool import KvPool, SlotWrite
 from model_server.attention.masks import CausalMasks
+from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
@@ -139,7 +140,7 @@ class SdpaAttention:
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return everything that the pool keeps, [num_blocks, ...] each."""
+        """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
         return self._pool.block_tensors()
 
     def _attend_decodes(

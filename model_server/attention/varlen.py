@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_server.attention.batch import AttentionShape, KvLayout, Span, slots_of, to_device
-from model_server.attention.groups import undivided
+from model_server.attention.batch import KvLayout, Span, slots_of, to_device
+from model_server.shapes import AttentionShape, undivided
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -48,8 +48,9 @@ class VarlenAttention:
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = (layout.num_blocks, layout.block_tokens, shape.kv_heads, shape.head_dim)
-        self._keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
-        self._values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layout.num_planes)]
+        self._pool = torch.zeros((2 * layout.num_planes, *size), dtype=dtype, device=device)
+        planes = self._pool.unbind()
+        self._keys, self._values = planes[: layout.num_planes], planes[layout.num_planes :]
         self._shape = shape
         self._layout = layout
         self._device = device
@@ -112,8 +113,8 @@ class VarlenAttention:
         return attended.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return everything that the pool keeps, [num_blocks, ...] each."""
-        return [*self._keys, *self._values]
+        """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
+        return [self._pool]
 
     def _indices(self, numbers: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return to_device(numbers, self._device, dtype)

@@ -1,7 +1,9 @@
 """The decoder that all architectures share: attention with rotary positions, RMS norms, gated MLP.
 
 In: a flat batch of token ids with its attention metadata. Out: logits of the chosen rows. It owns the
-weights, names them as Hugging Face checkpoints do, and knows neither requests nor blocks.
+weights, names them as Hugging Face checkpoints do, and knows neither requests nor blocks. One of several
+ranks owns some heads of every layer, some of the MLP's columns and some tokens of the vocabulary: projections
+that these are the outputs of need nobody else, those that they are the inputs of are summed over all ranks.
 """
 
 from functools import partial
@@ -10,53 +12,73 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention import Attention, KvGroupSpec, StepMeta, kv_groups
+from model_server.attention import Attention, StepMeta
 from model_server.lora import LoraBatch
-from model_server.models.layer import DecoderLayer, ProjectionPart
-from model_server.models.rope import Rope, rotate, rotation
-from model_server.models.shape import DecoderShape
+from model_server.models.layer import DecoderLayer, ProjectionPart, Weight, projection_parts
+from model_server.models.rope import frequencies, rotate, rotation
+from model_server.parallel.ranks import Ranks
+from model_server.shapes import DecoderShape, KvGroupSpec, Rope, Share, kv_groups
 
 _ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
 
 class Decoder:
-    """A decoder whose weights are yet to be written into `tensors()`.
+    """A decoder whose weights are yet to be written into `weights()`.
 
-    Attributes:
-        shape: What it computes.
+    Args:
+        shape: Of the whole model.
         dtype: Of weights and activations.
         device: Where the weights are.
+        ranks: Who computes it; None for this process alone.
+
+    Attributes:
+        shape: What is computed here.
+        dtype: See above.
+        device: See above.
     """
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = Ranks() if ranks is None else ranks
+        division = self._ranks.division
+        self.shape = division.part_of(shape)
         self.dtype = dtype
         self.device = device
-        self._embedding = torch.empty((shape.vocab_size, shape.hidden), dtype=dtype, device=device)
-        self._head = self._embedding if shape.tied_embeddings else torch.empty_like(self._embedding)
+        self._vocabulary = division.vocabulary(shape)
+        # Divided, though each step then has one sum more: where ranks are many, reading the output head is
+        # what takes longest in a step of few tokens. Rows beyond the vocabulary make all ranks' parts equal.
+        vocabulary_rows = division.vocabulary_rows(shape)
+        self._embedding = torch.zeros((vocabulary_rows, shape.hidden), dtype=dtype, device=device)
+        self._head = self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding)
         self._norm = torch.empty(shape.hidden, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(shape, dtype, device) for _ in range(shape.layers)]
-        self._frequencies = {rope: rope.frequencies(shape.head_dim).to(device) for rope in set(shape.ropes)}
+        self._layers = [DecoderLayer(shape, division, dtype, device) for _ in range(shape.layers)]
+        self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
         self._activation = _ACTIVATIONS[shape.activation]
+        self._parts = projection_parts(shape, division)
 
     @property
     def kv_groups(self) -> tuple[KvGroupSpec, ...]:
         """The groups of layers that can share a block table."""
         return kv_groups(self.shape.windows)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Weight]:
         """Return all weights under their checkpoint names; write into them to load the model."""
-        named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        vocabulary, hidden = self._vocabulary, Share.all_of(self.shape.hidden)
+        named = {
+            "model.embed_tokens.weight": Weight(self._embedding[: vocabulary.count], (vocabulary, hidden)),
+            "model.norm.weight": Weight.all_of(self._norm),
+        }
         if not self.shape.tied_embeddings:
-            named["lm_head.weight"] = self._head
+            named["lm_head.weight"] = Weight(self._head[: vocabulary.count], (vocabulary, hidden))
         for index, layer in enumerate(self._layers):
-            named |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
+            named |= {f"model.layers.{index}.{name}": weight for name, weight in layer.weights().items()}
         return named
 
     def projection_parts(self) -> dict[str, ProjectionPart]:
         """Return each layer's projections (what adapters can change) by their checkpoint names."""
-        return DecoderLayer.parts(self.shape)
+        return self._parts
 
     def forward(
         self,
@@ -76,15 +98,13 @@ class Decoder:
             lora: The rows that adapters change.
 
         Returns:
-            float32 logits [rows, vocab_size].
+            float32 logits [rows, vocab_size]; on ranks but the first, of no use.
         """
         turns = {
             rope: rotation(meta.positions, frequencies, rope.magnitude, self.dtype)
             for rope, frequencies in self._frequencies.items()
         }
-        hidden = functional.embedding(token_ids, self._embedding)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
+        hidden = self._embed(token_ids)
         for index in range(len(self._layers)):
             attended = self._attend(hidden, index, turns, attention, meta, lora)
             if index == len(self._layers) - 1:  # nothing reads the other rows any more
@@ -92,7 +112,20 @@ class Decoder:
                 lora = None if lora is None else lora.chosen(rows)
             hidden = hidden + self._attention_output(attended, index, lora)
             hidden = hidden + self._mlp(hidden, index, lora)
-        return functional.linear(self._rms_norm(hidden, self._norm), self._head).float()
+        own = functional.linear(self._rms_norm(hidden, self._norm), self._head)
+        return self._ranks.join_columns(own)[:, : self.shape.vocab_size].float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, [tokens, hidden]; each is known to one rank."""
+        vocabulary = self._vocabulary
+        if vocabulary.is_all:
+            hidden = functional.embedding(token_ids, self._embedding)
+        else:
+            own = token_ids - vocabulary.first
+            foreign = (own < 0) | (own >= vocabulary.count)
+            hidden = functional.embedding(own.masked_fill(foreign, 0), self._embedding)
+            hidden = self._ranks.sum(hidden.masked_fill(foreign[:, None], 0.0))
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def _attend(
         self,
@@ -118,7 +151,7 @@ class Decoder:
 
     def _attention_output(self, attended: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
         """Return what a layer's attention adds to the residual stream."""
-        added = self._project(attended, index, "output", lora)
+        added = self._project_back(attended, index, "output", lora)
         if self.shape.output_norms:
             added = self._rms_norm(added, self._layers[index].attention_norm)
         return added
@@ -128,7 +161,7 @@ class Decoder:
         layer = self._layers[index]
         gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
         gate, up = gate_up.chunk(2, dim=-1)
-        added = self._project(self._activation(gate) * up, index, "down", lora)
+        added = self._project_back(self._activation(gate) * up, index, "down", lora)
         return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
 
     def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
@@ -137,6 +170,15 @@ class Decoder:
         if lora is not None:
             lora.add(output, inputs, index, name)
         return output
+
+    def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
+        """Project what is divided among the ranks to the residual stream, which all of them have."""
+        weight, bias = self._layers[index].projections[name]
+        partial = functional.linear(inputs, weight)
+        if lora is not None:
+            lora.add(partial, inputs, index, name)
+        output = self._ranks.sum(partial)
+        return output if bias is None else output + bias
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = self.shape

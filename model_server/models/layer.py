@@ -1,6 +1,7 @@
 """The weights of one decoder layer; projections that share an input are one matrix.
 
-In: a shape. Out: empty tensors, under their checkpoint names and under the model's own. It computes nothing.
+In: a shape and which part of it is computed here. Out: empty tensors, under their checkpoint names and under
+the model's own. It computes nothing.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model_server.models.shape import DecoderShape
+from model_server.shapes import DecoderShape, Division, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the checkpoint, or the part of it that is kept here.
+
+    Attributes:
+        tensor: What is kept.
+        shares: Per dimension of the checkpoint's tensor, which part that is.
+    """
+
+    tensor: Tensor
+    shares: tuple[Share, ...]
+
+    @classmethod
+    def all_of(cls, tensor: Tensor) -> "Weight":
+        """Return a tensor that is kept whole."""
+        return cls(tensor, tuple(Share.all_of(length) for length in tensor.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return tuple(share.whole for share in self.shares)
+
+    def write(self, whole: Tensor) -> None:
+        """Keep the part of the checkpoint's tensor."""
+        self.tensor.copy_(whole[tuple(share.span for share in self.shares)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +45,15 @@ class ProjectionPart:
 
     Attributes:
         projection: Name of the model's projection.
-        inputs: Columns of both.
-        first_row: Where the part's rows begin.
-        rows: How many there are.
+        first_row: Where the part's rows begin there.
+        rows: Those of the checkpoint's rows that are kept.
+        inputs: Those of its columns.
     """
 
     projection: str
-    inputs: int
     first_row: int
-    rows: int
+    rows: Share
+    inputs: Share
 
 
 class DecoderLayer:
@@ -42,6 +70,7 @@ class DecoderLayer:
     """
 
     __slots__ = (
+        "_parts",
         "_shape",
         "attention_norm",
         "input_norm",
@@ -52,60 +81,62 @@ class DecoderLayer:
         "query_norm",
     )
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: DecoderShape, division: Division, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        query_rows, key_rows, _ = _head_rows(shape)
-        qkv_rows = query_rows + 2 * key_rows
         self._shape = shape
+        self._parts = projection_parts(shape, division)
+        own = division.part_of(shape)
+        query_rows = own.heads * own.head_dim
+        qkv_rows = query_rows + 2 * own.kv_heads * own.head_dim
         self.projections: dict[str, tuple[Tensor, Tensor | None]] = {
             "qkv": (empty(qkv_rows, shape.hidden), empty(qkv_rows) if shape.qkv_bias else None),
             "output": (empty(shape.hidden, query_rows), empty(shape.hidden) if shape.output_bias else None),
-            "gate_up": (empty(2 * shape.intermediate, shape.hidden), None),
-            "down": (empty(shape.hidden, shape.intermediate), None),
+            "gate_up": (empty(2 * own.intermediate, shape.hidden), None),
+            "down": (empty(shape.hidden, own.intermediate), None),
         }
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
         self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Weight]:
         """Return the layer's weights under their checkpoint names."""
-        named = {"input_layernorm.weight": self.input_norm}
+        norms = {"input_layernorm": self.input_norm}
         if self._shape.output_norms:
             # Where what is added has norms too, the name of Llama's second norm means another place.
-            named["post_attention_layernorm.weight"] = self.attention_norm
-            named["pre_feedforward_layernorm.weight"] = self.mlp_input_norm
-            named["post_feedforward_layernorm.weight"] = self.mlp_norm
+            norms["post_attention_layernorm"] = self.attention_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_input_norm
+            norms["post_feedforward_layernorm"] = self.mlp_norm
         else:
-            named["post_attention_layernorm.weight"] = self.mlp_input_norm
+            norms["post_attention_layernorm"] = self.mlp_input_norm
         if self._shape.head_norms:
-            named["self_attn.q_norm.weight"] = self.query_norm
-            named["self_attn.k_norm.weight"] = self.key_norm
-        for name, part in self.parts(self._shape).items():
+            norms["self_attn.q_norm"] = self.query_norm
+            norms["self_attn.k_norm"] = self.key_norm
+        named = {f"{name}.weight": Weight.all_of(norm) for name, norm in norms.items()}
+        for name, part in self._parts.items():
             weight, bias = self.projections[part.projection]
-            named[f"{name}.weight"] = weight.narrow(0, part.first_row, part.rows)
+            rows = slice(part.first_row, part.first_row + part.rows.count)
+            named[f"{name}.weight"] = Weight(weight[rows], (part.rows, part.inputs))
             if bias is not None:
-                named[f"{name}.bias"] = bias.narrow(0, part.first_row, part.rows)
+                named[f"{name}.bias"] = Weight(bias[rows], (part.rows,))
         return named
 
-    @staticmethod
-    def parts(shape: DecoderShape) -> dict[str, ProjectionPart]:
-        """Return the checkpoint's projections and where they lie in the model's own."""
-        query, key, value = _head_rows(shape)
-        hidden, intermediate = shape.hidden, shape.intermediate
-        return {
-            "self_attn.q_proj": ProjectionPart("qkv", hidden, 0, query),
-            "self_attn.k_proj": ProjectionPart("qkv", hidden, query, key),
-            "self_attn.v_proj": ProjectionPart("qkv", hidden, query + key, value),
-            "self_attn.o_proj": ProjectionPart("output", query, 0, hidden),
-            "mlp.gate_proj": ProjectionPart("gate_up", hidden, 0, intermediate),
-            "mlp.up_proj": ProjectionPart("gate_up", hidden, intermediate, intermediate),
-            "mlp.down_proj": ProjectionPart("down", intermediate, 0, hidden),
-        }
 
-
-def _head_rows(shape: DecoderShape) -> tuple[int, int, int]:
-    """Return the rows of the query, key and value projections."""
-    key = shape.kv_heads * shape.head_dim
-    return shape.heads * shape.head_dim, key, key
+def projection_parts(shape: DecoderShape, division: Division) -> dict[str, ProjectionPart]:
+    """Return the checkpoint's projections, and where what is kept of them lies in the model's own."""
+    query = division.heads(shape).times(shape.head_dim)
+    key = division.kv_heads(shape).times(shape.head_dim)
+    width = division.intermediate(shape)
+    hidden = Share.all_of(shape.hidden)
+    return {
+        "self_attn.q_proj": ProjectionPart("qkv", 0, query, hidden),
+        "self_attn.k_proj": ProjectionPart("qkv", query.count, key, hidden),
+        "self_attn.v_proj": ProjectionPart("qkv", query.count + key.count, key, hidden),
+        "self_attn.o_proj": ProjectionPart("output", 0, hidden, query),
+        "mlp.gate_proj": ProjectionPart("gate_up", 0, width, hidden),
+        "mlp.up_proj": ProjectionPart("gate_up", width.count, width, hidden),
+        "mlp.down_proj": ProjectionPart("down", 0, hidden, width),
+    }

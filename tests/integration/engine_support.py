@@ -50,6 +50,12 @@ class CheckingRunner:
     def allocate_kv(self) -> None:
         """Begin with empty slots."""
 
+    def check(self) -> None:
+        """Nothing of it can be lost."""
+
+    def close(self) -> None:
+        """Nothing has to be stopped."""
+
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         """Write all slots of the step, then read what each request's last token sees."""
         self.chunks.append([(chunk.live.request_id, chunk.start, chunk.length) for chunk in chunks])

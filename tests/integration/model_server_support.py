@@ -127,10 +127,10 @@ def subscription(server: RunningServer) -> Iterator[zmq.Socket[bytes]]:
         yield client
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Wait, with a generous deadline, until something has come about."""
     pause = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.01)):
+    for _ in range(int(deadline_s / 0.01)):
         if condition():
             return
         pause.wait(0.01)

@@ -17,6 +17,7 @@ from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.requests import GenerationRequest
 from model_server.runner import TorchRunner
+from model_server.shard import Shard
 from model_server.tiny import load_tiny
 from model_server.weights import load_checkpoint
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
@@ -104,8 +105,9 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     block = engine._cache.pool.find((0, _first_digest(item)))
     assert block is not None
     assert isinstance(engine._runner, TorchRunner)
-    for tensor in engine._runner.attention.block_tensors():
-        tensor[block.block_id] += 1.0
+    assert isinstance(engine._runner.shard, Shard)
+    for tensor in engine._runner.shard.attention.block_tensors():
+        tensor[:, block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 
 
@@ -130,14 +132,14 @@ def test_the_tiny_model_is_the_same_in_every_process() -> None:
     """Weights do not depend on the process or on torch's global random state."""
     script = (
         "import torch, hashlib; torch.manual_seed(3); from model_server.tiny import load_tiny\n"
-        "tensors = load_tiny('auto', torch.device('cpu')).model.tensors()\n"
-        "print(hashlib.sha256(b''.join(t.numpy().tobytes() for t in tensors.values())).hexdigest())"
+        "weights = load_tiny('auto', torch.device('cpu')).model.weights()\n"
+        "print(hashlib.sha256(b''.join(w.tensor.numpy().tobytes() for w in weights.values())).hexdigest())"
     )
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
     )
-    tensors = load_tiny("auto", CPU).model.tensors()
-    here = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    weights = load_tiny("auto", CPU).model.weights()
+    here = hashlib.sha256(b"".join(w.tensor.numpy().tobytes() for w in weights.values())).hexdigest()
     assert other.stdout.strip() == here
 
 

@@ -221,6 +221,9 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
         "vllm:time_to_first_token_seconds_count",
         "vllm:e2e_request_latency_seconds_count",
         "vllm:inter_token_latency_seconds_count",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:request_prefill_time_seconds_count",
+        "vllm:request_inference_time_seconds_count",
     )
     # A request that a test before this one left may still be in its last step.
     wait_until(server.idle)
@@ -228,7 +231,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     answer = server.openai().completions.create(prompt="count me", max_tokens=6, **GREEDY)
     moved = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
     assert answer.usage is not None
-    assert moved == [answer.usage.prompt_tokens, 6, 1, 1, 5]
+    assert moved == [answer.usage.prompt_tokens, 6, 1, 1, 5, 1, 1, 1]
     page = server.get("/metrics").data.decode()
     assert f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} 0.0' in page
     assert 'block_size="16"' in next(line for line in page.splitlines() if "cache_config_info{" in line)

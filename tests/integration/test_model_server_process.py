@@ -23,13 +23,15 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def started(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def started(
+    tmp_path: Path, *flags: str, deadline_s: float = DEADLINE_S
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A model server process that is ready, with its URL."""
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         process = subprocess.Popen([*COMMAND, *FREE, *flags], stderr=stderr, env=ENVIRONMENT)
     try:
-        wait_until(lambda: process.poll() is not None or "ready:" in log.read_text())
+        wait_until(lambda: process.poll() is not None or "ready:" in log.read_text(), deadline_s)
         ready = re.search(r"ready: (\S+)", log.read_text())
         assert ready is not None, log.read_text()
         yield process, ready[1]
@@ -92,6 +94,7 @@ def test_it_says_what_pool_it_got(tmp_path: Path) -> None:
         assert process.wait(DEADLINE_S) == 0
     log = (tmp_path / "log").read_text()
     assert "CPU KV cache size: 2,048 tokens, Maximum concurrency for 512 tokens per request: 4.00x" in log
+    assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes a token; 4 sequences of 512 tokens" in log
 
 
 def test_a_port_in_use_is_one_line() -> None:

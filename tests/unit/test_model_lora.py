@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,8 @@ def test_files_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
 def test_the_registry_is_bounded(tmp_path: Path) -> None:
     """No more adapters than allowed are loaded, also when many threads load at once; unloading makes room."""
     base = save_reference(tmp_path / "base")
-    registry = LoraRegistry(load_checkpoint(tmp_path / "base", "auto", CPU).model, max_loras=2)
+    model = load_checkpoint(tmp_path / "base", "auto", CPU).model
+    registry = LoraRegistry(partial(load_adapter, model=model), max_loras=2)
     directory = save_adapter(tmp_path / "adapter", base)
     refused: list[str] = []
 
@@ -224,7 +226,8 @@ def test_the_registry_is_bounded(tmp_path: Path) -> None:
 def test_names_are_checked(tmp_path: Path) -> None:
     """A name that is taken, unknown, empty or unprintable is refused; numbers are never given twice."""
     base = save_reference(tmp_path / "base")
-    registry = LoraRegistry(load_checkpoint(tmp_path / "base", "auto", CPU).model, max_loras=2)
+    model = load_checkpoint(tmp_path / "base", "auto", CPU).model
+    registry = LoraRegistry(partial(load_adapter, model=model), max_loras=2)
     directory = save_adapter(tmp_path / "adapter", base)
     first = registry.load("sql", directory)
     with pytest.raises(AdapterError, match="'sql' is loaded already"):

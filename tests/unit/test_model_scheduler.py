@@ -35,7 +35,7 @@ def new_scheduler(
     """Make a scheduler over a pool with blocks of 4 tokens."""
     announcer = Announcer(undivided(1), 4)
     pool = BlockPool(blocks, announcer)
-    offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(blocks, 4)], 0))
+    offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(1, blocks, 4)], 0))
     manager = BlockManager(
         pool,
         offload,

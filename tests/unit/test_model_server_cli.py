@@ -15,6 +15,7 @@ from model_server import cli
     [
         (["--port", "70000"], "70000 is not a port"),
         (["--block-size", "0"], "block_tokens is 0"),
+        (["--tensor-parallel-size", "0"], "tensor_parallel_size is 0"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--kv-cache-dtype", "fp4"], "invalid choice: 'fp4'"),
         (["--max-loras", "-1"], "max_loras is -1; it must be at least 0"),

@@ -58,7 +58,7 @@ def test_a_choice_is_timed_from_its_arrival() -> None:
     metrics = RequestMetrics("m", registry)
     choice = metrics.choice(arrived_s=10.0, prompt_tokens=30)
     for now_s in (12.0, 12.5, 13.5):
-        choice.tokens(now_s)
+        choice.tokens(now_s, started_s=10.5)
     choice.finished(14.0, "stop", completion_tokens=5)
     metrics.choice(arrived_s=11.0).broken("abort")
 
@@ -70,7 +70,10 @@ def test_a_choice_is_timed_from_its_arrival() -> None:
     assert total("vllm:time_to_first_token_seconds") == (1, 2.0)
     assert total("vllm:inter_token_latency_seconds") == (2, 1.5)
     assert total("vllm:e2e_request_latency_seconds") == (1, 4.0)
+    assert total("vllm:request_queue_time_seconds") == (1, 0.5)
+    assert total("vllm:request_prefill_time_seconds") == (1, 1.5)
     assert total("vllm:request_decode_time_seconds") == (1, 2.0)
+    assert total("vllm:request_inference_time_seconds") == (1, 3.5)
     assert total("vllm:request_time_per_output_token_seconds") == (1, 0.5)
     assert total("vllm:request_prompt_tokens") == (1, 30)
     assert total("vllm:request_generation_tokens") == (1, 5)

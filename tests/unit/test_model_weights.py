@@ -36,7 +36,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(0)
-    shapes = new_model(HfConfig(CONFIG, "test"), "auto", CPU).tensors()
+    shapes = new_model(HfConfig(CONFIG, "test"), "auto", CPU).weights()
     tensors = {name: torch.randn(place.shape, generator=generator) for name, place in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -77,17 +77,17 @@ def test_every_tensor_finds_its_place_in_the_chosen_dtype(original: Path) -> Non
     """All weights are loaded, converted to the dtype that config.json or the caller names."""
     stored = load_file(original / "model.safetensors")
     for dtype, wanted in (("auto", torch.bfloat16), ("float32", torch.float32)):
-        places = load_checkpoint(original, dtype, CPU).model.tensors()  # type: ignore[arg-type]
+        places = load_checkpoint(original, dtype, CPU).model.weights()  # type: ignore[arg-type]
         assert places.keys() == stored.keys()
         for name, place in places.items():
-            assert torch.equal(place, stored[name].to(wanted)), name
+            assert torch.equal(place.tensor, stored[name].to(wanted)), name
 
 
 def test_shards_are_read_as_one(original: Path, checkpoint: Path) -> None:
     """A sharded checkpoint gives the same model as a whole one."""
     shard(checkpoint)
-    whole, sharded = (load_checkpoint(path, "auto", CPU).model.tensors() for path in (original, checkpoint))
-    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+    whole, sharded = (load_checkpoint(path, "auto", CPU).model.weights() for path in (original, checkpoint))
+    assert all(torch.equal(whole[name].tensor, sharded[name].tensor) for name in whole)
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path) -> None:

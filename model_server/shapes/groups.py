@@ -55,6 +55,16 @@ def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
     return tuple(sorted(groups, key=lambda group: group.layers))
 
 
+def pool_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
+    """Return the groups that the engine keeps for a model, by the attention window of each layer.
+
+    A model of windows alone keeps everything: where prompts part is told by full attention only, and readers
+    of the events can place blocks of a window by those of full attention only.
+    """
+    groups = kv_groups(windows)
+    return groups if any(group.window_tokens is None for group in groups) else undivided(len(windows))
+
+
 def undivided(num_layers: int) -> tuple[KvGroupSpec, ...]:
     """Return one group of all layers: every layer keeps the whole sequence, whatever its window."""
     return (_group(None, range(num_layers)),)

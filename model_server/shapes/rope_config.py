@@ -5,8 +5,8 @@ In: the configuration. Out: a `Rope`, or a ModelError with file and field.
 
 import math
 
-from model_server.models.hf_config import HfConfig
-from model_server.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+from model_server.shapes.hf_config import HfConfig
+from model_server.shapes.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -1,15 +1,33 @@
 """What makes one decoder architecture differ from another, as plain numbers and switches.
 
-Read from config.json by `architectures`, computed by `decoder`; it knows neither files nor tensors.
+Read from config.json by `architectures`, computed by the decoder; it knows neither files nor tensors.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from model_server.attention import AttentionShape
-from model_server.models.rope import Rope
+from model_server.shapes.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention must know about a model.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Heads of keys and values; a divisor of `heads`.
+        head_dim: Elements of one head.
+        scale: Factor of the scores before the softmax.
+        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

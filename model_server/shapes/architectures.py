@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from model_server.models.hf_config import HfConfig
-from model_server.models.rope import Rope
-from model_server.models.rope_config import read_rope, rope_of, stretched_context
-from model_server.models.shape import Activation, DecoderShape
+from model_server.shapes.hf_config import HfConfig
+from model_server.shapes.rope import Rope
+from model_server.shapes.rope_config import read_rope, rope_of, stretched_context
+from model_server.shapes.shape import Activation, DecoderShape
 
 _LAYERS_MAX = 1024
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -1,9 +1,11 @@
 """Typed reading of a checkpoint's config.json.
 
-In: the decoded JSON. Out: numbers and booleans of the right type, or a ModelError with file and field.
+In: a JSON file. Out: numbers and booleans of the right type, or a ModelError with file and field.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from model_server.errors import ModelError
 
@@ -99,3 +101,20 @@ class HfConfig:
         if value is None:
             raise ModelError(f"{self.where}: field {field!r} is missing")
         return value
+
+
+def read_config(path: Path) -> HfConfig:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        ModelError: It does not.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: the file is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: holds {type(values).__name__} instead of an object")
+    return HfConfig(values, str(path))

@@ -1,0 +1,164 @@
+"""What a step costs beside the model's arithmetic, and what publishing its events costs of the throughput.
+
+The engine is the one of `against_transformers`, at batch 32. For the overhead the decoder's forward pass is
+replaced by ready-made logits: what is left is scheduling, block hashing, laying out the batch, sampling,
+events and delivery. Publishing is real, over ZMQ to a subscriber; its cost is CPU time of all threads, the
+publisher's own too, beside the time that the same work takes with the arithmetic.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import zmq
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.against_transformers import SHAPE, Figure
+from model_server.build import build_engine
+from model_server.config import EngineConfig
+from model_server.engine import Engine
+from model_server.events import EventSink, KVEvent, NullSink
+from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+
+_BATCH = 32
+_PROMPT_TOKENS = 256
+_DECODE_STEPS = 64
+_SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.0, ignore_eos=True),
+    "top-p": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.8, top_p=0.95, ignore_eos=True),
+}
+
+
+def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
+    """Yield `step_overhead_b32_ms` per way of sampling, then `publish_cost_percent`."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(directory)
+        with _publishing() as sink:
+            engine = _engine(Path(directory), sink)
+            whole_s = _whole_s(engine)
+            _take_arithmetic_out(engine)
+            for name, sampling in _SAMPLINGS.items():
+                times = [_step_s(engine, sampling, clock) for _ in range(rounds + 1)][1:]
+                setting = {"batch": _BATCH, "sampling": name, "vocabulary": SHAPE["vocab_size"]}
+                yield Figure("step_overhead_b32_ms", "ms", round(1000 * statistics.median(times), 4), setting)
+            quiet = _engine(Path(directory), NullSink())
+            _take_arithmetic_out(quiet)
+            yield _publish_cost(engine, quiet, sink, whole_s, rounds)
+
+
+class _CountingPublisher:
+    """The publisher, and how many batches it was given."""
+
+    def __init__(self, publisher: KVEventPublisher) -> None:
+        self._publisher = publisher
+        self._given = 0
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Hand one step's events over."""
+        self._given += 1
+        self._publisher.publish(events)
+
+    def wait(self) -> None:
+        """Wait until all batches are sent."""
+        while self._publisher.stats().published < self._given:
+            time.sleep(0.001)
+
+
+@contextmanager
+def _publishing() -> Iterator[_CountingPublisher]:
+    publisher = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*", topic="kv@bench"))
+    context = zmq.Context()
+    try:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.subscribe(b"")
+        subscriber.connect(publisher.config.endpoint)
+        publisher.start()
+        yield _CountingPublisher(publisher)
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def _engine(directory: Path, sink: EventSink) -> Engine:
+    config = EngineConfig(
+        model=str(directory),
+        gpu_blocks=2 * _BATCH * (_PROMPT_TOKENS + _DECODE_STEPS) // 16,
+        max_model_len=_PROMPT_TOKENS + _DECODE_STEPS,
+        max_num_seqs=_BATCH,
+        max_num_batched_tokens=2048,
+    )
+    return build_engine(config, sink)
+
+
+def _take_arithmetic_out(engine: Engine) -> None:
+    # As far apart as a model's: flat ones would make top-p keep thousands of tokens.
+    logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
+
+    def ready_made(_: Tensor, rows: Tensor, *__: object) -> Tensor:
+        return logits[: len(rows)]
+
+    engine._runner.shard.model.forward = ready_made  # type: ignore[attr-defined]
+
+
+def _submit(engine: Engine, sampling: SamplingParams) -> None:
+    prompts = torch.randint(3, SHAPE["vocab_size"], (_BATCH, _PROMPT_TOKENS)).tolist()
+    for number, prompt in enumerate(prompts):
+        engine.submit(GenerationRequest(f"{number}", tuple(prompt), sampling), _drop)
+
+
+def _step_s(engine: Engine, sampling: SamplingParams, clock: Callable[[], float]) -> float:
+    """Return the seconds of one decode step of all requests together."""
+    _submit(engine, sampling)
+    while len(engine._scheduler.running) < _BATCH or any(
+        live.pending > 1 for live in engine._scheduler.running
+    ):
+        engine.step()
+    steps, started_s = engine.stats().steps, clock()
+    while engine.step():
+        pass
+    return (clock() - started_s) / (engine.stats().steps - steps)
+
+
+def _whole_s(engine: Engine) -> float:
+    """Return the seconds of prefill and decode of all requests, as this process alone would take them."""
+    _submit(engine, _SAMPLINGS["greedy"])
+    started_s = time.process_time()
+    while engine.step():
+        pass
+    return (time.process_time() - started_s) / torch.get_num_threads()
+
+
+def _publish_cost(
+    engine: Engine, quiet: Engine, sink: _CountingPublisher, whole_s: float, rounds: int
+) -> Figure:
+    costs_s = []
+    for _ in range(rounds + 1):
+        taken_s = {}
+        for side, waits in ((engine, sink.wait), (quiet, _nothing)):
+            _submit(side, _SAMPLINGS["greedy"])
+            started_s = time.process_time()
+            while side.step():
+                pass
+            waits()
+            taken_s[side] = time.process_time() - started_s
+        costs_s.append(taken_s[engine] - taken_s[quiet])
+    setting = {"batch": _BATCH, "prompt_tokens": _PROMPT_TOKENS, "decode_steps": _DECODE_STEPS}
+    percent = 100 * statistics.median(costs_s[1:]) / whole_s
+    return Figure("publish_cost_percent", "%", round(percent, 3), setting)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _drop(_: TokenOutput) -> None:
+    pass

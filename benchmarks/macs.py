@@ -1,0 +1,202 @@
+"""What the KV cache saves: multiply-accumulates that one generation really executes with and without it.
+
+The engine's decoder writes the same text twice: with a KV pool, one token a step, and without, the whole text
+anew in every step. torch counts the operations that run, by the sizes of the tensors that reach its kernels.
+Attention is the four projections of each layer and the products of queries with keys and of weights with
+values; beside it stand the closed forms for s tokens and width D: 4sD^2 + 2s^2D a layer without the cache,
+4D^2 + 2sD with it. They hold for plain multi-head attention: the model has a KV head for each query head. The
+rest of the model (MLP, output head for every token of the step) is counted apart.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.report import Report, read_options
+from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
+from model_server.models import Decoder
+from model_server.shapes import undivided
+from model_server.weights import load_checkpoint
+
+_LAYERS = 4
+_HEADS = 4
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step executed.
+
+    Attributes:
+        tokens: Length of the text, the last one known.
+        next_token: What the step chose.
+        attention_macs: Multiply-accumulates of the attention of all layers, projections included.
+        other_macs: Those of everything else.
+    """
+
+    tokens: int
+    next_token: int
+    attention_macs: int
+    other_macs: int
+
+
+def uncached_macs(tokens: int, width: int) -> int:
+    """Return the closed form of one layer's attention over a whole text."""
+    return 4 * tokens * width**2 + 2 * tokens**2 * width
+
+
+def cached_macs(tokens: int, width: int) -> int:
+    """Return the closed form of one layer's attention for the last token alone."""
+    return 4 * width**2 + 2 * tokens * width
+
+
+def new_model(width: int) -> Decoder:
+    """Return a random Llama with plain multi-head attention."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_HEADS,
+    )
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
+        LlamaForCausalLM(config).save_pretrained(directory)
+        return load_checkpoint(Path(directory), "float32", _CPU).model
+
+
+def generate(
+    model: Decoder, prompt: Sequence[int], steps: int, block_tokens: int, *, cached: bool
+) -> list[Step]:
+    """Continue a prompt greedily, counting.
+
+    Args:
+        model: With plain multi-head attention.
+        prompt: Token ids.
+        steps: Tokens to generate.
+        block_tokens: Of the KV pool; a decode reads whole blocks.
+        cached: Keep the KV of all tokens; without, each step computes them anew.
+    """
+    blocks = -(-(len(prompt) + steps) // block_tokens)
+    layout = KvLayout(undivided(model.shape.layers), blocks, block_tokens)
+    text, done = list(prompt), 0
+    pool = SdpaAttention(model.shape.attention, layout, model.dtype, model.device)
+    taken = []
+    for _ in range(steps):
+        span = Span(done, len(text) - done, [range(blocks)])
+        logits, macs = _forward(model, pool, text, span)
+        taken.append(Step(len(text), int(logits.argmax()), macs["attention"], macs["other"]))
+        done = len(text) if cached else 0
+        text.append(taken[-1].next_token)
+    return taken
+
+
+@torch.inference_mode()
+def _forward(model: Decoder, pool: Attention, text: Sequence[int], span: Span) -> tuple[Tensor, Counter[str]]:
+    """Return the last token's logits, and what was executed for the logits of all tokens of the span."""
+    counted = _CountedAttention(pool)
+    # All rows, or the last layer would leave out what only other tokens' logits need.
+    rows = torch.arange(span.length)
+    with _CountedLinears(model.shape.hidden, counted.macs):
+        logits = model.forward(
+            torch.tensor(text[span.start : span.stop]), rows, counted, counted.prepare([span])
+        )
+    return logits[-1], counted.macs
+
+
+class _CountedAttention:
+    """A KV pool that counts what attending executes."""
+
+    def __init__(self, pool: Attention) -> None:
+        self._pool = pool
+        self.macs: Counter[str] = Counter()
+
+    def prepare(self, spans: Sequence[Span]) -> StepMeta:
+        """Lay out one step."""
+        return self._pool.prepare(spans)
+
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        """Write the KV."""
+        self._pool.store(layer, key, value, meta)
+
+    def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
+        """Attend, counted."""
+        return _counted(self.macs, "attention", lambda: self._pool.attend(query, layer, meta))
+
+    def block_tensors(self) -> Sequence[Tensor]:
+        """Return what the pool keeps."""
+        return self._pool.block_tensors()
+
+
+class _CountedLinears(TorchFunctionMode):
+    """Counts linear layers: those of attention have the model's width on both sides, or three times it."""
+
+    def __init__(self, width: int, macs: Counter[str]) -> None:
+        super().__init__()
+        self._shapes = ((3 * width, width), (width, width))
+        self._macs = macs
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        if func is not functional.linear:
+            return func(*args, **kwargs)
+        part = "attention" if tuple(args[1].shape) in self._shapes else "other"
+        return _counted(self._macs, part, lambda: func(*args, **kwargs))
+
+
+def _counted(macs: Counter[str], part: str, work: Callable[[], Tensor]) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        result = work()
+    macs[part] += counter.get_total_flops() // 2  # a multiplication and an addition each
+    return result
+
+
+def _report(report: Report, width: int, prompt_tokens: int, steps: int) -> None:
+    model = new_model(width)
+    prompt = torch.randint(0, 512, (prompt_tokens,)).tolist()
+    without, cached = (generate(model, prompt, steps, 1, cached=kept) for kept in (False, True))
+    assert [step.next_token for step in without] == [step.next_token for step in cached], "not the same text"
+    setting = {"layers": _LAYERS, "width": width, "prompt_tokens": prompt_tokens, "steps": steps}
+    for name, taken, closed_form in (("uncached", without, uncached_macs), ("cached", cached, cached_macs)):
+        last = taken[-1]
+        forms = _LAYERS * closed_form(last.tokens, width)
+        report.figure(
+            f"attention_{name}_step_macs", "MAC", [last.attention_macs], tokens=last.tokens, **setting
+        )
+        report.figure(f"attention_{name}_by_closed_form", "x", [last.attention_macs / forms], **setting)
+    totals = [sum(step.attention_macs for step in taken) for taken in (without, cached)]
+    whole = [sum(step.attention_macs + step.other_macs for step in taken) for taken in (without, cached)]
+    report.figure("attention_macs_saved_ratio", "x", [totals[0] / totals[1]], **setting)
+    report.figure("model_macs_saved_ratio", "x", [whole[0] / whole[1]], **setting)
+
+
+def main() -> int:
+    """Counts and prints."""
+    options = read_options(__doc__)
+    options.report.machine()
+    _report(options.report, options.of_size(256, 64), options.of_size(128, 16), options.of_size(32, 4))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

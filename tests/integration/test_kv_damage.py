@@ -1,0 +1,124 @@
+"""The engine answers from its KV cache and nothing else: damage there shows in the very next token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_server.build import build_engine
+from model_server.config import EngineConfig
+from model_server.engine import Engine
+from model_server.events import NullSink
+from model_server.live_request import LiveRequest
+from model_server.requests import GenerationRequest, SamplingParams, TokenLogprobs, TokenOutput
+from model_server.runner import TorchRunner
+from model_server.shard import Shard
+from tests.unit.model_support import save_reference, text_of
+
+PROMPT_TOKENS = 41
+ANSWER_TOKENS = 8
+BLOCK_TOKENS = 4
+# Within every window: the last full block of the prompt.
+BLOCK_INDEX = PROMPT_TOKENS // BLOCK_TOKENS - 1
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "windows": ("mistral", {"sliding_window": 16}),
+    "groups": ("gemma3", {"num_hidden_layers": 7, "sliding_window": 16, "tie_word_embeddings": True}),
+}
+Damage = Callable[[Engine, LiveRequest], None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def corrupt(engine: Engine, live: LiveRequest, kind: int) -> None:
+    """Turn round the keys (0) or values (1) of one token in one layer, all heads."""
+    assert isinstance(engine._runner, TorchRunner)
+    assert isinstance(engine._runner.shard, Shard)
+    content = engine._runner.shard.attention.block_tensors()[0]
+    plane = kind * (len(content) // 2)
+    row = content[plane, live.block_ids[0][BLOCK_INDEX], :, 1]
+    assert row.float().abs().max() > 0
+    row.copy_((-row.float()).to(row.dtype))
+
+
+def drop(engine: Engine, live: LiveRequest, group: int) -> None:
+    """Have the request read a block that nobody has written where one of its own belongs."""
+    used = {block for table in live.block_ids for block in table}
+    unused = next(block for block in range(engine.stats().total_blocks) if block not in used)
+    live.tables[group].block_ids[BLOCK_INDEX] = unused
+
+
+DAMAGES: dict[str, Damage] = {
+    "a wrong key": lambda engine, live: corrupt(engine, live, 0),
+    "a wrong value": lambda engine, live: corrupt(engine, live, 1),
+    "a missing block": lambda engine, live: drop(engine, live, 0),
+    "a missing block of the last group": lambda engine, live: drop(engine, live, -1),
+}
+
+
+def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> Engine:
+    """Make a small engine."""
+    architecture, changes = MODELS[name]
+    if not (directory / "config.json").exists():
+        save_reference(directory, architecture, **changes)
+    config = EngineConfig(
+        model=str(directory),
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+        block_tokens=BLOCK_TOKENS,
+        gpu_blocks=160,
+        max_num_batched_tokens=64,
+        max_model_len=80,
+    )
+    return build_engine(config, NullSink())
+
+
+def answer(
+    engine: Engine, request_id: str, damage: Damage | None = None, after: int = 3
+) -> tuple[list[TokenLogprobs], int]:
+    """Generate an answer, doing the damage after some tokens.
+
+    Returns:
+        The log probabilities of each token, and how many prompt tokens came from the cache.
+    """
+    outputs: list[TokenOutput] = []
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=5)
+    engine.submit(GenerationRequest(request_id, tuple(text_of(PROMPT_TOKENS)), sampling), outputs.append)
+    while engine.step():
+        if damage is not None and len(outputs) == after:
+            damage(engine, engine._scheduler.running[0])
+    return [entry for output in outputs for entry in output.logprobs], outputs[-1].cached_tokens
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_damage_shows_in_the_next_token(tmp_path: Path, name: str, damage: str, kv_cache_dtype: str) -> None:
+    """One wrong or missing entry of a running request changes what the next token is chosen from."""
+    want, _ = answer(new_engine(tmp_path, name, kv_cache_dtype), "undamaged")
+    again, _ = answer(new_engine(tmp_path, name, kv_cache_dtype), "undamaged")
+    assert again == want, "not even repeatable without damage"
+    got, _ = answer(new_engine(tmp_path, name, kv_cache_dtype), "damaged", DAMAGES[damage])
+    assert got[:3] == want[:3]
+    assert got[3] != want[3]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_damage_in_a_cached_prefix_shows_in_who_reuses_it(
+    tmp_path: Path, name: str, kv_cache_dtype: str
+) -> None:
+    """A later request with the same prefix reads those very entries: a wrong one changes its first token."""
+    firsts = []
+    for damage in (None, None, DAMAGES["a wrong value"]):
+        engine = new_engine(tmp_path, name, kv_cache_dtype)
+        # After the last token but one: what it changes of the first answer is none of this test's business.
+        answer(engine, "first", damage, after=ANSWER_TOKENS - 1)
+        reused, cached_tokens = answer(engine, "second")
+        assert cached_tokens == PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        firsts.append(reused[0])
+    assert firsts[0] == firsts[1]
+    assert firsts[2] != firsts[0]

@@ -1,0 +1,281 @@
+"""An engine of two processes gives the answers of one, and neither outlives the other."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import urllib3
+
+from model_server.build import build_engine
+from model_server.config import EngineConfig
+from model_server.engine import Engine
+from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
+from model_server.parallel.messages import Start
+from model_server.parallel.workers import Workers
+from model_server.requests import GenerationRequest
+from model_server.shapes import Division
+from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
+from tests.integration.model_server_support import wait_until
+from tests.integration.test_engine_architectures import ARCHITECTURES
+from tests.integration.test_engine_model import conversation
+from tests.integration.test_model_server_process import run, started
+from tests.unit.lora_support import save_adapter
+from tests.unit.model_support import save_reference, text_of
+
+SHAPES: dict[str, tuple[str, dict[str, object]]] = {
+    **{name: (name, changes) for name, changes in ARCHITECTURES.items()},
+    "llama with one KV head and biases": ("llama", {"num_key_value_heads": 1, "attention_bias": True}),
+}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+]
+DEADLINE_S = 120.0  # the libraries are loaded twice, one process after the other
+TWO = ("--tensor-parallel-size", "2", "--torch-threads", "1")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -> Iterator[Engine]:
+    """An engine of so many processes."""
+    engine = build_engine(
+        replace(config, tensor_parallel_size=size, torch_threads=1), EventLog() if events is None else events
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answers(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
+    """Run requests together to their ends."""
+    outputs = Outputs()
+    for item in requests:
+        engine.submit(item, outputs)
+    run_to_end(engine)
+    return outputs
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
+    """Chunked, batched, preempted and from cached blocks, two ranks' greedy answers are transformers'."""
+    architecture, changes = SHAPES[name]
+    reference = save_reference(tmp_path, architecture, **changes)
+    config = EngineConfig(
+        model=str(tmp_path),
+        block_tokens=4,
+        gpu_blocks={"qwen2": 27, "gemma3": 20}.get(name, 22),
+        max_model_len=52,
+        max_num_seqs=4,
+        max_num_batched_tokens=11,
+        check_invariants=True,
+    )
+    system = text_of(17)
+    prompts = {f"r{number}": system + text_of(3 + 5 * number, number + 1) for number in range(4)}
+    prompts["again"] = prompts["r3"]
+    with engine_of(config, 2) as engine:
+        outputs = answers(
+            engine,
+            [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in prompts.items()],
+        )
+        assert engine.stats().preemptions > 0
+        assert engine.stats().prefix_hits_tokens > 0
+    for name, prompt in prompts.items():
+        ids = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=14, min_new_tokens=14, do_sample=False, eos_token_id=None
+        )
+        assert outputs.tokens[name] == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_tiers_forks_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) -> None:
+    """Swapped, restored, forked, aborted and woken from sleep, two ranks generate what one does."""
+    config = EngineConfig(
+        device=device,
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+        gpu_blocks=14,
+        max_model_len=160,
+        cpu_blocks=64,
+        preemption_mode="swap",
+    )
+    first = conversation()[1]  # whose last block is not full: a fork has to copy it
+    choices = [replace(first, request_id=name, fork_of="leader") for name in ("leader", "fork")]
+    items = [*conversation(), request("gone", range(3, 60), 100)]
+    got, bytes_of_block = {}, {}
+    for size in (1, 2):
+        events = EventLog()
+        with engine_of(config, size, events) as engine:
+            forked = answers(engine, choices)
+            outputs = Outputs()
+            for item in items:
+                engine.submit(item, outputs)
+            for _ in range(4):
+                engine.step()
+            engine.abort("gone")
+            run_to_end(engine)
+            assert engine.stats().preemptions > 0
+            assert engine.stats().swapped_in_blocks > 0
+            assert events.mirror == cached_copies(engine)
+            assert outputs.last["gone"].finish_reason == "abort"
+            del outputs.tokens["gone"]
+            again = answers(engine, conversation())
+            assert engine.sleep()
+            assert engine.wake_up()
+            awake = answers(engine, conversation())
+            got[size] = [one.tokens for one in (forked, outputs, again, awake)]
+            bytes_of_block[size] = engine.stats().block_bytes
+    assert got[2] == got[1]
+    assert got[2][0]["fork"] == got[2][0]["leader"]
+    assert bytes_of_block[2] == bytes_of_block[1]
+
+
+def test_logits_differ_by_rounding_alone() -> None:
+    """Log probabilities of the best tokens are those of one process, but for the order of sums."""
+    item = request("a", text_of(40), max_tokens=6, logprobs=20, ignore_eos=True)
+    told = []
+    for size in (1, 2):
+        with engine_of(EngineConfig(), size) as engine:
+            logprobs = []
+
+            def keep(output: object, logprobs: list[object] = logprobs) -> None:
+                logprobs.extend(output.logprobs)  # type: ignore[attr-defined]
+
+            engine.submit(item, keep)
+            run_to_end(engine)
+            told.append([dict(one.top) for one in logprobs])
+    for one, other in zip(*told, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
+    """Each request gets its own adapter, after a reload the new one; one that does not fit is refused."""
+    base = save_reference(tmp_path / "base")
+    directories = {
+        name: save_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("a", "b"))
+    }
+    wide = save_adapter(tmp_path / "wide", base, r=4)
+    prompt = tuple(text_of(21))
+    got = []
+    for size in (1, 2):
+        config = EngineConfig(model=str(tmp_path / "base"), block_tokens=4, gpu_blocks=64)
+        with engine_of(config, size) as engine:
+            assert engine.loras is not None
+            with pytest.raises(AdapterError, match="has shape"):
+                engine.loras.load("wide", wide)
+            for name, directory in directories.items():
+                engine.loras.load(name, directory)
+            asked = {
+                str(name): GenerationRequest(
+                    str(name), prompt, request("", prompt, 6, ignore_eos=True).sampling, None, name
+                )
+                for name in (None, *directories)
+            }
+            first = answers(engine, list(asked.values()))
+            engine.loras.unload("a")
+            engine.loras.load("a", directories["b"])
+            got.append((first.tokens, answers(engine, [asked["a"], asked["b"]]).tokens))
+    assert got[0] == got[1]
+    (first_tokens, later) = got[1]
+    assert len({tuple(tokens) for tokens in first_tokens.values()}) == 3
+    assert later["a"] == later["b"] == first_tokens["b"]
+
+
+def test_a_lost_rank_is_noticed_without_requests() -> None:
+    """When a process is killed the engine is not healthy and takes nothing more, also if it was idle."""
+    engine = build_engine(EngineConfig(tensor_parallel_size=2, torch_threads=1), EventLog())
+    engine.start()
+    (other,) = children(os.getpid())
+    os.kill(other, signal.SIGKILL)
+    wait_until(lambda: engine._thread is not None and not engine._thread.is_alive())
+    assert not engine.stats().healthy
+    with pytest.raises(EngineClosedError):
+        engine.submit(request("a", [5, 6, 7]), Outputs())
+    engine.close()
+
+
+def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
+    """What another rank cannot load, and that it ended before it was ready, is told by rank 0."""
+    workers = Workers(1, on_loss=lambda: None)
+    try:
+        workers.tell(Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30))
+        with pytest.raises(ModelError, match="nowhere: no such model directory"):
+            workers.confirm()
+        with pytest.raises(WorkerError, match=r"rank 1 of the model \(process \d+\) ended with exit code 1"):
+            workers.confirm()
+    finally:
+        workers.close()
+
+
+def test_a_model_that_does_not_divide_is_refused() -> None:
+    """The error names what could be used, and no process is left."""
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*use one of 1, 2, 4, 8"):
+        build_engine(EngineConfig(tensor_parallel_size=3, torch_threads=1), EventLog())
+    assert children(os.getpid()) == []
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes of other ranks that a process has started and that have not ended."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            command = (status.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if fields[0] != "Z" and int(fields[1]) == pid and b"model_server.parallel.worker" in command:
+            found.append(int(status.parent.name))
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Tell whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("killed", ["a rank", "rank 0", "none"])
+def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None:
+    """A lost rank ends the server loudly, with exit code 1; without rank 0, or at a stop, all end."""
+    with started(tmp_path, *TWO, deadline_s=DEADLINE_S) as (process, url):
+        (other,) = children(process.pid)
+        body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True, "stream": True}
+        answer = urllib3.request("POST", f"{url}/v1/completions", json=body, preload_content=False)
+        stream = answer.stream()
+        next(stream)
+        if killed == "a rank":
+            os.kill(other, signal.SIGKILL)
+            assert b'"error"' in b"".join(stream)
+            assert process.wait(DEADLINE_S) == 1
+            log = (tmp_path / "log").read_text()
+            assert f"rank 1 of the model (process {other}) ended by SIGKILL" in log
+            assert "error: the engine has died" in log
+        elif killed == "rank 0":
+            process.kill()
+        else:
+            os.kill(other, signal.SIGTERM)  # as whoever stops all processes at once does
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+            assert "Traceback" not in (tmp_path / "log").read_text()
+        wait_until(lambda: gone(other))
+
+
+def test_start_up_errors_are_one_line(tmp_path: Path) -> None:
+    """A model that cannot be loaded is told once, whatever the number of ranks."""
+    result = run("--port", "0", *TWO, "--no-kv-events", "--model", str(tmp_path))
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1

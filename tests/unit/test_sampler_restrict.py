@@ -1,0 +1,105 @@
+"""model_server.restrict and the draw: the quick ways find what the plain definitions say."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model_server.adjust import SamplingRow
+from model_server.requests import SamplingParams
+from model_server.restrict import left_of_all, left_of_best
+from model_server.sampler import sample, uniform
+
+VOCAB_SIZE = 1000
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def by_definition(probabilities: list[float], params: SamplingParams) -> set[int]:
+    """Return what is left of one row, token by token."""
+    order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    least = params.min_p * probabilities[order[0]]
+    order = [token for token in order if probabilities[token] >= least and probabilities[token] > 0]
+    total, before, chosen = sum(probabilities[token] for token in order), 0.0, set()
+    for token in order:
+        if chosen and before >= params.top_p * total:
+            break
+        chosen.add(token)
+        before += probabilities[token]
+    return chosen
+
+
+def distribution(seed: int, temperature: float, steps: int) -> Tensor:
+    """Return random probabilities, of which many are equal; sums of few of them are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(VOCAB_SIZE, generator=generator) / temperature * steps).round() / steps
+    powers = 2.0 ** logits.clamp(-18, 4).round()
+    return powers / 2.0 ** torch.log2(powers.sum()).ceil()
+
+
+wishes = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    top_k=st.sampled_from([0, 1, 5, 255, 256, 257, 600, 5000]),
+    top_p=st.sampled_from([1.0, 0.96875, 0.5, 0.0625, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.25, 2.0**-10]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(wishes, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([0.05, 0.2, 1.0, 9.0])
+)
+def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+    """Whatever is asked for, and however many tokens are equally probable, the same tokens are left."""
+    probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
+    everywhere = left_of_all(probabilities, rows)
+    token_ids, left, sure = left_of_best(probabilities, rows)
+    among_best = torch.zeros_like(everywhere).scatter_(1, token_ids, left)
+    assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
+    for row, params in enumerate(rows):
+        want = by_definition(probabilities[row].tolist(), params)
+        for got in (everywhere[row], *([among_best[row]] if sure[row] else [])):
+            assert {*got.nonzero().flatten().tolist()} == want
+            assert torch.equal(got[got > 0], probabilities[row][got > 0])
+
+
+def test_the_best_tokens_are_nearly_always_enough() -> None:
+    """What a model that knows what it wants leaves is found without a sort; a flat distribution needs one."""
+    params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
+    sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    assert left_of_best(sharp, params)[2].tolist() == [True, True]
+    flat = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
+    assert left_of_best(flat, params)[2].tolist() == [False, False]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(0, 2**32), st.sampled_from([0, 3, 40, 700]))
+def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_k: int) -> None:
+    """The token drawn is the first whose cumulated probability exceeds the draw, up to rounding."""
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(max_tokens=1, top_k=top_k)
+    token = sample(logits.clone(), [SamplingRow(params, seed, position)])[0]
+    probabilities = left_of_all(logits.softmax(-1), [params])
+    cumulated = probabilities[0].double().cumsum(-1)
+    target = uniform(seed, position) * cumulated[-1].item()
+    assert probabilities[0, token] > 0
+    assert cumulated[token].item() > target - 1e-12
+    assert not token or cumulated[token].item() - probabilities[0, token].item() <= target + 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 255, 256, 257, 1000])
+@pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-40])
+def test_the_ends_of_any_vocabulary_are_reached(
+    monkeypatch: pytest.MonkeyPatch, size: int, extreme: float
+) -> None:
+    """The least draw chooses the first token and the greatest the last, in vocabularies of any length."""
+    monkeypatch.setattr("model_server.sampler.uniform", lambda seed, position: extreme)
+    row = SamplingRow(SamplingParams(max_tokens=1), 1, 0)
+    assert sample(torch.zeros(1, size), [row]) == [size - 1 if extreme else 0]
