@@ -1,0 +1,37 @@
+"""Flags that say how the router listens and answers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from router.flags.values import count, port, positive, size_bytes
+
+
+def add_serving_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of this group."""
+
+    def number(name: str, kind: Callable[[str], int], default: int, text: str) -> None:
+        group.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+
+    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
+    number("--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection")
+    number("--grpc-health-port", port, 9003, "gRPC health alone")
+    number("--check-port", port, 9004, "Envoy's ext_authz over plain HTTP, its cheapest way to ask; 0: off")
+    number("--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods")
+    group.add_argument(
+        "--responses",
+        choices=("skip", "full"),
+        help="skip: ext_proc ends with the request, for an Envoy whose response modes are SKIP and NONE; "
+        "full: responses pass through it too (default: skip; full with a --config-file)",
+    )
+    number("--fallback-endpoints", count, 0, "further pods in the destination, for gateways that try several")
+    number("--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413")
+    number("--max-streams", positive, 256, "requests inside the doors at once")
+    for way in ("recv", "send"):
+        group.add_argument(
+            f"--grpc-max-{way}-msg-size",
+            type=size_bytes,
+            metavar="SIZE",
+            help="largest gRPC message, such as 10MiB (default: --max-request-bytes and 1 MiB)",
+        )

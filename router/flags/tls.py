@@ -1,0 +1,56 @@
+"""Flags of TLS: which ports have it, with which certificates, and who may read the metrics."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from router.flags.values import boolean
+
+
+def add_tls_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of this group."""
+
+    def switch(name: str, default: bool, text: str) -> None:
+        group.add_argument(
+            name, type=boolean, nargs="?", const=True, default=default, metavar="BOOL", help=text
+        )
+
+    switch(
+        "--secure-serving",
+        False,
+        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
+        "at start and signed by itself",
+    )
+    group.add_argument(
+        "--cert-path", type=Path, metavar="DIR", help="directory with tls.crt and tls.key for the gRPC port"
+    )
+    switch("--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)")
+    group.add_argument(
+        "--tls-min-version",
+        default="VersionTLS12",
+        metavar="VERSION",
+        help="VersionTLS12; gRPC's Python server knows no other bound and takes 1.2 and 1.3",
+    )
+    group.add_argument(
+        "--tls-cipher-suites",
+        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        default=(),
+        metavar="NAME,...",
+        help="suites of TLS 1.2 by their IANA names; gRPC reads them from the environment only, so this flag "
+        "checks that GRPC_SSL_CIPHER_SUITES says the same",
+    )
+    group.add_argument(
+        "--metrics-cert-dir", type=Path, metavar="DIR", help="tls.crt and tls.key: TLS on the metrics port"
+    )
+    group.add_argument(
+        "--metrics-client-ca-file",
+        type=Path,
+        metavar="PATH",
+        help="PEM: whoever reads the metrics port must show a certificate of this authority",
+    )
+    switch(
+        "--metrics-endpoint-auth",
+        False,
+        "the metrics port asks the cluster who reads it, by bearer token (the reference's default is true)",
+    )

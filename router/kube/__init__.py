@@ -1,0 +1,1 @@
+"""Discovery in Kubernetes: pods, the InferencePool, its objectives and model rewrites, watched live."""

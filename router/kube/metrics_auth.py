@@ -1,0 +1,104 @@
+"""Who may read the metrics port: the cluster is asked, by the reader's bearer token.
+
+A path and an Authorization header in, a refusal's status or None out. Two questions for each new token: whose
+is it (TokenReview), and may they get this path (SubjectAccessReview). Answers are kept for a while; while the
+API server is away nobody new is let in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any, Protocol
+
+import msgspec
+from cachetools import LRUCache
+
+from router.errors import ClusterError
+
+_log = logging.getLogger(__name__)
+
+_UNKNOWN, _FORBIDDEN, _AWAY = 401, 403, 503
+_TOKEN_CHARS_MAX = 16_384
+_KEPT = 1024
+# As long as the reference's library keeps them.
+_KEPT_IF_ALLOWED_S, _KEPT_IF_NOT_S = 60.0, 10.0
+
+
+class Reviewer(Protocol):
+    """Asks the API server; see `KubeClient`."""
+
+    def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
+        """The object of this kind ("TokenReview", "SubjectAccessReview") with its status, as JSON.
+
+        Raises:
+            ClusterError: It is refused, or there is no answer.
+        """
+
+
+class _User(msgspec.Struct):
+    username: str = ""
+    uid: str = ""
+    groups: list[str] = []
+    extra: dict[str, list[str]] = {}
+
+
+class _Status(msgspec.Struct):
+    authenticated: bool = False
+    allowed: bool = False
+    user: _User = msgspec.field(default_factory=_User)
+
+
+class _Review(msgspec.Struct):
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class MetricsAuth:
+    """Decides for each request; safe to share between threads."""
+
+    def __init__(self, reviewer: Reviewer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reviewer = reviewer
+        self._clock = clock
+        # By path and digest of the token: the answer, and until when it holds.
+        self._kept: LRUCache[bytes, tuple[int | None, float]] = LRUCache(_KEPT)
+        self._lock = Lock()
+
+    def refusal(self, path: str, authorization: str | None) -> int | None:
+        """The status to refuse with; None: the page may be shown."""
+        scheme, _, token = (authorization or "").partition(" ")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not 0 < len(token) <= _TOKEN_CHARS_MAX:
+            return _UNKNOWN
+        key, now_s = hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest(), self._clock()
+        with self._lock:
+            answer, until_s = self._kept.get(key, (None, 0.0))
+        if now_s < until_s:
+            return answer
+        try:
+            answer = self._ask(path, token)
+        except (ClusterError, msgspec.MsgspecError) as error:
+            _log.warning("the cluster cannot be asked who reads %s: %s", path, error)
+            return _AWAY
+        with self._lock:
+            self._kept[key] = answer, now_s + (_KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S)
+        return answer
+
+    def _ask(self, path: str, token: str) -> int | None:
+        known = self._status("TokenReview", {"token": token})
+        if not known.authenticated:
+            return _UNKNOWN
+        user = known.user
+        spec = {
+            "user": user.username,
+            "uid": user.uid,
+            "groups": user.groups,
+            "extra": user.extra,
+            "nonResourceAttributes": {"path": path, "verb": "get"},
+        }
+        return None if self._status("SubjectAccessReview", spec).allowed else _FORBIDDEN
+
+    def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
+        return msgspec.json.decode(self._reviewer.review(kind, spec), type=_Review).status

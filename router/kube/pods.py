@@ -1,0 +1,187 @@
+"""From a pod object to the endpoints that it is: one for each target port. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from indexer.config import PODS_MAX, RANKS_MAX
+from indexer.pod_entry import (
+    EVENT_LABELS,
+    EVENTS_LABEL,
+    EVENTS_PORT_LABEL,
+    MODEL_LABEL,
+    RANKS_LABEL,
+    REPLAY_PORT_LABEL,
+    SNAPSHOT_LABEL,
+    EventDefaults,
+    PodEntry,
+    label_problem,
+)
+from router.kube.objects import PodObject
+
+ANNOTATION_PREFIX = "kvroute.dev/"
+ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+"""Annotations that name the target ports in use; the first that is there counts."""
+
+_LABEL_PREFIX = "kvroute.io/"
+_OURS = frozenset({*EVENT_LABELS, MODEL_LABEL})
+_PORT_MAX = 65_535
+_OVER = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRules:
+    """What all pods of a pool have in common.
+
+    Attributes:
+        ports: Target ports; an endpoint's rank is its port's place here.
+        events_port: Where rank 0 publishes.
+        replay_port: Where it answers replays; 0: nowhere.
+        events_bind: Whether pods may connect to us instead.
+    """
+
+    ports: tuple[int, ...]
+    events_port: int
+    replay_port: int
+    events_bind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PodEndpoints:
+    """What a pod is to us.
+
+    Attributes:
+        entries: Its endpoints, also while it is not Ready: its cache outlives that.
+        complaints: Annotations that are not understood, and so are passed over.
+    """
+
+    entries: tuple[PodEntry, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
+    """A pod's endpoints; none while it has no address, is ending or is over."""
+    status, metadata = pod.status, pod.metadata
+    if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
+        return PodEndpoints()
+    if (address := _address(status.pod_ip)) is None:
+        return PodEndpoints()
+    annotations = metadata.annotations or {}
+    ports, complaints = _active_ports(annotations, rules.ports)
+    given, complaints_of_labels = _event_labels(annotations, rules)
+    labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
+    entries = []
+    for rank, port in enumerate(rules.ports):
+        if port not in ports:
+            continue
+        entries.append(
+            PodEntry(
+                name=f"{metadata.name}-rank-{rank}",
+                namespace=metadata.namespace or "default",
+                address=address,
+                port=port,
+                labels={**labels, **_of_rank(given, rank)},
+                life=_life(pod),
+                ready=is_ready(pod),
+                events=EventDefaults(
+                    port=rules.events_port + rank,
+                    replay_port=rules.replay_port + rank if rules.replay_port else None,
+                    snapshots=True,
+                    asks=True,
+                    rank=rank if len(rules.ports) > 1 else None,
+                ),
+            )
+        )
+    return PodEndpoints(tuple(entries), (*complaints, *complaints_of_labels))
+
+
+def is_ready(pod: PodObject) -> bool:
+    """Whether its condition Ready is true."""
+    conditions = pod.status.conditions if pod.status is not None else None
+    return any(condition.type == "Ready" and condition.status == "True" for condition in conditions or ())
+
+
+def declared(pods: Iterable[tuple[PodObject, PodEndpoints]]) -> tuple[tuple[PodEntry, ...], int]:
+    """All endpoints by name, each address once, and how many there was no room for.
+
+    Of two pods with one address the Ready one counts, then the younger: the other's end was not told yet.
+    """
+    by_address: dict[str, tuple[tuple[bool, str, str], PodEntry]] = {}
+    for pod, endpoints in pods:
+        rank = (is_ready(pod), pod.metadata.creation_timestamp or "", pod.metadata.name)
+        for entry in endpoints.entries:
+            known = by_address.get(entry.pod)
+            if known is None or known[0] < rank:
+                by_address[entry.pod] = (rank, entry)
+    entries = sorted((entry for _, entry in by_address.values()), key=lambda entry: (entry.name, entry.port))
+    return tuple(entries[:PODS_MAX]), max(0, len(entries) - PODS_MAX)
+
+
+def _address(text: str | None) -> str | None:
+    try:
+        return str(ipaddress.ip_address(text or ""))
+    except ValueError:
+        return None
+
+
+def _life(pod: PodObject) -> str:
+    """The pod's uid with the lives of its containers: a container that came anew has an empty cache."""
+    containers = (pod.status.container_statuses if pod.status is not None else None) or ()
+    lives = sorted(f"{one.name}:{one.restart_count}:{one.container_id or ''}" for one in containers)
+    return " ".join([pod.metadata.uid, *lives])
+
+
+def _active_ports(
+    annotations: Mapping[str, str], ports: Sequence[int]
+) -> tuple[Collection[int], tuple[str, ...]]:
+    name = next((name for name in ACTIVE_PORTS if name in annotations), None)
+    if name is None:
+        return ports, ()
+    known = {str(port): port for port in ports}
+    items = [item for item in map(str.strip, annotations[name].split(",")) if item]
+    strangers = [item for item in items if item not in known]
+    complaints = (f"{name}: {strangers[0][:20]!r} is no target port of the pool",) if strangers else ()
+    return {known[item] for item in items if item in known}, complaints
+
+
+def _event_labels(
+    annotations: Mapping[str, str], rules: EndpointRules
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The annotations as labels of a pods file."""
+    given: dict[str, str] = {}
+    complaints = []
+    for label in sorted(_OURS):
+        name = ANNOTATION_PREFIX + label.removeprefix(_LABEL_PREFIX)
+        value = annotations.get(name)
+        if value is None:
+            continue
+        problem = label_problem(label, value) or _unfit(label, value, rules)
+        if problem is None:
+            given[label] = value
+        else:
+            complaints.append(f"{name}: {problem[:200]}")
+    if given.get(RANKS_LABEL, "1") != "1" and given.get(SNAPSHOT_LABEL) == "true":
+        del given[SNAPSHOT_LABEL]
+        complaints.append(f"{ANNOTATION_PREFIX}kv-snapshot: a snapshot of one engine is none of all ranks")
+    return given, tuple(complaints)
+
+
+def _unfit(label: str, value: str, rules: EndpointRules) -> str | None:
+    """What keeps a well-formed value from being used here."""
+    if label == EVENTS_LABEL and value == "connects" and not rules.events_bind:
+        return "the router has no --events-bind to connect to"
+    if label == RANKS_LABEL and int(value) > 1 and len(rules.ports) > 1:
+        return "ranks with target ports of their own have none behind them"
+    if label in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) and int(value) + RANKS_MAX > _PORT_MAX:
+        return f"must be at most {_PORT_MAX - RANKS_MAX}, so that there is room for ranks"
+    return None
+
+
+def _of_rank(labels: Mapping[str, str], rank: int) -> dict[str, str]:
+    """Labels of one of the pod's endpoints: each rank has ports of its own."""
+    return {
+        name: str(int(value) + rank) if name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) else value
+        for name, value in labels.items()
+    }

@@ -1,0 +1,296 @@
+"""Pods from Kubernetes: four watches in, declared endpoints, objectives and rewrites out.
+
+Owns the watches and what they add up to. Each watch has its thread; what they tell is put together by whoever
+asks, from mirrors that never change once they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from indexer.config import PODS_MAX
+from indexer.pod_entry import PodEntry
+from indexer.roster import EngineState
+from router.kube.client import Kind, KubeClient
+from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
+from router.kube.diagnosis import Diagnosis, Found
+from router.kube.events import EventPoster, Subject
+from router.kube.metrics import WatchCollector
+from router.kube.mirror import Mirror
+from router.kube.objectives import PoolName, Rewrites, priorities_of, rewrites_of
+from router.kube.objects import (
+    BadObjectError,
+    ObjectiveObject,
+    OldPoolObject,
+    PodObject,
+    PoolObject,
+    RewriteObject,
+)
+from router.kube.pods import EndpointRules, PodEndpoints, declared, endpoints_of, is_ready
+from router.kube.pool import Pool, pool_of
+from router.kube.problems import Problems
+from router.kube.watch import Reflector
+from router.pods import Pod
+from router.resources import Resources
+
+_log = logging.getLogger(__name__)
+
+_PODS_MAX = 2 * PODS_MAX
+_OBJECTS_MAX = 10_000
+_OBJECTIVE_VERSION = "v1alpha2"
+_NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
+
+
+class KubeSource:
+    """Follows one pool, or one selector's pods.
+
+    Args:
+        take: Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
+        rewrites: Whether the router rewrites models at all.
+
+    Raises:
+        ConfigError: There are no credentials for a cluster.
+    """
+
+    def __init__(
+        self,
+        config: KubeConfig,
+        registry: CollectorRegistry,
+        take: Callable[[Resources], None],
+        *,
+        rewrites: bool,
+    ) -> None:
+        self._config = config
+        self._take = take
+        self._rewrites_apply = rewrites
+        self._client = KubeClient(config.kubeconfig)
+        self._namespace = namespace = config.namespace or self._client.namespace
+        self._news: Callable[[], None] = lambda: None
+        self._pool: Pool | None = None
+        self._pool_problem = ""
+        self._entries: tuple[PodEntry, ...] | None = None
+        self._known: dict[str, tuple[PodObject, EndpointRules, PodEndpoints]] = {}
+        self._left_out = 0
+        self._complaints: Mapping[str, str] = {}
+        self._rewrites = Rewrites()
+        self._own_uid: str | None = None
+        pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
+        self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, self._on_pods)
+        self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
+        self._objectives: Reflector[ObjectiveObject] = self._watch(
+            "objectives", ObjectiveObject, _OBJECTS_MAX, self._on_resources, optional=True
+        )
+        self._rewriting: Reflector[RewriteObject] = self._watch(
+            "rewrites", RewriteObject, _OBJECTS_MAX, self._on_resources, optional=True
+        )
+        followed: list[Reflector[Any]] = [self._pods]
+        if config.pool:
+            followed += [self._pools, self._objectives, self._rewriting]
+        self._watches = {watch.name: watch for watch in followed}
+        self._poster = EventPoster(self._client, self._subject)
+        self._problems = Problems(registry, self._poster.post)
+        self._diagnosis = Diagnosis(config, namespace)
+        registry.register(WatchCollector(self._watches))
+
+    def start(self, news: Callable[[], None]) -> None:
+        """See `PodsSource.start`."""
+        self._news = news
+        config, namespace = self._config, self._namespace
+        if config.pool:
+            version = POOL_VERSIONS[config.pool_group]
+            pool = Kind(config.pool_group, version, "inferencepools", namespace, name=config.pool)
+            self._pools.follow(pool)
+            for watch, plural in (
+                (self._objectives, "inferenceobjectives"),
+                (self._rewriting, "inferencemodelrewrites"),
+            ):
+                watch.follow(
+                    *(Kind(group, _OBJECTIVE_VERSION, plural, namespace) for group in (LLMD_GROUP, OLD_GROUP))
+                )
+            _log.info("following InferencePool %s/%s of %s", namespace, config.pool, config.pool_group)
+        else:
+            self._pods.follow(Kind("", "v1", "pods", namespace, selector=config.selector))
+            _log.info("following pods of namespace %s that match %s", namespace, config.selector)
+        for watch in self._watches.values():
+            watch.start()
+        self._poster.start()
+
+    def close(self) -> None:
+        """See `PodsSource.close`."""
+        for watch in self._watches.values():
+            watch.close()
+        self._poster.close()
+
+    def changed(self) -> tuple[PodEntry, ...] | None:
+        """See `PodsSource.changed`."""
+        rules = self._rules()
+        if rules is None:
+            entries: tuple[PodEntry, ...] = ()
+            # Before the first list nothing is known; after it, a pool that is gone has no pods.
+            if self._entries is None or not self._pools.state.listed or self._pool is not None:
+                return None
+        elif not self._pods.state.listed:
+            return None
+        else:
+            entries = self._declared(rules)
+        if entries == self._entries:
+            return None
+        self._entries = entries
+        return entries
+
+    def waits_for(self) -> Sequence[str]:
+        """See `PodsSource.waits_for`."""
+        missing = []
+        if self._config.pool and self._pool is None:
+            missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
+        if not self._pods.state.listed:
+            missing.append(f"pods of namespace {self._namespace}")
+        return missing
+
+    def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
+        """See `PodsSource.look`."""
+        errors = {
+            name: watch.state.error for name, watch in self._watches.items() if watch.state.error is not None
+        }
+        objects = self._pods.mirror.objects
+        bad_pods = dict(self._pods.mirror.problems)
+        if left_out := self._left_out + self._pods.mirror.left_out:
+            bad_pods[""] = f"{left_out} more than can be followed"
+        found = Found(
+            errors=errors,
+            pool_listed=self._pools.state.listed,
+            pool=self._pool is not None,
+            pool_problem=self._pool_problem,
+            selector=self._config.selector if self._pool is None else self._pool.selector,
+            pods_listed=self._pods.state.listed,
+            pods=len(objects),
+            ready=sum(is_ready(pod) for pod in objects.values()),
+            bad_pods=bad_pods,
+            bad_annotations=self._complaints,
+            bad_objectives=self._objectives.mirror.problems,
+            bad_rewrites=self._bad_rewrites(),
+        )
+        self._problems.see(self._diagnosis.problems(found, pods, engines, now_s), now_s)
+
+    def shown(self, now_s: float) -> Any:
+        """See `PodsSource.shown`."""
+        pool, rules = self._pool, self._rules()
+        return {
+            "source": "kubernetes",
+            "namespace": self._namespace,
+            "pool": {"group": self._config.pool_group, "name": self._config.pool, "found": pool is not None}
+            if self._config.pool
+            else None,
+            "selector": self._config.selector or (pool.selector if pool is not None else None),
+            "target_ports": list(rules.ports) if rules is not None else [],
+            "waits_for": list(self.waits_for()),
+            "endpoints": len(self._entries or ()),
+            "watches": {name: _watch_shown(watch, now_s) for name, watch in self._watches.items()},
+            "problems": [
+                {"reason": one.reason, "detail": one.detail, "for_s": round(now_s - one.since_s, 1)}
+                for one in self._problems.current.values()
+            ],
+        }
+
+    def _watch(
+        self, name: str, kind: Any, capacity: int, changed: Callable[[], None], *, optional: bool = False
+    ) -> Reflector[Any]:
+        mirror: Mirror[Any] = Mirror(kind, capacity)
+        deadline_s = self._config.deadline_s
+        return Reflector(name, self._client, mirror, changed, deadline_s=deadline_s, optional=optional)
+
+    def _rules(self) -> EndpointRules | None:
+        """None while it is not known on which ports pods serve."""
+        config, pool = self._config, self._pool
+        ports = config.target_ports if not config.pool else pool.ports if pool is not None else ()
+        if not ports:
+            return None
+        return EndpointRules(ports, config.events_port, config.replay_port, config.events_bind)
+
+    def _declared(self, rules: EndpointRules) -> tuple[PodEntry, ...]:
+        """All endpoints; pods that are as they were are not looked at again."""
+        known, pods = {}, self._pods.mirror.objects
+        for name, pod in pods.items():
+            before = self._known.get(name)
+            if before is not None and before[0] is pod and before[1] == rules:
+                known[name] = before
+            else:
+                known[name] = (pod, rules, endpoints_of(pod, rules))
+        self._known = known
+        self._complaints = {
+            name: endpoints.complaints[0] for name, (_, _, endpoints) in known.items() if endpoints.complaints
+        }
+        entries, self._left_out = declared((pod, endpoints) for pod, _, endpoints in known.values())
+        return entries
+
+    def _on_pods(self) -> None:
+        self._news()
+
+    def _on_pool(self) -> None:
+        if not self._pools.state.listed:
+            return
+        mirror, name = self._pools.mirror, self._config.pool
+        self._pool_problem = mirror.problems.get(name) or mirror.problems.get("", "")
+        pool = self._pool
+        if not self._pool_problem:
+            try:
+                pool = pool_of(mirror.objects[name]) if name in mirror.objects else None
+            except BadObjectError as error:
+                # What it said before is better than nothing.
+                self._pool_problem = str(error)
+        if pool != self._pool:
+            _log.info("InferencePool %s/%s: %s", self._namespace, name, pool or "not there")
+        self._pool = pool
+        if pool is None:
+            self._pods.follow()
+        else:
+            self._pods.follow(Kind("", "v1", "pods", self._namespace, selector=pool.selector))
+        self._news()
+
+    def _on_resources(self) -> None:
+        if not (self._objectives.state.listed and self._rewriting.state.listed):
+            return
+        pool = PoolName(self._config.pool_group, self._config.pool)
+        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), pool)
+        priorities = priorities_of(self._objectives.mirror.objects.values(), pool)
+        self._take(Resources(priorities, self._rewrites.rules))
+
+    def _bad_rewrites(self) -> Mapping[str, str]:
+        bad = {**self._rewrites.complaints, **self._rewriting.mirror.problems}
+        if self._rewrites.rules and not self._rewrites_apply:
+            bad[""] = _NO_REWRITES
+        return bad
+
+    def _subject(self) -> Subject | None:
+        """The pool; without one our own pod, if we know it."""
+        config, pool = self._config, self._pool
+        if pool is not None:
+            version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
+            return Subject(version, "InferencePool", self._namespace, pool.name, pool.uid)
+        name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
+        if name and namespace:
+            self._own_uid = self._own_uid or self._client.uid(namespace, name)
+            return Subject("v1", "Pod", namespace, name, self._own_uid)
+        if config.pool:
+            version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
+            return Subject(version, "InferencePool", self._namespace, config.pool, "")
+        return None
+
+
+def _watch_shown(watch: Reflector[Any], now_s: float) -> dict[str, Any]:
+    state = watch.state
+    return {
+        "group": state.group,
+        "listed": state.listed,
+        "absent": state.absent,
+        "objects": len(watch.mirror.objects),
+        "unreadable": dict(list(watch.mirror.problems.items())[:10]),
+        "lists": dict(state.lists),
+        "heard_s_ago": round(now_s - state.contact_s, 1) if state.listed else None,
+        "error": str(state.error) if state.error is not None else None,
+    }

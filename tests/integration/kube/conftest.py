@@ -1,0 +1,81 @@
+"""What these tests share: one control plane, and a namespace for each test."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.kube.apiserver import ApiServer, missing
+from tests.integration.kube.kube_support import Namespace
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A control plane with the inference extension's definitions, for tests that leave it in peace."""
+    yield from _running(tmp_path_factory.mktemp("kube"))
+
+
+@pytest.fixture
+def own_api_server(tmp_path: Path) -> Iterator[ApiServer]:
+    """A control plane that the test may ill-treat."""
+    yield from _running(tmp_path / "kube")
+
+
+@pytest.fixture
+def bare_api_server(tmp_path: Path) -> Iterator[ApiServer]:
+    """A control plane without any definitions."""
+    yield from _running(tmp_path / "kube", definitions=False)
+
+
+@pytest.fixture
+def namespace(api_server: ApiServer) -> Iterator[Namespace]:
+    """A namespace of the shared control plane."""
+    yield from _namespace(api_server)
+
+
+@pytest.fixture
+def own_namespace(own_api_server: ApiServer) -> Iterator[Namespace]:
+    """A namespace of the test's own control plane."""
+    yield from _namespace(own_api_server)
+
+
+@pytest.fixture
+def bare_namespace(bare_api_server: ApiServer) -> Iterator[Namespace]:
+    """A namespace where nothing is defined."""
+    yield from _namespace(bare_api_server)
+
+
+def _definitions() -> Path:
+    folder = Path(os.environ.get("INFERENCE_EXTENSION_CRDS", "/nonexistent"))
+    if not folder.is_dir():
+        pytest.skip(
+            "INFERENCE_EXTENSION_CRDS does not name a folder: there are no definitions of InferencePool"
+        )
+    return folder
+
+
+def _running(directory: Path, *, definitions: bool = True) -> Iterator[ApiServer]:
+    if reason := missing():
+        pytest.skip(reason)
+    folder = _definitions() if definitions else None
+    server = ApiServer(directory)
+    try:
+        if folder is not None:
+            server.apply_definitions(folder)
+        yield server
+    finally:
+        server.close()
+
+
+def _namespace(server: ApiServer) -> Iterator[Namespace]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    namespace = Namespace(server, port)
+    try:
+        yield namespace
+    finally:
+        namespace.close()

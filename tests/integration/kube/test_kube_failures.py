@@ -1,0 +1,218 @@
+"""A whole router while its API server fails in many ways: the pool is never empty, and right afterwards."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import router.kube.source
+from router.kube.client import Kind, KubeClient, WatchStream
+from router.kube.problems import Reason
+from router.server import RouterServer
+from tests.integration.kube.kube_support import (
+    Namespace,
+    Picker,
+    eventually,
+    eventually_picked,
+    kube_router,
+    problems,
+)
+from tests.integration.kube.tap import Tap
+from tests.integration.router_server_support import get
+
+_AGE = 'kvroute_discovery_contact_age_seconds{kind="pods"}'
+# The API server grants a minute more than a token says; that is over in a moment.
+_EXPIRED_S = -50.0
+# Between the page and its reading.
+_CLOCKS_S = 0.5
+
+
+@contextmanager
+def never_empty(picker: Picker) -> Iterator[None]:
+    """Picks all the while; none may fail."""
+    over, failed = threading.Event(), []
+
+    def pick() -> None:
+        while not over.wait(0.02):
+            if picker.pick() == "":
+                failed.append(1)
+
+    thread = threading.Thread(target=pick)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not failed
+
+
+@contextmanager
+def tapped(namespace: Namespace, **settings: Any) -> Iterator[tuple[Tap, Any]]:
+    """A relay in front of the API server, and a configuration that goes through it."""
+    tap = Tap(int(namespace.server.url.rpartition(":")[2]))
+    try:
+        token = namespace.server.kubeconfig.read_text().partition("token: ")[2].split()[0]
+        file = namespace.server.directory / f"{namespace.name}.kubeconfig"
+        server = f"https://127.0.0.1:{tap.port}"
+        namespace.server.write_kubeconfig(file, {"token": token}, server=server)
+        yield tap, namespace.config(kubeconfig=file, **settings)
+    finally:
+        tap.close()
+
+
+def watch_of(router: RouterServer, kind: str = "pods") -> dict[str, Any]:
+    """How a watch goes."""
+    return dict(json.loads(get(router, "/debug/discovery")[1])["watches"][kind])
+
+
+def router_heard_s(router: RouterServer) -> float:
+    """When the watch of pods heard from the server last, on the monotonic clock."""
+    page = get(router, "/metrics")[1].decode()
+    age = next(line for line in page.splitlines() if line.startswith(_AGE))
+    return time.monotonic() - float(age.rpartition(" ")[2])
+
+
+def test_a_restarted_api_server_never_empties_the_pool(own_namespace: Namespace) -> None:
+    """While the API server is gone the pods stay; what changed since then is taken over once it is back."""
+    own_namespace.pool()
+    one, two = own_namespace.pod("one"), own_namespace.pod("two")
+    with kube_router(own_namespace.config()) as router, closing(Picker(router)) as picker:
+        eventually_picked(picker, one.address, two.address)
+        with never_empty(picker):
+            own_namespace.server.stop(kill=True)
+            eventually(lambda: Reason.API_UNREACHABLE in problems(router), "the loss is told")
+            assert picker.picks() == {one.address, two.address}
+            own_namespace.server.start()
+            own_namespace.delete_pod("two")
+            three = own_namespace.pod("three")
+            eventually_picked(picker, one.address, three.address)
+        eventually(lambda: problems(router) == {}, "it is over")
+        page = get(router, "/metrics")[1].decode()
+        assert 'kvroute_discovery_problem{reason="ApiUnreachable"} 0.0' in page
+
+
+def test_what_changes_behind_a_broken_connection_is_taken_over_at_once(namespace: Namespace) -> None:
+    """Pods that came and went while we heard nothing are right after one list; the others never left."""
+    namespace.pool()
+    one, two = namespace.pod("one"), namespace.pod("two")
+    with tapped(namespace) as (tap, config), kube_router(config) as router, closing(Picker(router)) as picker:
+        eventually_picked(picker, one.address, two.address)
+        with never_empty(picker):
+            tap.cut()
+            namespace.delete_pod("two")
+            again = namespace.pod("two")
+            three = namespace.pod("three")
+            tap.mend()
+            eventually_picked(picker, one.address, again.address, three.address)
+
+
+def test_a_half_dead_connection_is_noticed(namespace: Namespace) -> None:
+    """A connection over which nothing comes any more is given up after the deadline, without losing a pod."""
+    namespace.pool()
+    one = namespace.pod("one")
+    with (
+        tapped(namespace, deadline_s=2.0) as (tap, config),
+        kube_router(config) as router,
+        closing(Picker(router)) as picker,
+    ):
+        eventually_picked(picker, one.address)
+        with never_empty(picker):
+            tap.freeze()
+            two = namespace.pod("two")
+            eventually_picked(picker, one.address, two.address)
+
+
+def test_a_quiet_watch_is_no_dead_one(namespace: Namespace) -> None:
+    """Where nothing happens watches end and are taken up again; nothing is listed anew or complained of."""
+    namespace.pool()
+    one = namespace.pod("one")
+    config = namespace.config(deadline_s=2.0)
+    with kube_router(config) as router, closing(Picker(router)) as picker:
+        eventually_picked(picker, one.address)
+        before, heard_s = watch_of(router)["lists"], router_heard_s(router)
+        for _ in range(3):
+            eventually(lambda known=heard_s: router_heard_s(router) > known + _CLOCKS_S, "a watch's end")
+            heard_s = router_heard_s(router)
+        assert problems(router) == {}
+        two = namespace.pod("two")
+        eventually_picked(picker, one.address, two.address)
+        assert watch_of(router)["lists"] == before
+
+
+class _Forgetful(KubeClient):
+    """Begins its first watch of pods at a version that the server has forgotten."""
+
+    forgot = False
+
+    def watch(self, kind: Kind, version: str, *, lasts_s: float, silent_s: float) -> WatchStream:
+        if kind.plural == "pods" and not self.forgot:
+            self.forgot, version = True, "1"
+        return super().watch(kind, version, lasts_s=lasts_s, silent_s=silent_s)
+
+
+def test_a_version_that_is_gone_means_a_new_list(
+    own_namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's 410 Gone, after etcd dropped its history, is answered with a list, and is no problem."""
+    monkeypatch.setattr(router.kube.source, "KubeClient", _Forgetful)
+    own_namespace.pool()
+    one = own_namespace.pod("one")
+    own_namespace.server.forget_history()
+    own_namespace.server.stop()
+    own_namespace.server.start()
+    with kube_router(own_namespace.config()) as started, closing(Picker(started)) as picker:
+        eventually(lambda: watch_of(started)["lists"].get("gone") == 1, "the list after 410")
+        eventually_picked(picker, one.address)
+        two = own_namespace.pod("two")
+        eventually_picked(picker, one.address, two.address)
+        assert problems(started) == {}
+
+
+def test_an_expired_token_is_read_again(namespace: Namespace, tmp_path: Path) -> None:
+    """When the server refuses an expired token the file is read again; the pods stay meanwhile."""
+    namespace.pool()
+    one = namespace.pod("one")
+    namespace.account()
+    namespace.grant()
+    token = tmp_path / "token"
+    token.write_text(namespace.server.token(namespace.name, "router", lives_s=_EXPIRED_S))
+    kubeconfig = namespace.server.write_kubeconfig(tmp_path / "kubeconfig", {"tokenFile": str(token)})
+    config = namespace.config(kubeconfig=kubeconfig, deadline_s=2.0)
+    with kube_router(config) as router, closing(Picker(router)) as picker:
+        eventually_picked(picker, one.address)
+        with never_empty(picker):
+            eventually(lambda: Reason.FORBIDDEN in problems(router), "the token's end")
+            token.write_text(namespace.server.token(namespace.name, "router", lives_s=3600.0))
+            two = namespace.pod("two")
+            eventually_picked(picker, one.address, two.address)
+        eventually(lambda: problems(router) == {}, "it is over")
+
+
+def test_rights_that_come_later_heal(namespace: Namespace, tmp_path: Path) -> None:
+    """Without rights there is a problem by name and no Event; with them all is well, with no restart."""
+    namespace.pool()
+    one = namespace.pod("one")
+    namespace.account()
+    token = namespace.server.token(namespace.name, "router", lives_s=3600.0)
+    kubeconfig = namespace.server.write_kubeconfig(tmp_path / "kubeconfig", {"token": token})
+    with kube_router(namespace.config(kubeconfig=kubeconfig)) as router, closing(Picker(router)) as picker:
+        eventually(lambda: Reason.FORBIDDEN in problems(router), "the refusal")
+        assert "inferencepools" in problems(router)[Reason.FORBIDDEN]
+        assert 'kvroute_discovery_problem{reason="Forbidden"} 1.0' in get(router, "/metrics")[1].decode()
+        assert get(router, "/ready")[0] == 503
+        assert namespace.events() == []
+        namespace.grant(without=["pods"])
+        eventually(lambda: "pods" in problems(router).get(Reason.FORBIDDEN, "none"), "one right lacks")
+        eventually(lambda: namespace.events() != [], "an Event")
+        assert {event["reason"] for event in namespace.events()} == {"Forbidden"}
+        namespace.grant()
+        eventually_picked(picker, one.address)
+        eventually(lambda: problems(router) == {}, "it is over")

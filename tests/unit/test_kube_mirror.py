@@ -1,0 +1,189 @@
+"""The mirror of one kind's objects: right, or in doubt, whatever a watch brings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from router.kube.mirror import DoubtError, Mirror
+from router.kube.objects import BadObjectError, Head, ObjectList, PodObject, WatchEvent, read
+from tests.unit.kube_objects import JSON, pod_json, raw
+
+
+def thing(name: str, version: int, uid: str = "") -> dict[str, object]:
+    """An object of which nothing but the metadata matters."""
+    return {"metadata": {"name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version)}}
+
+
+def event(kind: str, name: str, version: int, uid: str = "") -> WatchEvent:
+    """One line of a watch."""
+    return WatchEvent(kind, raw(thing(name, version, uid)))
+
+
+def relist(held: Mirror[Any], items: Iterable[object], version: str = "10") -> None:
+    """A whole list, of one page."""
+    listing = held.listing()
+    listing.add(raw(item) for item in items)
+    held.replace(listing, version)
+
+
+def mirror(*things: dict[str, object], capacity: int = 100, version: int = 10) -> Mirror[Head]:
+    """A mirror after a list."""
+    made = Mirror(Head, capacity)
+    relist(made, things, str(version))
+    return made
+
+
+def test_events_are_applied_in_turn() -> None:
+    """Added, modified and deleted objects are what is held, and the watch goes on from the last version."""
+    held = mirror(thing("a", 1), thing("b", 2))
+    assert held.apply(event("ADDED", "c", 11))
+    assert held.apply(event("MODIFIED", "a", 12))
+    assert held.apply(event("DELETED", "b", 13))
+    assert {name: each.metadata.resource_version for name, each in held.objects.items()} == {
+        "a": "12",
+        "c": "11",
+    }
+    assert not held.apply(WatchEvent("BOOKMARK", raw({"metadata": {"resourceVersion": "20"}})))
+    assert held.version == "20"
+
+
+def test_what_was_read_before_never_changes() -> None:
+    """A reader's mapping stays as it was; a list replaces all at once."""
+    held = mirror(thing("a", 1))
+    before = held.objects
+    held.apply(event("ADDED", "b", 11))
+    relist(held, [thing("c", 3)], "20")
+    assert (set(before), set(held.objects), held.version) == ({"a"}, {"c"}, "20")
+
+
+@pytest.mark.parametrize(
+    "doubtful",
+    [
+        event("ADDED", "a", 11),
+        event("ADDED", "a", 11, uid="another"),
+        event("MODIFIED", "b", 11),
+        event("MODIFIED", "a", 11, uid="another"),
+        event("DELETED", "b", 11),
+        event("DELETED", "a", 11, uid="another"),
+        event("MODIFIED", "a", 9),
+        event("SURPRISE", "a", 11),
+        WatchEvent("BOOKMARK", raw({"metadata": {"resourceVersion": "9"}})),
+        WatchEvent("BOOKMARK", raw([])),
+        WatchEvent("ADDED", raw({"metadata": {}})),
+        WatchEvent("ADDED", raw(None)),
+    ],
+)
+def test_what_does_not_fit_is_a_doubt_and_changes_nothing(doubtful: WatchEvent) -> None:
+    """An event that contradicts what is held, or cannot be read, is refused as a whole."""
+    held = mirror(thing("a", 1))
+    before = held.objects, held.version
+    with pytest.raises(DoubtError):
+        held.apply(doubtful)
+    assert (held.objects, held.version) == before
+
+
+def test_a_repeated_event_changes_nothing() -> None:
+    """The same version of the same object again is no news."""
+    held = mirror(thing("a", 11), version=11)
+    assert not held.apply(event("ADDED", "a", 11))
+    assert not held.apply(event("MODIFIED", "a", 11))
+    assert list(held.objects) == ["a"]
+
+
+def test_versions_that_are_no_numbers_are_not_compared() -> None:
+    """Versions are opaque: only numbers that run backwards are a reason to doubt."""
+    held = Mirror(Head, 10)
+    relist(held, [], "zebra")
+    metadata = {"name": "a", "uid": "u", "resourceVersion": "apple"}
+    assert held.apply(WatchEvent("ADDED", raw({"metadata": metadata})))
+    assert held.version == "apple"
+    with pytest.raises(DoubtError):
+        mirror(version=int("9" * 19)).apply(event("ADDED", "a", 1))
+    # Longer than any version: Python would refuse to read the number.
+    endless = {"name": "a", "uid": "u", "resourceVersion": "9" * 5000}
+    assert mirror(version=1).apply(WatchEvent("ADDED", raw({"metadata": endless})))
+
+
+def test_an_unreadable_object_is_held_as_such() -> None:
+    """It is named with what is wrong; what follows about it is understood, and others are not touched."""
+    held = Mirror(PodObject, 10)
+    wrong = {"metadata": {"name": "w", "uid": "u", "resourceVersion": "1"}, "status": 5}
+    relist(held, [wrong, pod_json("a"), {"metadata": {"name": ""}}, 7])
+    assert list(held.objects) == ["a"]
+    assert "status" in held.problems["w"]
+    assert held.problems[""] == "2 without usable metadata"
+    mended = pod_json("w", uid="u", resourceVersion="11")
+    assert held.apply(WatchEvent("MODIFIED", raw(mended)))
+    assert set(held.objects) == {"a", "w"}
+    assert list(held.problems) == [""]
+
+
+def test_there_is_room_for_so_many_and_the_others_are_counted() -> None:
+    """A list beyond the capacity is cut, and an object for which there is no room later is a doubt."""
+    held = mirror(*(thing(f"a{number}", number) for number in range(5)), capacity=3)
+    assert (len(held.objects), held.left_out) == (3, 2)
+    with pytest.raises(DoubtError, match="no room"):
+        held.apply(event("ADDED", "b", 11))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[WatchEvent], dict[str, str]]:
+    """What truly happened to a few objects, as events in order, and how it ended."""
+    alive: dict[str, tuple[int, str]] = {}
+    events = []
+    for version in range(11, 11 + draw(st.integers(1, 12))):
+        name = draw(st.sampled_from("abc"))
+        if name in alive:
+            kind = draw(st.sampled_from(["MODIFIED", "DELETED"]))
+            uid = alive[name][1]
+        else:
+            kind, uid = "ADDED", f"{name}-{version}"
+        if kind == "DELETED":
+            del alive[name]
+        else:
+            alive[name] = version, uid
+        events.append(event(kind, name, version, uid))
+    return events, {name: str(version) for name, (version, _) in alive.items()}
+
+
+@given(histories(), st.data())
+def test_repeated_and_disordered_events_are_doubted_or_harmless(
+    history: tuple[list[WatchEvent], dict[str, str]], data: st.DataObject
+) -> None:
+    """Whatever order events come in, and however often: either the mirror doubts, or it is right."""
+    events, truth = history
+    again = data.draw(st.lists(st.sampled_from(events), max_size=4))
+    held = mirror()
+    try:
+        for each in data.draw(st.permutations(events + again)):
+            held.apply(each)
+    except DoubtError:
+        return
+    assert {name: each.metadata.resource_version for name, each in held.objects.items()} == truth
+
+
+@given(st.lists(JSON, max_size=5), st.text(max_size=10), JSON)
+def test_hostile_json_is_a_problem_or_a_doubt(items: list[object], kind: str, value: object) -> None:
+    """Whatever is listed or watched, nothing but a doubt is raised."""
+    held = Mirror(PodObject, 3)
+    relist(held, items, "1")
+    for name in (kind, "ADDED", "MODIFIED", "DELETED", "BOOKMARK"):
+        with suppress(DoubtError):
+            held.apply(WatchEvent(name, raw(value)))
+    assert len(held.objects) <= 3
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_hostile_bytes_are_bad_objects(data: bytes) -> None:
+    """Pages and events that are none are refused by the one error for that."""
+    for kind in (ObjectList, WatchEvent, PodObject):
+        with suppress(BadObjectError):
+            assert isinstance(read(Raw(data), kind), kind)

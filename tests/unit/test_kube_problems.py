@@ -1,0 +1,174 @@
+"""Problems: what is found wrong, for how long it must last, and how often it is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from indexer import PodStream, StreamState
+from indexer.roster import EngineState
+from router.errors import ClusterError
+from router.event_sources import EventSources
+from router.kube.config import KubeConfig
+from router.kube.diagnosis import Diagnosis, Found
+from router.kube.problems import Problems, Reason
+from router.pods import Pod
+from tests.unit.router_support import ready_pod
+
+CONFIG = KubeConfig(pool="p")
+GOOD = Found(pool_listed=True, pool=True, selector="app=x", pods_listed=True, pods=2, ready=1)
+POD = ready_pod("10.0.0.1:8000")
+ENGINE = EngineState(
+    PodStream(POD.address, "m", "tcp://10.0.0.1:5557"), StreamState.EXACT, "", settled=True, linked=True
+)
+FOR_EVER_S = 1000.0
+
+
+def found_after(
+    lasts_s: float, found: Found = GOOD, pod: Pod = POD, engines: tuple[EngineState, ...] = (ENGINE,)
+) -> dict[Reason, str]:
+    """What is wrong after things were like this for so long."""
+    diagnosis = Diagnosis(CONFIG, "ns")
+    diagnosis.problems(found, [pod], engines, 5.0)
+    return diagnosis.problems(found, [pod], engines, 5.0 + lasts_s)
+
+
+def test_where_all_is_well_there_is_no_problem() -> None:
+    """A pool with Ready pods that serve and publish is no news, however long."""
+    assert found_after(FOR_EVER_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "part"),
+    [
+        ({"pool": False}, Reason.POOL_NOT_FOUND, "InferencePool p"),
+        ({"pool_problem": "spec: bad"}, Reason.BAD_POOL, "spec: bad"),
+        ({"pods": 0, "ready": 0}, Reason.NO_PODS_MATCH, "app=x"),
+        (
+            {"ready": 0},
+            Reason.PODS_NOT_READY,
+            "none of the 2 pods of namespace ns that match app=x is Ready",
+        ),
+        ({"errors": {"pool": ClusterError(404, "gone")}}, Reason.CRD_MISSING, "CRD"),
+        ({"errors": {"pods": ClusterError(404, "gone")}}, Reason.API_UNREACHABLE, "gone"),
+        ({"errors": {"pods": ClusterError(0, "refused")}}, Reason.API_UNREACHABLE, "refused"),
+        ({"errors": {"pods": ClusterError(403, "no")}}, Reason.FORBIDDEN, "no"),
+        ({"errors": {"objectives": ClusterError(401, "who")}}, Reason.FORBIDDEN, "who"),
+        ({"bad_pods": {"a": "x"}}, Reason.BAD_POD, "a: x"),
+        ({"bad_annotations": {"a": "x"}}, Reason.BAD_ANNOTATION, "a: x"),
+        ({"bad_objectives": {"a": "x"}}, Reason.BAD_OBJECTIVE, "a: x"),
+        ({"bad_rewrites": {"": "x"}}, Reason.BAD_REWRITE, "x"),
+    ],
+)
+def test_each_mistake_has_its_reason(fields: dict[str, Any], reason: Reason, part: str) -> None:
+    """One problem for one mistake, which says what is wrong."""
+    problems = found_after(FOR_EVER_S, replace(GOOD, **fields))
+    assert list(problems) == [reason]
+    assert part in problems[reason]
+
+
+@pytest.mark.parametrize(
+    ("pod", "engines", "reason"),
+    [
+        (replace(POD, ready=False, refused=True), (), Reason.WRONG_TARGET_PORT),
+        (POD, (), Reason.ENGINE_WITHOUT_EVENTS),
+        (replace(POD, models=None), (), Reason.ENGINE_WITHOUT_EVENTS),
+        (POD, (replace(ENGINE, linked=False),), Reason.ENGINE_WITHOUT_EVENTS),
+        (POD, (ENGINE, replace(ENGINE, state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
+        (replace(POD, sources=EventSources(told=True, off=True)), (), Reason.ENGINE_WITHOUT_EVENTS),
+    ],
+)
+def test_each_mistake_at_a_pod_has_its_reason(
+    pod: Pod, engines: tuple[EngineState, ...], reason: Reason
+) -> None:
+    """What is wrong with a pod is told with its name, once it lasts."""
+    problems = found_after(FOR_EVER_S, GOOD, pod, engines)
+    assert list(problems) == [reason]
+    assert POD.name in problems[reason]
+
+
+@pytest.mark.parametrize(
+    ("found", "pod", "engines"),
+    [
+        (replace(GOOD, pods=0, ready=0), POD, (ENGINE,)),
+        (replace(GOOD, ready=0), POD, (ENGINE,)),
+        (replace(GOOD, errors={"pods": ClusterError(503, "starting")}), POD, (ENGINE,)),
+        (GOOD, replace(POD, ready=False, refused=True), ()),
+        (GOOD, POD, (replace(ENGINE, linked=False),)),
+        (GOOD, POD, (replace(ENGINE, state=StreamState.RECOVERING),)),
+    ],
+)
+def test_what_is_normal_for_a_moment_is_no_problem(
+    found: Found, pod: Pod, engines: tuple[EngineState, ...]
+) -> None:
+    """A rollout, a restart and a new engine pass by themselves."""
+    assert found_after(1.0, found, pod, engines) == {}
+
+
+def test_how_long_something_lasts_is_counted_from_when_it_began() -> None:
+    """A moment in between in which all is well begins the count anew."""
+    diagnosis = Diagnosis(CONFIG, "ns")
+    bad = replace(GOOD, pods=0, ready=0)
+    for now_s, found in ((0.0, bad), (4.0, bad), (4.5, GOOD), (5.0, bad), (9.0, bad)):
+        assert diagnosis.problems(found, [POD], [ENGINE], now_s) == {}
+    assert list(diagnosis.problems(bad, [POD], [ENGINE], 11.0)) == [Reason.NO_PODS_MATCH]
+
+
+def test_of_many_pods_a_few_are_named() -> None:
+    """The text stays readable whatever is wrong with hundreds of pods."""
+    many = {f"pod-{number:03}": "x" for number in range(500)}
+    text = found_after(0.0, replace(GOOD, bad_annotations=many))[Reason.BAD_ANNOTATION]
+    assert text == "pod-000: x; pod-001: x; pod-002: x; and 497 more"
+
+
+def gauge(registry: CollectorRegistry, reason: Reason) -> float | None:
+    """The metric of a reason."""
+    return registry.get_sample_value("kvroute_discovery_problem", {"reason": reason})
+
+
+def test_a_problem_is_told_once_and_again_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """One log line and one Event as long as it says the same; another when it says something else."""
+    caplog.set_level(logging.INFO)
+    registry, posted = CollectorRegistry(), []
+    problems = Problems(registry, lambda reason, text: posted.append((reason, text)))
+    assert {gauge(registry, reason) for reason in Reason} == {0.0}
+    for now_s in range(100):
+        problems.see({Reason.FORBIDDEN: "a"}, float(now_s))
+    assert (len(caplog.records), gauge(registry, Reason.FORBIDDEN)) == (1, 1.0)
+    problems.see({Reason.FORBIDDEN: "b"}, 100.0)
+    # So soon after, the next change waits.
+    problems.see({Reason.FORBIDDEN: "c"}, 101.0)
+    assert posted == [(Reason.FORBIDDEN, "a"), (Reason.FORBIDDEN, "b")]
+    problems.see({Reason.FORBIDDEN: "c"}, 131.0)
+    problems.see({}, 132.0)
+    assert posted[2:] == [(Reason.FORBIDDEN, "c"), (Reason.FORBIDDEN, "")]
+    assert gauge(registry, Reason.FORBIDDEN) == 0.0
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "WARNING", "INFO"]
+
+
+def test_an_unreachable_server_is_told_in_its_first_words(caplog: pytest.LogCaptureFixture) -> None:
+    """Each attempt to reach it fails in words of its own, which are no news."""
+    problems = Problems(CollectorRegistry(), lambda _reason, _text: None)
+    for number in range(10):
+        problems.see({Reason.API_UNREACHABLE: f"attempt {number}"}, 100.0 * number)
+    assert [record.getMessage() for record in caplog.records] == ["ApiUnreachable: attempt 0"]
+
+
+def test_every_reason_is_explained() -> None:
+    """The operator's page has a row for each."""
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    assert [reason for reason in Reason if f"\n| {reason} | " not in page] == []
+
+
+def test_the_event_of_a_lasting_problem_is_posted_again() -> None:
+    """Kubernetes forgets Events after an hour; the problem is still there."""
+    posted: list[str] = []
+    problems = Problems(CollectorRegistry(), lambda _reason, text: posted.append(text))
+    for minute in range(120):
+        problems.see({Reason.FORBIDDEN: "a"}, 60.0 * minute)
+    assert posted == ["a"] * 4

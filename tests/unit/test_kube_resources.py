@@ -1,0 +1,117 @@
+"""From objectives and rewrites to priorities and rules: whose pool, whose turn, and what makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.kube.config import OLD_GROUP, POOL_GROUP
+from router.kube.objectives import PoolName, priorities_of, rewrites_of
+from router.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
+from router.rewrite import RewriteRules
+from tests.unit.kube_objects import JSON, raw
+
+POOL = PoolName(POOL_GROUP, "p")
+
+
+def objective(named: str, priority: int | None, **reference: str) -> ObjectiveObject:
+    """An objective of our pool unless the reference says otherwise."""
+    spec = {"priority": priority, "poolRef": {"name": "p", **reference}}
+    return read(raw({"metadata": {"name": named}, "spec": spec}), ObjectiveObject)
+
+
+def rewrite(name: str, *rules: Any, made: str = "2026-01-01T00:00:00Z", pool: str = "p") -> RewriteObject:
+    """A rewrite."""
+    metadata = {"name": name, "creationTimestamp": made}
+    return read(
+        raw({"metadata": metadata, "spec": {"poolRef": {"name": pool}, "rules": rules}}), RewriteObject
+    )
+
+
+def rule(target: str, *models: str) -> dict[str, Any]:
+    """A rule for some models; without any, for all."""
+    return {
+        "matches": [{"model": {"value": model}} for model in models],
+        "targets": [{"modelRewrite": target}],
+    }
+
+
+def test_objectives_of_our_pool_have_their_priority() -> None:
+    """A reference's group and kind have the definition's defaults; another pool's do not count."""
+    objects = [
+        objective("a", 5),
+        objective("unset", None),
+        objective("spelled", -1, group=POOL_GROUP, kind="InferencePool"),
+        objective("b", 1, group=OLD_GROUP),
+        objective("c", 1, name="q"),
+        objective("d", 1, kind="Service"),
+    ]
+    assert priorities_of(objects, POOL) == {"a": 5, "unset": 0, "spelled": -1}
+    assert priorities_of(objects, PoolName(OLD_GROUP, "p")) == {"b": 1}
+
+
+def test_an_objective_that_is_being_deleted_does_not_count() -> None:
+    """Its priority ends with the deletion, not with the last finalizer."""
+    ending = read(
+        raw(
+            {
+                "metadata": {"name": "a", "deletionTimestamp": "2026-01-01T00:00:00Z"},
+                "spec": {"priority": 1, "poolRef": {"name": "p"}},
+            }
+        ),
+        ObjectiveObject,
+    )
+    assert priorities_of([ending], POOL) == {}
+
+
+def test_the_older_rewrite_wins_and_an_exact_match_before_a_general_one() -> None:
+    """Exact before general, then the older object, then the first by name, then the first rule."""
+    found = rewrites_of(
+        [
+            rewrite("b", rule("young", "m"), made="2026-01-02T00:00:00Z"),
+            rewrite("c", rule("c", "m"), rule("c-second", "m")),
+            rewrite("a", rule("general"), rule("a", "other")),
+            rewrite("foreign", rule("foreign", "m"), pool="q", made="2025-01-01T00:00:00Z"),
+        ],
+        POOL,
+    )
+    assert found.complaints == {}
+    rules = RewriteRules(found.rules, np.random.default_rng(1))
+    assert [rules.target(model) for model in ("m", "other", "unknown")] == ["c", "a", "general"]
+
+
+def test_rules_can_be_exchanged() -> None:
+    """What is asked after the exchange is answered by the new rules alone."""
+    rules = RewriteRules(rewrites_of([rewrite("a", rule("x", "m"))], POOL).rules, np.random.default_rng(1))
+    assert rules.target("m") == "x"
+    rules.replace(rewrites_of([rewrite("a", rule("y", "n"))], POOL).rules)
+    assert (rules.target("m"), rules.target("n")) == (None, "y")
+
+
+def test_rules_that_cannot_mean_what_they_say_are_named() -> None:
+    """Weights for some targets only are complained of and used; an unknown kind of match is left out."""
+    partly = {"targets": [{"modelRewrite": "a", "weight": 1}, {"modelRewrite": "b"}]}
+    pattern = {"matches": [{"model": {"value": "m", "type": "Regex"}}], "targets": [{"modelRewrite": "a"}]}
+    found = rewrites_of([rewrite("w", partly), rewrite("x", rule("a", "m"), pattern)], POOL)
+    assert set(found.complaints) == {"w", "x"}
+    assert found.complaints["x"].startswith("rules[1]: ")
+    assert len(found.rules) == 2
+
+
+@given(st.dictionaries(st.sampled_from(["rules", "poolRef", "priority"]), JSON))
+def test_hostile_objects_are_refused_or_usable(spec: dict[str, Any]) -> None:
+    """Objects of any shape are bad, or give priorities and rules that can be asked."""
+    made = raw({"metadata": {"name": "a"}, "spec": {"poolRef": {"name": "p"}, "rules": [], **spec}})
+    try:
+        priorities = priorities_of([read(made, ObjectiveObject)], POOL)
+        assert all(-(1 << 31) <= priority < 1 << 31 for priority in priorities.values())
+    except BadObjectError:
+        pass
+    try:
+        rules = rewrites_of([read(made, RewriteObject)], POOL).rules
+    except BadObjectError:
+        return
+    RewriteRules(rules, np.random.default_rng(1)).target("m")
