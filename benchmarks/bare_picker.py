@@ -1,6 +1,6 @@
-"""The floor: the same gRPC server as the router's, whose doors always answer the same pod.
+"""The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker PORT POD`; what the router costs above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD`; what the router costs above this is what it does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
+from router import check_answers
 from router.check_messages import ok_answer
 from router.ext_proc_messages import request_headers_answer, streamed
 from router.grpc_listen import listen
 from router.health import CHECK_SERVICE
+from router.http_listen import HttpServer
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
@@ -42,7 +44,7 @@ class _BareExtProc(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
                 return
 
 
-def main(port: int, pod: str) -> None:
+def main(port: int, check_port: int, pod: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -65,9 +67,21 @@ def main(port: int, pod: str) -> None:
             lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(_BareExtProc(pod), server),
         ),
     )
+    http_answer = check_answers.ok_answer(pod, None, (), False)
+    http = HttpServer(
+        "CHECK_PORT",
+        "127.0.0.1",
+        check_port,
+        lambda _request, _closes: http_answer,
+        lambda _error: b"",
+        body_bytes_max=_MESSAGE_BYTES_MAX,
+        connections_max=4 * _THREADS,
+        refused=lambda: None,
+    )
+    http.start()
     server.start()
     server.wait_for_termination()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

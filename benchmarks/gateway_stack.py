@@ -108,8 +108,9 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         range(base + 101, base + 101 + setting.pods),
     )
     if setting.bare:
-        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), f"{HOST}:{base + 101}"]
-        router = replace(router, argv=argv, ports=(base,), ready_url=None)
+        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), str(base + 4)]
+        argv.append(f"{HOST}:{base + 101}")
+        router = replace(router, argv=argv, ports=(base, base + 4), ready_url=None)
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
     plan = replace(plan, children=[pods, router, envoy])

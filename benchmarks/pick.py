@@ -2,7 +2,8 @@
 
 `python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
-over rounds; `*_floor_*` is the same gRPC server with doors that do nothing, in the same run.
+over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run. `check` is Envoy's
+ext_authz over plain HTTP, `check_grpc` the same over gRPC, `extproc` ext_proc.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from pathlib import Path
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
 from benchmarks.rivals import measure_rivals
+from router.local.envoy_config import Door
 
 EVENT_BLOCKS_PER_S = 50_000
 _CLIENTS = 32
 # A few streams at a time, so that Envoy hands on every chunk by itself.
 _STREAM_CLIENTS = 4
 _IDLE_PODS = 100
+_DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
 class Report:
@@ -60,8 +63,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
         bodies = write_bodies(directory)
-        for door in ("check", "extproc"):
-            _door(door, bodies, directory, effort, report)
+        for name in _DOORS:
+            _door(name, bodies, directory, effort, report)
         _full(bodies, directory, effort, report)
         _floors(bodies, directory, effort, report)
         _idle(bodies, directory, effort, report)
@@ -70,20 +73,20 @@ def main() -> int:
     return 0
 
 
-def _door(door: str, bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """One door's CPU at each prompt size and its throughput; with Check also under events, and unary."""
-    setting = StackSetting(door="check" if door == "check" else "ext_proc")
+def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    """One door's CPU at each prompt size and its throughput; with the first also under events, and unary."""
+    setting = StackSetting(door=_DOORS[name])
     with gateway_stack(setting, bodies["all"], directory) as stack:
         for size in SIZES:
             rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
             shown = _shown(setting, rounds, prompt=size)
-            report.figure(f"{door}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], shown)
+            report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], shown)
             if size == "small":
-                report.figure(f"{door}_per_s", "1/s", [one.seen["per_s"] for one in rounds], shown)
-                report.figure(f"{door}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
-        if door == "check":
+                report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], shown)
+                report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
+        if name == "check":
             _under_events(stack, bodies["small"], setting, effort, report)
-    if door == "check":
+    if name == "check":
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
@@ -123,8 +126,8 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
 
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    for name, door in (("check", "check"), ("extproc", "ext_proc")):
-        setting = StackSetting(door="check" if door == "check" else "ext_proc", bare=True)
+    for name, door in _DOORS.items():
+        setting = StackSetting(door=door, bare=True)
         with gateway_stack(setting, bodies["all"], directory) as stack:
             rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]

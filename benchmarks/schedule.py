@@ -18,7 +18,7 @@ import numpy as np
 
 from indexer import PodMatches, StreamState
 from indexer.index import MatchTable
-from indexer.pods_file import PodEntry
+from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router.ledger import Ledger, LedgerParameters
 from router.lineup import Lineups

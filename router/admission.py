@@ -24,7 +24,7 @@ class AdmissionParameters:
     """Who is shed, and when.
 
     Attributes:
-        priorities: Priority by objective; a request without a known objective has priority 0.
+        priorities: Priority by objective, at first; a request without a known objective has priority 0.
         queue_requests: A pod with so many requests in its queue is saturated.
         kv_usage: A pod with this share of its KV cache in use is saturated.
         load_age_max_s: A pod whose account is older, or that never told, is taken for saturated.
@@ -41,7 +41,12 @@ class Admission:
 
     def __init__(self, parameters: AdmissionParameters, board: PodBoard) -> None:
         self._parameters = parameters
+        self._priorities = parameters.priorities
         self._board = board
+
+    def replace(self, priorities: Mapping[str, int]) -> None:
+        """Other priorities from now on."""
+        self._priorities = priorities
 
     def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
         """Answers the request's priority.
@@ -70,7 +75,8 @@ class Admission:
 
     def priority_of(self, headers: Mapping[str, str]) -> int:
         """The priority of the request's objective; 0 without a known one."""
-        if not self._parameters.priorities:
+        priorities = self._priorities
+        if not priorities:
             return 0
         objective = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), "")
-        return self._parameters.priorities.get(objective, 0)
+        return priorities.get(objective, 0)

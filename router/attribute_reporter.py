@@ -63,7 +63,7 @@ class AttributeReporter:
         from celpy.evaluation import CELEvalError
 
         told: dict[str, dict[str, int]] = {}
-        activation = {"usage": json_to_cel(msgspec.json.decode(usage_json))}
+        activation = {"usage": json_to_cel(_in_one_form(msgspec.json.decode(usage_json)))}
         for attribute in self._attributes:
             try:
                 if attribute.condition is None or attribute.condition.evaluate(activation):
@@ -74,6 +74,17 @@ class AttributeReporter:
                     self._complaint = str(error)
                     _log.warning("attribute %s is not reported: %s", attribute.name, error)
         return told
+
+
+def _in_one_form(usage: dict[str, Any]) -> dict[str, Any]:
+    """With the names that chat completions have, whichever API told it; expressions are written in these."""
+    for name, other in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")):
+        if name not in usage and other in usage:
+            usage[name] = usage[other]
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if "total_tokens" not in usage and all(isinstance(count, int) for count in counts):
+        usage["total_tokens"] = sum(counts)
+    return usage
 
 
 _FIELDS = ("key", "expression", "condition")

@@ -19,6 +19,7 @@ _BENCHMARKS = {
     "pick": "a pick behind a real Envoy, door by door",
     "schedule": "a scheduling cycle, from matches to the pod",
     "engine": "the model server's engine beside transformers",
+    "macs": "multiply-accumulates of a generation with and without a KV cache",
 }
 
 

@@ -155,6 +155,17 @@ class PodBoard:
             row = self._leave_queue(slot, now_s)
             self.pods[row]["decoding"] += 1
 
+    def hand_over(self, pod: str, slot: int, decodes: str, tokens: int, now_s: float) -> None:
+        """The request in this slot is prefilled on `pod`, and decodes on another from now on."""
+        with self.lock:
+            known = self.pods[self._leave_queue(slot, now_s)]
+            known["held_tokens"] -= tokens
+            self._drop_idle(pod)
+            # Only now: a new row may be one in a larger array.
+            row = self._row(decodes)
+            self.pods[row]["decoding"] += 1
+            self.pods[row]["held_tokens"] += tokens
+
     def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
         """The request is over; without a slot it was decoding."""
         with self.lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 import grpc
@@ -14,8 +13,6 @@ from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, destinat
 from router.errors import RequestError
 from router.explain_header import EXPLAIN_HEADER
 from router.routing import Routing
-
-PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
 
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -31,13 +28,6 @@ def body_of(http: attribute_context_pb2.AttributeContext.HttpRequest) -> bytes:
     """The request's body, whether or not it was packed as bytes."""
     raw: bytes = http.raw_body
     return raw or http.body.encode()
-
-
-def is_partial(headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether Envoy handed on less than the client sends."""
-    length = headers.get("content-length", "")
-    announced = int(length) if length.isdecimal() and len(length) <= 18 else len(body)
-    return announced > len(body) or headers.get(PARTIAL_BODY_HEADER) == "true"
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ _COMMANDS = {
         "model_server.cli",
         "run a model behind an OpenAI-compatible API, telling what its cache holds",
     ),
+    "plan": ("model_server.plan.cli", "tell what a model can hold and how fast it can be on some GPUs"),
     "bench": ("router.bench", "measure keys, index, events, tokens, picks or the engine; needs a checkout"),
 }
 _HELP = """\

@@ -6,17 +6,20 @@ Flags that the reference picker has too carry its names. Reads the configuration
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
-from indexer.flags import add_index_flags, index_config
-from router.config_file import COMPAT, PickerConfig, parse_config, read_config
-from router.duration import seconds
+from indexer.flags import index_config
+from router.config_file import PickerConfig, parse_config, read_config
 from router.errors import ConfigError
+from router.flags import router_parser
+from router.flags.kube import kube_config
+from router.kube.config import KubeConfig
+from router.producer_settings import tokenizers_of, with_producers
+from router.tls_options import MetricsTlsOptions, TlsOptions, metrics_tls_options, tls_options
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"
@@ -27,10 +30,12 @@ class RouterConfig:
     """Settings of one router process; port 0 takes a free port.
 
     Attributes:
-        pods_file: Pods in the reference's file-discovery form.
+        pods_file: Pods in the reference's file-discovery form; None where `kube` says where they are.
         watch_pods_file: Whether its later changes are taken over.
+        kube: Where in Kubernetes the pods are; None where there is a file.
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
+        check_port: Of ext_authz in its HTTP form; None: there is none.
         responses_full: Whether responses pass through ext_proc too.
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
@@ -45,16 +50,26 @@ class RouterConfig:
         compat: See config_file.COMPAT.
         emit_endpoint_scores: Whether ext_proc's metadata tells the scores of all candidates.
         resources_file: InferenceObjectives and InferenceModelRewrites; None for none.
+        tls: Of the gRPC port; None: plaintext.
+        metrics_tls: Of the metrics port; None: plaintext.
+        metrics_auth: Whether readers of the metrics port must show the cluster's tokens.
+        receive_bytes_max: Largest gRPC message that is taken; None: from max_request_bytes.
+        send_bytes_max: Largest that is sent; None: the same.
+        load_age_max_s: A pod that told its load longer ago is taken for saturated; None: by its user's rule.
+        profiling: Whether /debug/pprof/ answers.
+        stream_metrics: Whether ext_proc streams have metrics of their own.
     """
 
-    pods_file: Path
+    pods_file: Path | None = None
     watch_pods_file: bool = True
+    kube: KubeConfig | None = None
     tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
     tokenize_deadline_s: float = 0.05
     host: str = "0.0.0.0"
     grpc_port: int = 9002
     grpc_health_port: int = 9003
     metrics_port: int = 9090
+    check_port: int | None = 9004
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
@@ -77,44 +92,54 @@ class RouterConfig:
     emit_endpoint_scores: bool = False
     subset_filter: bool = True
     resources_file: Path | None = None
+    tls: TlsOptions | None = None
+    metrics_tls: MetricsTlsOptions | None = None
+    metrics_auth: bool = False
+    receive_bytes_max: int | None = None
+    send_bytes_max: int | None = None
+    load_age_max_s: float | None = None
+    profiling: bool = True
+    stream_metrics: bool = False
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Namespace]:
     """Reads the command line.
 
     Returns:
-        The configuration, and the flags that concern the process rather than the router (verbosity).
+        The configuration, and the flags that concern the process rather than the router (logs).
 
     Raises:
         ConfigError: A flag or the configuration file is wrong.
     """
-    flags = _parser().parse_args(argv)
-    if flags.secure_serving:
-        raise ConfigError(
-            "--secure-serving: this version serves without TLS only; leave it out or give =false"
-        )
+    flags = router_parser().parse_args(argv)
     picker = _picker(flags)
-    pods_file, watch = _discovery(flags, picker)
+    pods_file, watch, kube = _discovery(flags, picker)
     compat = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
         raise ConfigError(
             "--compat off: our own answers do not carry what plugins set; choose answers or strict"
         )
-    tokenizers = {_TINY_MODEL: str(TINY_DIRECTORY)} | dict(flags.tokenizer)
+    index, tokenizers = _index(flags), {_TINY_MODEL: str(TINY_DIRECTORY)}
+    if picker is not None:
+        index, kube = with_producers(picker, index, kube)
+        tokenizers |= tokenizers_of(picker)
+    tokenizers |= dict(flags.tokenizer)
     config = RouterConfig(
         pods_file=pods_file,
         watch_pods_file=watch,
+        kube=kube,
         tokenizers=tuple(tokenizers.items()),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
         host=flags.host,
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,
         metrics_port=flags.metrics_port,
+        check_port=flags.check_port or None,
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,
         max_streams=flags.max_streams,
-        index=_index(flags),
+        index=index,
         prefill_tokens_per_s=flags.prefill_tokens_per_s,
         refresh_interval_s=flags.refresh_metrics_interval,
         priorities=tuple(flags.objective),
@@ -131,6 +156,14 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         emit_endpoint_scores=flags.emit_endpoint_scores,
         subset_filter=not flags.disable_endpoint_subset_filter,
         resources_file=flags.resources_file,
+        tls=tls_options(flags),
+        metrics_tls=metrics_tls_options(flags),
+        metrics_auth=flags.metrics_endpoint_auth,
+        receive_bytes_max=flags.grpc_max_recv_msg_size,
+        send_bytes_max=flags.grpc_max_send_msg_size,
+        load_age_max_s=flags.metrics_staleness_threshold,
+        profiling=flags.enable_pprof,
+        stream_metrics=flags.enable_grpc_stream_metrics,
     )
     return config, flags
 
@@ -150,244 +183,18 @@ def _picker(flags: argparse.Namespace) -> PickerConfig | None:
     return read_config(flags.config_file) if flags.config_file is not None else None
 
 
-def _discovery(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[Path, bool]:
-    discovery = picker.discovery if picker is not None else None
-    if (flags.pods_file is None) == (discovery is None):
-        raise ConfigError("give either --pods-file, or a --config-file that names a file-discovery plugin")
-    if discovery is None:
-        return flags.pods_file, True
-    return discovery.path, discovery.watch
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvroute router",
-        description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
-    )
-    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
-    _add_pods(parser.add_argument_group("pods and models"))
-    _add_serving(parser.add_argument_group("serving"))
-    _add_picking(parser.add_argument_group("picking"))
-    _add_compat(parser.add_argument_group("as the reference picker"))
-    add_index_flags(parser.add_argument_group("index"))
-    _add_process(parser.add_argument_group("process"))
-    return parser
-
-
-def _add_pods(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--pods-file", type=Path, metavar="PATH", help="YAML list of pods; watched for changes"
-    )
-    group.add_argument(
-        "--config-file",
-        type=Path,
-        metavar="PATH",
-        help="EndpointPickerConfig: plugins, profiles, flow control, maybe the pods' file",
-    )
-    group.add_argument("--config-text", metavar="YAML", help="the same, as text")
-    group.add_argument(
-        "--resources-file",
-        type=Path,
-        metavar="PATH",
-        help="YAML documents of the kinds InferenceObjective and InferenceModelRewrite",
-    )
-    group.add_argument(
-        "--tokenizer",
-        type=_model_source,
-        action="append",
-        default=[],
-        metavar="MODEL=SOURCE",
-        help="a model's tokenizer: a directory with its tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of "
-        "a kvroute tokenizer, http://HOST:PORT of a server that renders, or pods: the model's own; may be "
-        "repeated; kvroute-tiny's is built in",
-    )
-    group.add_argument(
-        "--tokenize-deadline-ms",
-        type=_positive_number,
-        default=50.0,
-        metavar="N",
-        help="a prompt not tokenized by then is picked by load alone (default: %(default)g)",
-    )
-    group.add_argument(
-        "--refresh-metrics-interval",
-        type=_positive_duration,
-        default="1s",
-        metavar="DURATION",
-        help="between two probes of a pod's health and metrics (default: %(default)s)",
-    )
-
-
-def _add_serving(group: argparse._ArgumentGroup) -> None:
-    def number(name: str, kind: Callable[[str], int], default: int, text: str) -> None:
-        group.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
-
-    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
-    number("--grpc-port", _port, 9002, "ext_proc, PickEndpoint, access log, health, reflection")
-    number("--grpc-health-port", _port, 9003, "gRPC health alone")
-    number("--metrics-port", _port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods")
-    group.add_argument(
-        "--secure-serving",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BOOL",
-        help="TLS on the gRPC port; the reference's default is true, this version serves without only",
-    )
-    group.add_argument(
-        "--responses",
-        choices=("skip", "full"),
-        help="skip: ext_proc ends with the request, for an Envoy whose response modes are SKIP and NONE; "
-        "full: responses pass through it too (default: skip; full with a --config-file)",
-    )
-    number(
-        "--fallback-endpoints", _count, 0, "further pods in the destination, for gateways that try several"
-    )
-    number("--max-request-bytes", _positive, 8 << 20, "larger bodies are answered with 413")
-    number("--max-streams", _positive, 256, "requests inside the doors at once")
-
-
-def _add_picking(group: argparse._ArgumentGroup) -> None:
-    def number(name: str, kind: Callable[[str], float], default: float, text: str) -> None:
-        group.add_argument(
-            name, type=kind, default=default, metavar="N", help=f"{text} (default: {default:g})"
+def _discovery(
+    flags: argparse.Namespace, picker: PickerConfig | None
+) -> tuple[Path | None, bool, KubeConfig | None]:
+    """The one place that says where pods are."""
+    discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
+    if [flags.pods_file, discovery, kube].count(None) != 2:
+        raise ConfigError(
+            "give exactly one of --pool-name, --endpoint-selector, --pods-file, and a --config-file that "
+            "names a file-discovery plugin"
         )
-
-    number("--prefill-tokens-per-s", _positive_number, 15_000.0, "a pod's speed until it is learnt")
-    group.add_argument(
-        "--objective",
-        type=_objective,
-        action="append",
-        default=[],
-        metavar="NAME=PRIORITY",
-        help="priority of the requests whose x-llm-d-inference-objective is NAME; below 0 they are answered "
-        "with 429 while the pods are saturated; may be repeated",
-    )
-    group.add_argument(
-        "--session-header", default="", metavar="NAME", help="header that carries a session's id"
-    )
-    group.add_argument("--session-cookie", default="", metavar="NAME", help="cookie that carries it")
-    group.add_argument(
-        "--session-stay",
-        type=_duration,
-        default="1s",
-        metavar="DURATION",
-        help="how much later an answer may come so that a session stays at its pod (default: %(default)s)",
-    )
-    group.add_argument(
-        "--explain-header",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BOOL",
-        help="responses say in x-kvroute-explain why their pod was picked (not with ext_proc and "
-        "--responses skip)",
-    )
-    number("--decisions-kept", _positive, 1000, "decisions behind /debug/decisions")
-    group.add_argument(
-        "--request-lifetime",
-        type=_positive_duration,
-        default="10m",
-        metavar="DURATION",
-        help="a request not heard of again is taken for ended after this (default: %(default)s)",
-    )
-
-
-def _add_compat(group: argparse._ArgumentGroup) -> None:
-    def switch(name: str, text: str) -> None:
-        group.add_argument(
-            name, type=_boolean, nargs="?", const=True, default=False, metavar="BOOL", help=text
-        )
-
-    group.add_argument(
-        "--compat",
-        choices=COMPAT,
-        help="off: our own answers; answers: ext_proc answers in the reference's form; strict: also "
-        "where it is known to be wrong (default: answers with a --config-file, else off)",
-    )
-    switch("--emit-endpoint-scores", "ext_proc's metadata tells the scores of all candidates")
-    switch("--disable-endpoint-subset-filter", "the gateway's subset hint is not looked at")
-    switch("--allow-experimental-plugins", "taken and not needed: no plugin here is held back")
-
-
-def _add_process(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--drain-timeout",
-        type=_duration,
-        default="30s",
-        metavar="DURATION",
-        help="how long SIGTERM waits for the requests inside the doors (default: %(default)s)",
-    )
-    group.add_argument(
-        "--tracing",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BOOL",
-        help="send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
-    )
-    group.add_argument("-v", type=_count, default=0, metavar="LEVEL", help="1 and above: every detail")
-
-
-def _port(text: str) -> int:
-    return _bounded(text, 0, 65_535)
-
-
-def _count(text: str) -> int:
-    return _bounded(text, 0, 1_000_000_000)
-
-
-def _positive(text: str) -> int:
-    return _bounded(text, 1, 1 << 40)
-
-
-def _bounded(text: str, least: int, most: int) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r}")
-    return int(text)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return number
-
-
-def _duration(text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _positive_duration(text: str) -> float:
-    if not (value := _duration(text)) > 0.0:
-        raise argparse.ArgumentTypeError("must be longer than 0")
-    return value
-
-
-def _objective(text: str) -> tuple[str, int]:
-    name, equals, priority = text.rpartition("=")
-    digits = priority.removeprefix("-")
-    if not (name and equals and digits.isdecimal() and len(digits) < 10):
-        raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY with a whole number, not {text!r}")
-    return name, int(priority)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
-    return text.lower() == "true"
-
-
-def _model_source(text: str) -> tuple[str, str]:
-    model, equals, source = text.partition("=")
-    if not (model and equals and source):
-        raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
-    return model, source
+    if kube is not None and kube.pool and flags.resources_file is not None:
+        raise ConfigError("--resources-file: with --pool-name objectives and rewrites come from the cluster")
+    if discovery is not None:
+        return discovery.path, discovery.watch, None
+    return flags.pods_file, True, kube

@@ -7,7 +7,6 @@ configuration.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,19 +15,13 @@ import yaml
 
 from router.duration import seconds
 from router.errors import ConfigError
+from router.quantity import quantity
 
 _TEXT_BYTES_MAX = 1 << 20
 _NODES_MAX = 200_000
 # Deeper than any configuration, and far from where YAML's own recursion ends.
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
-_FACTORS: dict[str, int] = {"": 1} | {
-    f"{letter}{suffix}": base**power
-    for suffix, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kMGT", 1)
-}
-_FACTORS["Ki"] = _FACTORS.pop("ki")
-_QUANTITY = re.compile(r"([0-9]{1,15})(k|Ki|Mi?|Gi?|Ti?)?")
 
 
 class Fields:
@@ -116,10 +109,10 @@ class Fields:
         """A whole number in Kubernetes' notation: "100", "1G" or "1Gi"; at least 1."""
         if name not in self:
             return default
-        found = _QUANTITY.fullmatch(self.text(name))
-        if found is None or not int(found[1]):
-            self.fail(name, "must be a whole number above 0, such as 100, 1G or 1Gi")
-        return int(found[1]) * _FACTORS[found[2] or ""]
+        try:
+            return quantity(self.text(name))
+        except ValueError as error:
+            self.fail(name, str(error))
 
     def duration_s(self, name: str, default_s: float) -> float:
         """A duration as "500ms" or "1m30s"."""

@@ -1,6 +1,7 @@
 """The pages for people and Prometheus over plain HTTP: a registry and callables by path in, a server out.
 
-Serves few at a time and closes on whoever comes beyond that; knows nothing of what they show.
+Serves few at a time and closes on whoever comes beyond that; knows nothing of what they show, nor who may see
+it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socket import AF_INET, AF_INET6, socket
+from ssl import SSLContext
 from threading import BoundedSemaphore, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -24,25 +26,47 @@ _log = logging.getLogger(__name__)
 
 _SERVED_AT_ONCE = 8
 _IDLE_S = 5.0
+_JSON = "application/json"
+# Probes bring no token.
+_OPEN_TO_ALL = ("/healthz", "/ready")
 
 Query = Mapping[str, str]
 Page = Callable[[Query], tuple[int, Any]]
+Authorize = Callable[[str, str | None], int | None]
+"""A path and the Authorization header in; a status to refuse with, or None, out."""
 
 
 class DebugServer:
     """An HTTP server on its own threads.
 
     Args:
-        pages: By path: given the query, a status and a value that is answered as JSON.
+        pages: By path: given the query, a status and a value that is answered as JSON, or as text if it is
+            text.
+        tls: Gives the context for a new connection; None: plaintext.
+        authorize: Says who may see a page; None: everybody. Whether the process lives may be asked by all.
 
     Raises:
         ListenError: The address is in use.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, pages: Mapping[str, Page]) -> None:
-        handler = type("Handler", (_Handler,), {"registry": registry, "pages": dict(pages)})
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        pages: Mapping[str, Page],
+        *,
+        tls: Callable[[], SSLContext] | None = None,
+        authorize: Authorize | None = None,
+    ) -> None:
+        served = {
+            "registry": registry,
+            "pages": dict(pages),
+            "authorize": staticmethod(authorize or _everybody),
+        }
+        handler = type("Handler", (_Handler,), served)
         try:
-            self._server = _PooledServer((host, port), handler)
+            self._server = _PooledServer((host, port), handler, tls)
         except OSError as error:
             raise ListenError(f"--metrics-port {port}: cannot listen on {host}:{port}: {error}") from error
         self._thread = Thread(target=self._server.serve_forever, name="debug-http", daemon=True)
@@ -64,12 +88,22 @@ class DebugServer:
         self._server.server_close()
 
 
+def _everybody(_path: str, _authorization: str | None) -> int | None:
+    return None
+
+
 class _PooledServer(HTTPServer):
     request_queue_size = 16
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
+        tls: Callable[[], SSLContext] | None,
+    ) -> None:
         self.address_family = AF_INET6 if ":" in address[0] else AF_INET
         super().__init__(address, handler)
+        self._tls = tls
         self._pool = ThreadPoolExecutor(_SERVED_AT_ONCE, thread_name_prefix="debug-http")
         self._slots = BoundedSemaphore(_SERVED_AT_ONCE)
 
@@ -85,9 +119,13 @@ class _PooledServer(HTTPServer):
 
     def _serve(self, request: socket, client_address: Any) -> None:
         try:
+            if self._tls is not None:
+                # Here, not where connections are taken: a handshake waits for its client.
+                request.settimeout(_IDLE_S)
+                request = self._tls().wrap_socket(request, server_side=True)
             self.finish_request(request, client_address)
         except OSError:
-            pass  # the client went away
+            pass  # the client went away, or showed no certificate
         except Exception:
             _log.exception("a debug page failed")
         finally:
@@ -98,24 +136,34 @@ class _PooledServer(HTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     pages: Mapping[str, Page]
+    authorize: Authorize
     timeout = _IDLE_S
     server_version = "kvroute"
     sys_version = ""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        refusal = self.authorize(url.path, self.headers.get("Authorization"))
+        if refusal is not None and url.path not in _OPEN_TO_ALL:
+            self._answer(refusal, msgspec.json.encode({"error": "not allowed"}), _JSON)
+            return
         if url.path == "/metrics":
             self._answer(200, generate_latest(self.registry), CONTENT_TYPE_LATEST)
             return
-        page = self.pages.get(url.path)
-        if page is None:
-            status, value = 404, {"error": f"no such page; there are /metrics, {', '.join(self.pages)}"}
+        status, value = self._page(url.path, url.query)
+        if isinstance(value, str):
+            self._answer(status, value.encode("utf-8", "replace"), "text/plain; charset=utf-8")
         else:
-            status, value = page({name: values[-1] for name, values in parse_qs(url.query).items()})
-        self._answer(status, msgspec.json.encode(value), "application/json")
+            self._answer(status, msgspec.json.encode(value), _JSON)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Access to these pages is nobody's news."""
+
+    def _page(self, path: str, query: str) -> tuple[int, Any]:
+        page = self.pages.get(path)
+        if page is None:
+            return 404, {"error": f"no such page; there are /metrics, {', '.join(self.pages)}"}
+        return page({name: values[-1] for name, values in parse_qs(query).items()})
 
     def _answer(self, status: int, body: bytes, content_type: str) -> None:
         self.send_response(status)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from router.explain import Explain
 from router.health import Health
 from router.ledger import Ledger
 from router.pods import Pod, PodSet
+from router.pods_source import PodsSource
 from router.rates import PrefillRates
 
 _DECISIONS_DEFAULT = 20
@@ -35,23 +37,31 @@ class IndexState(Protocol):
 
 
 class DebugPages:
-    """The pages by path."""
+    """The pages by path.
+
+    Args:
+        plugins: What configured plugins remember, by name.
+    """
 
     def __init__(
         self,
+        source: PodsSource,
         pods: PodSet,
         index: IndexState,
         ledger: Ledger,
         rates: PrefillRates,
         explain: Explain,
         health: Health,
+        plugins: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        self._source = source
         self._pods = pods
         self._index = index
         self._ledger = ledger
         self._rates = rates
         self._explain = explain
         self._health = health
+        self._plugins = plugins
 
     def pages(self) -> dict[str, Page]:
         """Path to page."""
@@ -60,6 +70,8 @@ class DebugPages:
             "/ready": self._is_ready,
             "/debug/decisions": self._decisions,
             "/debug/pods": self._pod_list,
+            "/debug/discovery": self._discovery,
+            "/debug/plugins/state": self._plugin_states,
         }
 
     def _alive(self, _query: Query) -> tuple[int, Any]:
@@ -74,7 +86,8 @@ class DebugPages:
         if self._health.ready:
             return 200, {"status": "ready", **index}
         waiting = [pod.address for pod in self._pods.snapshot().values() if not pod.probed]
-        return 503, {"status": "not ready", "pods_not_probed_yet": waiting, **index}
+        missing = {"waits_for": list(self._source.waits_for()), "pods_not_probed_yet": waiting}
+        return 503, {"status": "not ready", **missing, **index}
 
     def _decisions(self, query: Query) -> tuple[int, Any]:
         if "request_id" in query:
@@ -92,6 +105,12 @@ class DebugPages:
             "parity": self._index.parity_details(),
         }
 
+    def _discovery(self, _query: Query) -> tuple[int, Any]:
+        return 200, self._source.shown(time.monotonic())
+
+    def _plugin_states(self, _query: Query) -> tuple[int, Any]:
+        return 200, {"plugins": self._plugins()}
+
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
         models = pod.models
         return {
@@ -99,6 +118,8 @@ class DebugPages:
             "name": pod.name,
             "ready": pod.ready,
             "why_not": pod.why,
+            "declared_ready": pod.entry.ready,
+            "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,
             "base_model": models.base if models else None,
             "aliases": sorted(models.aliases) if models else [],

@@ -22,6 +22,7 @@ class Decision(msgspec.Struct, frozen=True):
         excluded: The other pods, and why each was none.
         prompt_tokens: Estimated from the body's size when `degraded`.
         degraded: Why the cache's view was not used; None when it was.
+        partial: Why only the beginning of the prompt was known; None when all of it was.
         decided_s: On the router's monotonic clock.
         priority: Of the request; below 0 it may be shed.
         session_pod: The pod that its session was at; None without a session, or at its first request.
@@ -41,11 +42,17 @@ class Decision(msgspec.Struct, frozen=True):
     session_pod: str | None = None
     client_model: str | None = None
     routing: Routing | None = None
+    partial: str | None = None
 
     @property
     def primary(self) -> Candidate:
         """The picked pod."""
         return self.ranked[0]
+
+    @property
+    def prefill_pod(self) -> str | None:
+        """The pod that prefills, where the picked one only decodes; else None."""
+        return self.routing.prefill if self.routing is not None else None
 
     @property
     def best_cached_tokens(self) -> int:

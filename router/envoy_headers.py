@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+import msgspec
 from envoy.config.core.v3 import base_pb2
 from google.protobuf import struct_pb2
 
@@ -17,16 +18,20 @@ from router.errors import DROPPED_REASON_HEADER, RequestError
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
 
-_SUBSET_NAMESPACE, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+SUBSET_NAMESPACE, SUBSET_HEADER = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+"""Where a gateway names the endpoints that it allows: in metadata of this namespace and name."""
+
+SERVED_HEADER = "x-gateway-destination-endpoint-served"
+
 _DESTINATION_NAMESPACE = "envoy.lb"
 _REQUEST_ID_MAX = 256
 
 # Headers that only gateway and picker may set: a client's are taken off. (The destination is overwritten.)
 _SYSTEM_OWNED = frozenset(
     {
-        _SUBSET_KEY,
+        SUBSET_HEADER,
         DROPPED_REASON_HEADER,
-        "x-gateway-destination-endpoint-served",
+        SERVED_HEADER,
         "x-llm-d-inference-fairness-id",
         "x-gateway-inference-fairness-id",
         "x-llm-d-inference-objective",
@@ -60,11 +65,36 @@ def kept_request_id(headers: Mapping[str, str]) -> tuple[str, bool]:
 
 def subset_hint(metadata: base_pb2.Metadata) -> frozenset[str] | None:
     """The endpoints that the gateway allows, from a message's metadata; None when it says nothing."""
-    hint = metadata.filter_metadata.get(_SUBSET_NAMESPACE)
-    if hint is None or _SUBSET_KEY not in hint.fields:
+    hint = metadata.filter_metadata.get(SUBSET_NAMESPACE)
+    if hint is None or SUBSET_HEADER not in hint.fields:
         return None
-    value = hint.fields[_SUBSET_KEY]
+    value = hint.fields[SUBSET_HEADER]
     texts = [item.string_value for item in value.list_value.values] or [value.string_value]
+    return _addresses(texts)
+
+
+def served_endpoint(metadata: base_pb2.Metadata) -> str | None:
+    """The endpoint that answered, from a response's metadata; None when the gateway does not say."""
+    told = metadata.filter_metadata.get(_DESTINATION_NAMESPACE)
+    if told is None or SERVED_HEADER not in told.fields:
+        return None
+    return told.fields[SERVED_HEADER].string_value or None
+
+
+def subset_header(headers: Mapping[str, str]) -> frozenset[str] | None:
+    """The same from a header, for Envoy's plain HTTP calls, where it writes a list as JSON."""
+    text = headers.get(SUBSET_HEADER)
+    if text is None:
+        return None
+    try:
+        texts = msgspec.json.decode(text, type=list[str]) if text.startswith("[") else [text]
+    except ValueError:
+        # Taken for a name, it allows nobody: better than everybody.
+        texts = [text]
+    return _addresses(texts)
+
+
+def _addresses(texts: Iterable[str]) -> frozenset[str]:
     return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 

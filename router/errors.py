@@ -3,11 +3,13 @@
 RouterError
 ├── ConfigError       start-up input is wrong: the process exits with 2
 ├── ListenError       an address cannot be listened on: the process exits with 1
+├── ClusterError      the Kubernetes API server refuses, or cannot be reached
 ├── TokenizerUnavailableError   a tokenizer elsewhere gives no answer: the pick goes by load alone
 └── RequestError      a client's request cannot be routed: answered as an OpenAI-shaped error
     ├── NoEndpointError   no pod may take it: 503 with the endpoint picker protocol's reason
     ├── SaturatedError    every pod is busy and it may be shed: 429 with the protocol's reason
     ├── NoEndpointLeftError   the configured filters left no pod: 429 with the same reason
+    ├── EvictedError      flow control took it back while it was in flight: 429 with the protocol's reason
     └── FlowError         flow control did not let it pass: 429 or 503 with its own reason
 """
 
@@ -20,8 +22,10 @@ DROPPED_REASON_HEADER = "x-llm-d-request-dropped-reason"
 _ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     413: "RequestEntityTooLargeError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     503: "ServiceUnavailableError",
 }
 
@@ -36,6 +40,18 @@ class ConfigError(RouterError):
 
 class ListenError(RouterError):
     """An address is in use or not ours."""
+
+
+class ClusterError(RouterError):
+    """The Kubernetes API server refused something, or gave no answer.
+
+    Attributes:
+        status: HTTP status; 0: there was no answer.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class TokenizerUnavailableError(RouterError):
@@ -103,3 +119,12 @@ class FlowError(RequestError):
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(status, message)
         self.dropped_reason = reason
+
+
+class EvictedError(RequestError):
+    """Flow control took the request back from its pod, for a more important one."""
+
+    dropped_reason = "evicted"
+
+    def __init__(self) -> None:
+        super().__init__(429, "request evicted by flow control")

@@ -81,10 +81,13 @@ class Explain:
     def predicted(self, request_id: str) -> int | None:
         """Cached tokens predicted for a request, to be compared with the delivered ones.
 
-        None if not known any more, if picked by load alone, or if what was delivered has been told already.
+        None if not known any more, if picked by load alone, if another pod prefilled, or if what was
+        delivered has been told already.
         """
         record = self._records.get(request_id)
         if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
+            return None
+        if record.decision.prefill_pod is not None:
             return None
         return record.decision.primary.cached_tokens
 
@@ -119,7 +122,9 @@ class Explain:
             "pod": best.pod,
             "pod_name": self._pod_name(best.pod),
             "reason": decision.reason,
+            "prefill_pod": decision.prefill_pod,
             "degraded": decision.degraded,
+            "partial": decision.partial,
             "prompt_tokens": decision.prompt_tokens,
             "predicted_cached_tokens": best.cached_tokens,
             "best_cached_tokens": decision.best_cached_tokens,

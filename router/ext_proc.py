@@ -13,15 +13,15 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint
+from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint, system_owned
 from router.errors import RequestError
+from router.ext_proc_bytes import REQUEST_BODY, Answer, routed_bytes, streamed_bytes
 from router.ext_proc_messages import (
     BodyMode,
     header_values,
     immediate_answer,
     request_body_routed_answer,
     request_headers_answer,
-    streamed,
 )
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
@@ -60,7 +60,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
 
     def Process(  # noqa: N802 (the name is Envoy's)
         self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
-    ) -> Iterator[pb.ProcessingResponse]:
+    ) -> Iterator[Answer]:
         """Serves one HTTP request."""
         exchange = _Exchange(self._picks, self._outcomes, self._metrics, self._options)
         with self._metrics.inside(_DOOR):
@@ -94,7 +94,7 @@ class _Exchange:
         self._is_routed = False
         self._response = ResponsePhase(outcomes)
 
-    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         """The answers to one message, in the order Envoy expects them."""
         try:
             match message.WhichOneof("request"):
@@ -142,7 +142,7 @@ class _Exchange:
             # In the other modes Envoy lets the headers go before the whole body is here.
             yield from self._route_by_load()
 
-    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         body = message.request_body
         if self._headers is None:
             self._metrics.dropped(_DOOR, "body_before_headers")
@@ -162,7 +162,7 @@ class _Exchange:
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
 
-    def _request_trailers(self) -> Iterator[pb.ProcessingResponse]:
+    def _request_trailers(self) -> Iterator[Answer]:
         if self._headers is None:
             self._metrics.dropped(_DOOR, "trailers_before_headers")
         elif not self._is_routed:
@@ -172,7 +172,7 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             self._finish_request()
 
-    def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
+    def _route(self, *, has_trailers: bool) -> Iterator[Answer]:
         """Picks for a request whose body is complete."""
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
@@ -186,11 +186,9 @@ class _Exchange:
         if self._body_mode == BodyMode.BUFFERED:
             yield request_body_routed_answer(destination, set_headers, headers)
         else:
-            if body:
-                set_headers["content-length"] = str(len(body))
-            yield request_headers_answer(destination, set_headers, headers)
-            for answer in streamed(body, end_of_stream=not has_trailers):
-                yield pb.ProcessingResponse(request_body=answer)
+            made_request_id = set_headers.get(REQUEST_ID_HEADER)
+            yield routed_bytes(destination, made_request_id, system_owned(headers), len(body))
+            yield from streamed_bytes(REQUEST_BODY, body, end_of_stream=not has_trailers)
         self._finish_request()
 
     def _route_by_load(self) -> Iterator[pb.ProcessingResponse]:

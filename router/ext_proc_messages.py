@@ -40,6 +40,14 @@ def request_headers_answer(
     )
 
 
+def content_length_answer(body_bytes: int) -> pb.ProcessingResponse:
+    """Further to the routing result on the headers' answer: how long the body will be."""
+    mutation = pb.HeaderMutation(set_headers=[_set("content-length", str(body_bytes))])
+    return pb.ProcessingResponse(
+        request_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
+    )
+
+
 def request_body_routed_answer(
     destination: str, set_headers: Mapping[str, str], incoming: Iterable[str]
 ) -> pb.ProcessingResponse:

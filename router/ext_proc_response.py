@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.ext_proc_messages import BodyMode, header_values, response_headers_answer, streamed
+from router.ext_proc_bytes import RESPONSE_BODY, Answer, streamed_bytes
+from router.ext_proc_messages import BodyMode, header_values, response_headers_answer
 from router.outcomes import RESPONSE, Outcomes
 from router.response_usage import UsageReader
 
@@ -39,12 +40,11 @@ class ResponsePhase:
         self.note_headers(message)
         yield response_headers_answer(self.explained)
 
-    def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
+    def body(self, message: pb.HttpBody, mode: int) -> Iterator[Answer]:
         """Echoes a chunk of the response's body."""
         self.note_body(message)
         if mode == BodyMode.FULL_DUPLEX_STREAMED:
-            for answer in streamed(message.body, end_of_stream=message.end_of_stream):
-                yield pb.ProcessingResponse(response_body=answer)
+            yield from streamed_bytes(RESPONSE_BODY, message.body, end_of_stream=message.end_of_stream)
         else:
             yield pb.ProcessingResponse(response_body=pb.BodyResponse())
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
 from typing import Protocol
 
 from router.errors import FlowError, RequestError
+from router.evictions import Evictions
 from router.flow_queue import FlowQueue, QueueParameters, Waiting
+from router.plugins.labels import ROLE_LABEL
 from router.pods import PodSet
 from router.request import RouteRequest
 from router.saturation import Detector
@@ -24,6 +26,9 @@ _LOOK_S = 0.01
 _FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 _SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _FLOW_CHARS_MAX = 256
+
+# Roles of pods that do only one stage of a request; all others can decode.
+_STAGES = {"prefill": "prefill", "encode-prefill": "prefill", "encode": "encode"}
 
 DISPATCHED = "Dispatched"
 
@@ -36,12 +41,14 @@ class FlowParameters:
         ttl_s: A request waits no longer.
         no_endpoint_ttl_s: Nor longer than this while there is no pod.
         ceiling: They wait from this saturation on.
+        evicts: Whether requests in flight whose priority is below 0 are taken back for those that wait.
     """
 
     queue: QueueParameters = field(default_factory=QueueParameters)
     ttl_s: float = 60.0
     no_endpoint_ttl_s: float = 60.0
     ceiling: float = 1.0
+    evicts: bool = False
 
 
 class FlowSink(Protocol):
@@ -57,6 +64,7 @@ class _Ticket:
     request: RouteRequest
     called: Event
     outcome: str = ""
+    has_evicted: bool = False
 
 
 class FlowControl:
@@ -66,6 +74,9 @@ class FlowControl:
         priority_of: A request's priority, from its headers.
         fairness_of: A flow's id that no header names; "" for none.
         clock: In seconds, as `route` is given them.
+
+    Attributes:
+        evictions: Whom doors enter that can end a request in flight; None: nobody is taken back.
     """
 
     def __init__(
@@ -86,6 +97,7 @@ class FlowControl:
         self._priority_of = priority_of
         self._fairness_of = fairness_of
         self._clock = clock
+        self.evictions = Evictions() if parameters.evicts else None
         self._queue = FlowQueue(parameters.queue)
         self._tickets: dict[int, _Ticket] = {}
         self._pending = 0
@@ -118,15 +130,17 @@ class FlowControl:
             return self._queue.size_bytes
 
     def saturation(self) -> float:
-        """How full the pods are; 1 without any."""
-        addresses = [pod.address for pod in self._pods.snapshot().values() if pod.ready]
-        if not addresses:
-            return 1.0
-        board = self._pods.board
-        rows = board.rows(addresses)
-        with board.lock:
-            known = board.pods[rows]
-        return self._detector.saturation(known, self._pending, self._clock())
+        """How full the pods are, those of the fullest stage where stages are apart; 1 without any."""
+        stages: dict[str, list[str]] = {}
+        for pod in self._pods.snapshot().values():
+            if pod.ready:
+                stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
+                stages.setdefault(stage, []).append(pod.address)
+        return max((self._stage_saturation(addresses) for addresses in stages.values()), default=1.0)
+
+    def state(self) -> dict[str, float]:
+        """What waits, and why, for people."""
+        return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
 
     @contextmanager
     def turn(self, request: RouteRequest) -> Iterator[None]:
@@ -147,6 +161,13 @@ class FlowControl:
         finally:
             with self._changed:
                 self._pending -= 1
+
+    def _stage_saturation(self, addresses: Sequence[str]) -> float:
+        board = self._pods.board
+        rows = board.rows(addresses)
+        with board.lock:
+            known = board.pods[rows]
+        return self._detector.saturation(known, self._pending, self._clock())
 
     def _ticket(self, request: RouteRequest) -> _Ticket:
         now_s, headers = self._clock(), request.headers
@@ -182,6 +203,8 @@ class FlowControl:
                     continue
                 self._sweep()
                 self._dispatch()
+                if self.evictions is not None:
+                    self._make_room(self.evictions)
                 if self._tickets:
                     self._changed.wait(_LOOK_S)
 
@@ -205,6 +228,14 @@ class FlowControl:
                 return
             self._pending += 1
             self._answer(self._tickets.pop(waiting.sequence), DISPATCHED)
+
+    def _make_room(self, evictions: Evictions) -> None:
+        """Takes back one request for each that waits; once, as its end may be told late."""
+        for ticket in self._tickets.values():
+            if not evictions:
+                return
+            if ticket.waiting.priority >= 0 and not ticket.has_evicted:
+                ticket.has_evicted = evictions.evict()
 
     def _leave(self, ticket: _Ticket, outcome: str) -> None:
         self._queue.remove(ticket.waiting)

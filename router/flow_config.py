@@ -34,22 +34,23 @@ _PRIORITY_MAX = (1 << 31) - 1
 _LOAD_AGES = 3.0
 
 
-def flow_of(config: PickerConfig, load_every_s: float) -> tuple[FlowParameters, Detector] | None:
+def flow_of(
+    config: PickerConfig, load_every_s: float, load_age_max_s: float | None = None
+) -> tuple[FlowParameters, Detector] | None:
     """Reads it; None where it is switched off.
 
     Args:
         load_every_s: How often pods are asked for their load.
+        load_age_max_s: How old it may be where no detector says so; None: from how often it is asked for.
 
     Raises:
         ConfigError: Something is not understood.
     """
     fields = config.flow.only(*_FLOW_FIELDS)
-    detector = _detector(config, load_every_s)
+    detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.plugins.values():
         if entry.type in (*ORDERS, *FAIRNESS):
             entry.parameters.only()
-    if fields.flag("enableEviction", False):
-        fields.fail("enableEviction", "is not understood; requests in flight are never taken back here")
     bands: dict[int, BandParameters] = {}
     for item in fields.each("priorityBands", _BAND_FIELDS):
         priority = item.whole("priority", 0, least=-_PRIORITY_MAX - 1, most=_PRIORITY_MAX)
@@ -65,7 +66,11 @@ def flow_of(config: PickerConfig, load_every_s: float) -> tuple[FlowParameters, 
     )
     ttl_s = fields.duration_s("defaultRequestTTL", 60.0)
     parameters = FlowParameters(
-        queue, ttl_s, fields.duration_s("noEndpointRequestTTL", ttl_s), _ceiling(fields, config)
+        queue,
+        ttl_s,
+        fields.duration_s("noEndpointRequestTTL", ttl_s),
+        _ceiling(fields, config),
+        evicts=fields.flag("enableEviction", False),
     )
     return (parameters, detector) if config.gates["flowControl"] else None
 
@@ -107,7 +112,7 @@ def _ceiling(fields: Fields, config: PickerConfig) -> float:
     return config.plugins[name].parameters.only("threshold").number("threshold", 1.0, least=1e-6)
 
 
-def _detector(config: PickerConfig, load_every_s: float) -> Detector:
+def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
     made: Mapping[str, Detector] = {
         name: _made_detector(entry.type, entry.parameters, load_every_s)
         for name, entry in config.plugins.items()
@@ -115,7 +120,7 @@ def _detector(config: PickerConfig, load_every_s: float) -> Detector:
     }
     reference = config.detector
     if reference is None:
-        return UtilizationDetector(load_age_max_s=_LOAD_AGES * load_every_s)
+        return UtilizationDetector(load_age_max_s=load_age_max_s or _LOAD_AGES * load_every_s)
     if reference.name not in made:
         kind = config.plugins[reference.name].type
         reference.fields.fail("pluginRef", f"{kind} is no detector; there are {', '.join(DETECTORS)}")

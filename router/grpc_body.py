@@ -1,7 +1,8 @@
-"""A vLLM gRPC request's body: the framed message in, its prompt out; reads only what routing needs.
+"""A gRPC request's body: the framed message in, its prompt or the HTTP body within out.
 
-Format: vllm.grpc.engine.VllmEngine, GenerateRequest {tokenized = 2, text = 3}, EmbedRequest {tokenized = 2},
-TokenizedInput {input_ids = 2}.
+Reads only what routing needs. Formats: vllm.grpc.engine.VllmEngine, GenerateRequest {tokenized = 2, text = 3,
+stream = 5}, EmbedRequest {tokenized = 2}, TokenizedInput {input_ids = 2}; google.cloud.aiplatform's
+ChatCompletionsRequest and (Stream)RawPredictRequest {http_body = 2}, google.api.HttpBody {data = 2}.
 """
 
 from __future__ import annotations
@@ -11,28 +12,54 @@ from collections.abc import Iterator
 
 from router.errors import RequestError
 
-_TOKENIZED, _TEXT, _INPUT_IDS = 2, 3, 2
+_TOKENIZED, _TEXT, _STREAM, _INPUT_IDS = 2, 3, 5, 2
+_HTTP_BODY, _DATA = 2, 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _VARINT_BYTES_MAX = 10
+_INVALID = "invalid or unsupported gRPC payload"
 
 
-def grpc_prompt(body: bytes) -> str | list[int]:
-    """The prompt's text or token ids.
+def grpc_prompt(body: bytes) -> tuple[str | list[int], bool]:
+    """The prompt's text or token ids, and whether the answer shall be streamed.
 
     Raises:
         RequestError: 400, when the body is no such message.
     """
-    if len(body) < 5 or body[0] != 0 or struct.unpack_from(">I", body, 1)[0] != len(body) - 5:
-        raise RequestError(400, "invalid or unsupported gRPC payload")
+    message = _message(body)
     try:
-        fields = dict(_fields(body[5:]))
+        fields = dict(_fields(message))
+        streams = bool(fields.get(_STREAM, 0))
         if isinstance(text := fields.get(_TEXT), bytes):
-            return text.decode("utf-8")
+            return text.decode("utf-8"), streams
         if isinstance(tokenized := fields.get(_TOKENIZED), bytes):
-            return list(_ids(tokenized))
+            return list(_ids(tokenized)), streams
     except (IndexError, ValueError) as error:
-        raise RequestError(400, "invalid or unsupported gRPC payload") from error
+        raise RequestError(400, _INVALID) from error
     raise RequestError(400, "not supported request inputType")
+
+
+def wrapped_http_body(body: bytes) -> bytes:
+    """The data of the HTTP body that a message carries.
+
+    Raises:
+        RequestError: 400, when it carries none.
+    """
+    message = _message(body)
+    try:
+        carried = dict(_fields(message)).get(_HTTP_BODY)
+        data = dict(_fields(carried)).get(_DATA, b"") if isinstance(carried, bytes) else None
+    except (IndexError, ValueError) as error:
+        raise RequestError(400, _INVALID) from error
+    if not isinstance(data, bytes):
+        raise RequestError(400, "the request has no HttpBody")
+    return data
+
+
+def _message(body: bytes) -> bytes:
+    """Takes the frame off, of one uncompressed message."""
+    if len(body) < 5 or body[0] != 0 or struct.unpack_from(">I", body, 1)[0] != len(body) - 5:
+        raise RequestError(400, _INVALID)
+    return body[5:]
 
 
 def _ids(message: bytes) -> Iterator[int]:

@@ -40,6 +40,9 @@ def listen(
     services: Sequence[Callable[[grpc.Server], object]],
     service_names: Sequence[str] = (),
     credentials: grpc.ServerCredentials | None = None,
+    receive_bytes_max: int | None = None,
+    send_bytes_max: int | None = None,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> tuple[grpc.Server, int]:
     """Makes a server that is bound but not started.
 
@@ -50,6 +53,7 @@ def listen(
         message_bytes_max: Largest body that one message may carry.
         service_names: What reflection shows; none: no reflection.
         credentials: For TLS; None: plaintext.
+        receive_bytes_max, send_bytes_max: Largest messages; None: from message_bytes_max.
 
     Returns:
         The server and its port.
@@ -63,9 +67,10 @@ def listen(
         options=[
             # Two routers on one port would share its requests without a word.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", size),
-            ("grpc.max_send_message_length", size),
+            ("grpc.max_receive_message_length", receive_bytes_max or size),
+            ("grpc.max_send_message_length", send_bytes_max or size),
         ],
+        interceptors=list(interceptors),
         maximum_concurrent_rpcs=requests_max,
     )
     for add in services:

@@ -1,4 +1,4 @@
-"""gRPC health (grpc.health.v1) of the router: one state in, an answer for every service name in use out."""
+"""gRPC health (grpc.health.v1) of the router: one state in, an answer for every service name out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Health:
     """The health service; begins as NOT_SERVING."""
 
     def __init__(self) -> None:
-        self._servicer = health.HealthServicer()
+        self._servicer = _AnyService()
         self._ready = False
         self._servicer.set(_ALWAYS_SERVING, health_pb2.HealthCheckResponse.SERVING)
         self._tell()
@@ -45,3 +45,13 @@ class Health:
         status = health_pb2.HealthCheckResponse
         for service in _FOLLOW_READINESS:
             self._servicer.set(service, status.SERVING if self._ready else status.NOT_SERVING)
+
+
+class _AnyService(health.HealthServicer):  # type: ignore[misc]
+    """Answers by readiness for names that it does not know, as the reference does."""
+
+    def Check(  # noqa: N802 (the name is gRPC's)
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        known = request.service in (*_FOLLOW_READINESS, _ALWAYS_SERVING)
+        return super().Check(request if known else health_pb2.HealthCheckRequest(), context)

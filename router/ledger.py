@@ -54,6 +54,7 @@ class Dispatch:
             None where no such announcement is to be expected.
         found_idle: Whether nobody awaited a first token there.
         slowdown: By how much the requests that decoded there slowed its prefill, 1 or more.
+        prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
     """
 
     request_id: str
@@ -65,6 +66,12 @@ class Dispatch:
     found_idle: bool
     dispatched_s: float
     slowdown: float = 1.0
+    prefill_pod: str | None = None
+
+    @property
+    def computed_on(self) -> str:
+        """The pod that prefills it."""
+        return self.prefill_pod or self.pod
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +130,14 @@ class Ledger:
                 displaced.append(self._remove(namesakes[0], now_s))
             if len(self._entries) >= self._parameters.capacity:
                 displaced.append(self._remove(next(iter(self._entries.values())), now_s))
-            slot = self._board.begin(dispatch.pod, dispatch.uncached_tokens, now_s)
-            entry = _Entry(dispatch, next(self._numbers), slot)
+            pod = dispatch.computed_on
+            slot = self._board.begin(pod, dispatch.uncached_tokens, now_s)
+            entry = _Entry(dispatch, next(self._numbers), slot, pod, now_s)
             self._entries[entry.number] = entry
             self._by_id.setdefault(dispatch.request_id, []).append(entry)
-            self._by_pod.setdefault(dispatch.pod, {})[entry.number] = entry
+            self._by_pod.setdefault(pod, {})[entry.number] = entry
             if dispatch.confirm_key is not None:
-                confirming = self._confirming.setdefault(dispatch.pod, {})
+                confirming = self._confirming.setdefault(pod, {})
                 confirming.setdefault(dispatch.confirm_key, []).append(entry)
             self._schedule(entry)
             return displaced
@@ -183,7 +191,7 @@ class Ledger:
         with self._lock:
             sent_s = told_s - self._parameters.travel_s
             entries = self._by_pod.get(pod, {}).values()
-            arrived = [entry for entry in entries if entry.dispatch.dispatched_s < sent_s]
+            arrived = [entry for entry in entries if entry.arrived_s < sent_s]
             surplus = len(arrived) - engine_requests
             return [self._remove(entry, now_s) for entry in arrived[: max(0, surplus)]]
 
@@ -220,7 +228,14 @@ class Ledger:
 
     def _end_prefill(self, entry: _Entry, now_s: float) -> None:
         assert entry.slot is not None
-        self._board.end_prefill(entry.slot, now_s)
+        dispatch = entry.dispatch
+        if entry.pod == dispatch.pod:
+            self._board.end_prefill(entry.slot, now_s)
+        else:
+            self._board.hand_over(entry.pod, entry.slot, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self._leave_pod(entry)
+            entry.pod, entry.arrived_s = dispatch.pod, now_s
+            self._by_pod.setdefault(entry.pod, {})[entry.number] = entry
         entry.slot, entry.prefill_ended_s = None, now_s
         self._stop_confirming(entry)
 
@@ -228,18 +243,21 @@ class Ledger:
         dispatch = entry.dispatch
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
-        on_pod = self._by_pod[dispatch.pod]
-        del on_pod[entry.number]
-        if not on_pod:
-            del self._by_pod[dispatch.pod]
+        self._leave_pod(entry)
         self._remember(dispatch.request_id, now_s)
-        self._board.end(dispatch.pod, entry.slot, dispatch.uncached_tokens, now_s)
+        self._board.end(entry.pod, entry.slot, dispatch.uncached_tokens, now_s)
         if entry.slot is not None:
             self._stop_confirming(entry)
         return dispatch
 
+    def _leave_pod(self, entry: _Entry) -> None:
+        on_pod = self._by_pod[entry.pod]
+        del on_pod[entry.number]
+        if not on_pod:
+            del self._by_pod[entry.pod]
+
     def _stop_confirming(self, entry: _Entry) -> None:
-        pod, key = entry.dispatch.pod, entry.dispatch.confirm_key
+        pod, key = entry.dispatch.computed_on, entry.dispatch.confirm_key
         if key is None:
             return
         confirming = self._confirming[pod]
@@ -262,11 +280,13 @@ class Ledger:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request in flight; its slot on the board while it awaits its first token."""
+    """A request in flight: where, since when, and its slot on the board while it awaits its first token."""
 
     dispatch: Dispatch
     number: int
     slot: int | None
+    pod: str
+    arrived_s: float
     prefill_ended_s: float | None = None
 
 

@@ -233,13 +233,22 @@ class StateCollector(Collector):
 
     Args:
         now_s: The router's monotonic clock.
+        pool: The pods' name as a whole.
     """
 
-    def __init__(self, pods: PodSet, ledger: Ledger, rates: PrefillRates, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pods: PodSet,
+        ledger: Ledger,
+        rates: PrefillRates,
+        now_s: Callable[[], float],
+        pool: str = "default",
+    ) -> None:
         self._pods = pods
         self._ledger = ledger
         self._rates = rates
         self._now_s = now_s
+        self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
         """Reads the state."""
@@ -249,7 +258,7 @@ class StateCollector(Collector):
         ready = GaugeMetricFamily(
             "llm_d_epp_ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
-        ready.add_metric(["default"], sum(pod.ready for pod in pods.values()))
+        ready.add_metric([self._pool], sum(pod.ready for pod in pods.values()))
         yield ready
         yield GaugeMetricFamily("llm_d_epp_request_running", "Requests in flight.", value=len(self._ledger))
         yield _per_pod(

@@ -56,7 +56,8 @@ class Outcomes:
         self._explain.decided(decision)
         self._metrics.decided(decision, took_s)
         best = decision.primary
-        if best.view == StreamState.EXACT:
+        # Where another pod prefills, the destination's cache tells what was transferred, too.
+        if best.view == StreamState.EXACT and decision.prefill_pod is None:
             self.promises.made(decision.request_id, best.pod, best.cached_tokens)
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
@@ -150,7 +151,7 @@ class Outcomes:
         # Whoever found others waiting tells their prefills' time, too.
         if dispatch.found_idle:
             tokens = dispatch.uncached_tokens * dispatch.slowdown
-            self._rates.observe(dispatch.pod, tokens, now_s - dispatch.dispatched_s)
+            self._rates.observe(dispatch.computed_on, tokens, now_s - dispatch.dispatched_s)
 
     def _lost(self, request_id: str, now_s: float) -> None:
         """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""

@@ -14,12 +14,12 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
-from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
+from router.pick_answers import pick_answer
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest, api_request
 from router.route import Router
@@ -39,7 +39,7 @@ _CHAT_OPTIONS = frozenset(
 )
 
 
-class PickDoor(pb_grpc.EndpointPickerServicer):
+class PickDoor:
     """kvroute.v1.EndpointPicker."""
 
     def __init__(self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, pods: PodSet) -> None:
@@ -48,9 +48,20 @@ class PickDoor(pb_grpc.EndpointPickerServicer):
         self._metrics = metrics
         self._pods = pods
 
-    def PickEndpoint(  # noqa: N802 (the name is the proto's)
-        self, request: pb.PickEndpointRequest, context: grpc.ServicerContext
-    ) -> pb.PickEndpointResponse:
+    def add_to(self, server: grpc.Server) -> None:
+        """Registers the service; picks are serialised here."""
+        pick: Any = grpc.unary_unary_rpc_method_handler(
+            self._pick, request_deserializer=pb.PickEndpointRequest.FromString
+        )
+        report: Any = grpc.unary_unary_rpc_method_handler(
+            self._report,
+            request_deserializer=pb.ReportOutcomeRequest.FromString,
+            response_serializer=pb.ReportOutcomeResponse.SerializeToString,
+        )
+        methods = {"PickEndpoint": pick, "ReportOutcome": report}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
+
+    def _pick(self, request: pb.PickEndpointRequest, context: grpc.ServicerContext) -> bytes:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
@@ -59,11 +70,11 @@ class PickDoor(pb_grpc.EndpointPickerServicer):
                 self._metrics.refused(error)
                 _abort(context, error)
             try:
-                return self._answer(self._router.route(asked, time.monotonic()))
+                return pick_answer(self._router.route(asked, time.monotonic()), self._pod_name)
             except RequestError as error:
                 _abort(context, error)
 
-    def ReportOutcome(  # noqa: N802 (the name is the proto's)
+    def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
         """Takes note of how a picked request went on."""
@@ -85,28 +96,9 @@ class PickDoor(pb_grpc.EndpointPickerServicer):
             _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
         return pb.ReportOutcomeResponse(known=known)
 
-    def _answer(self, decision: Decision) -> pb.PickEndpointResponse:
-        pods = self._pods.snapshot()
-        return pb.PickEndpointResponse(
-            request_id=decision.request_id,
-            endpoints=[
-                pb.RankedEndpoint(
-                    address=candidate.pod,
-                    pod_name=pods[candidate.pod].name if candidate.pod in pods else "",
-                    cost_s=candidate.cost_s,
-                    queued_prefill_s=candidate.queued_prefill_s,
-                    own_prefill_s=candidate.own_prefill_s,
-                    copy_s=candidate.copy_s,
-                    kv_pressure_s=candidate.kv_pressure_s,
-                    cached_tokens=candidate.cached_tokens,
-                    view=candidate.view,
-                )
-                for candidate in decision.ranked
-            ],
-            reason=decision.reason,
-            prompt_tokens=decision.prompt_tokens,
-            degraded=decision.degraded or "",
-        )
+    def _pod_name(self, address: str) -> str:
+        pod = self._pods.snapshot().get(address)
+        return pod.name if pod is not None else ""
 
 
 def route_request(request: pb.PickEndpointRequest) -> RouteRequest:

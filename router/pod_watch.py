@@ -1,4 +1,4 @@
-"""The edge that keeps the pod set true: the pods file, probes and link news in, changes of PodSet out.
+"""The edge that keeps the pod set true: declared pods, probes and link news in, changes of PodSet out.
 
 One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs an order
 of locks. News from other threads is coalesced per pod, so what waits is never more than there are pods.
@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 
+from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
-from indexer.pods_file import MODEL_LABEL, RANKS_LABEL, PodEntry
+from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.engine_watch import EngineWatch
-from router.pods import Pod, PodSet
+from router.pods import NOT_READY_THERE, Pod, PodSet
 from router.pods_source import PodsSource
-from router.probe import Prober, ProbeResult
+from router.probe import Asked, Prober, ProbeResult
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class _Watched:
 class _News:
     suspects: dict[str, str] = field(default_factory=dict)
     urgent: set[str] = field(default_factory=set)
+    declared: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.suspects or self.urgent)
+        return bool(self.suspects or self.urgent or self.declared)
 
 
 def _ignore(_pods: Collection[str]) -> None:
@@ -72,6 +74,9 @@ class PodWatch:
         engines: Holds what pods tell against the views of their caches; None: nobody does.
         declared: Told the addresses of all pods whenever the pods were declared.
         interval_s: Mean time between two probes of a pod.
+
+    Attributes:
+        listed: Whether the source has told who there is.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class PodWatch:
         engines: EngineWatch | None = None,
         declared: Callable[[Collection[str]], None] = _ignore,
     ) -> None:
+        self.listed = False
         self._source = source
         self._pods = pods
         self._prober = prober
@@ -94,6 +100,7 @@ class PodWatch:
         self._interval_s = interval_s
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
+        self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
         self._news = _News()
         self._lock = Lock()
         self._closing = False
@@ -102,9 +109,9 @@ class PodWatch:
         self._probes = asyncio.Semaphore(_PROBES_AT_ONCE)
         self._thread = Thread(target=self._run, name="pod-watch", daemon=True)
 
-    def start(self, entries: Iterable[PodEntry]) -> None:
-        """Declares the first pods and begins to probe them."""
-        self._pods.declare(entries)
+    def start(self) -> None:
+        """Declares the pods that are known already and begins to probe."""
+        self._declare()
         self._thread.start()
 
     def close(self) -> None:
@@ -119,8 +126,8 @@ class PodWatch:
 
     @property
     def synced(self) -> bool:
-        """Whether every declared pod was probed to an end."""
-        return all(pod.probed for pod in self._pods.snapshot().values())
+        """Whether it is known which pods there are, and every one was probed to an end."""
+        return self.listed and all(pod.probed for pod in self._pods.snapshot().values())
 
     def link(self, pod: str, up: bool) -> None:
         """The pod's event stream connected or broke; never blocks."""
@@ -128,6 +135,10 @@ class PodWatch:
             self._tell(lambda news: news.urgent.add(pod))
         else:
             self.distrust(pod, "its event stream's connection broke")
+
+    def look(self) -> None:
+        """The source has news; never blocks."""
+        self._tell(lambda news: setattr(news, "declared", True))
 
     def distrust(self, pod: str, why: str) -> None:
         """Takes a pod out until a probe succeeds, and probes it at once; never blocks."""
@@ -145,7 +156,7 @@ class PodWatch:
         self._loop.run_until_complete(self._main())
 
     async def _main(self) -> None:
-        self._watch_declared()
+        self._watch_declared(())
         reload_s = self._loop.time() + self._interval_s
         try:
             while not self._closing:
@@ -156,11 +167,10 @@ class PodWatch:
                 with self._lock:
                     news, self._news = self._news, _News()
                 self._apply(news)
-                if self._loop.time() >= reload_s:
+                if news.declared or self._loop.time() >= reload_s:
                     reload_s = self._loop.time() + self._interval_s
-                    if (entries := self._source.changed()) is not None:
-                        self._pods.declare(entries)
-                        self._watch_declared()
+                    if (anew := self._declare()) is not None:
+                        self._watch_declared(anew)
         finally:
             tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
             for task in tasks:
@@ -168,16 +178,32 @@ class PodWatch:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._prober.close()
 
-    def _watch_declared(self) -> None:
+    def _declare(self) -> Collection[str] | None:
+        """Takes over who the source says there is; answers which pods begin anew, None if it has no news."""
+        if (entries := self._source.changed()) is None:
+            return None
+        self.listed = True
+        return self._pods.declare(entries)
+
+    def _watch_declared(self, anew: Collection[str]) -> None:
         pods = self._pods.snapshot()
-        for address in self._watched.keys() - pods.keys():
+        gone, new = self._watched.keys() - pods.keys(), pods.keys() - self._watched.keys()
+        if gone or new or not self._watched:
+            _log.info("%d pods declared", len(pods))
+        for address in anew:
+            # What is under way was asked of the former.
+            watched = self._watched[address]
+            watched.void = watched.running
+            watched.models_due_s = 0.0
+            watched.poke.set()
+            self._prober.forget(address)
+        for address in gone:
             if (task := self._watched.pop(address).task) is not None:
                 task.cancel()
             self._prober.forget(address)
-        for address in pods.keys() - self._watched.keys():
+        for address in new:
             watched = self._watched[address] = _Watched()
             watched.task = self._loop.create_task(self._watch(address, watched))
-        _log.info("%d pods declared", len(pods))
         self._declared(pods.keys())
         self._follow_streams()
 
@@ -197,14 +223,18 @@ class PodWatch:
         while True:
             pod = self._pods.snapshot()[address]
             now_s = self._loop.time()
-            with_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
-            if with_models:
+            asked = Asked(
+                models=not pod.ready or pod.models is None or now_s >= watched.models_due_s,
+                sources=pod.entry.events.asks and pod.sources is None,
+                rank=pod.entry.events.rank,
+            )
+            if asked.models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
                 answered_tokens = 0 if self._engines is None else self._engines.asked(address)
-                result = await self._probe(address, with_models)
+                result = await self._probe(address, asked)
                 watched.running = False
             self._hold_against(pod, result, answered_tokens)
             self._take(result, watched)
@@ -216,13 +246,14 @@ class PodWatch:
 
     def _hold_against(self, pod: Pod, result: ProbeResult, answered_tokens: int) -> None:
         # The page of a pod with several engines may be of any of them.
-        one_engine = pod.entry.labels.get(RANKS_LABEL, "1") == "1"
+        stream = pod_stream(pod)
+        one_engine = stream is None or stream.ranks == 1
         if self._engines is not None and result.reading is not None and one_engine:
             self._engines.told(pod.address, result.reading, answered_tokens)
 
-    async def _probe(self, address: str, with_models: bool) -> ProbeResult:
+    async def _probe(self, address: str, asked: Asked) -> ProbeResult:
         try:
-            return await self._prober.probe(address, with_models=with_models)
+            return await self._prober.probe(address, asked)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
             _log.exception("probe of %s", address)
             return ProbeResult(address, False, why=f"probe failed: {error!r}")
@@ -241,16 +272,34 @@ class PodWatch:
             )
         elif not judged.ready and (pod.ready or not pod.probed):
             _log.warning("pod %s is not ready: %s", pod.address, judged.why)
-        if judged.models != pod.models:
+        if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
 
+    def _known_stream(self, pod: Pod) -> tuple[Pod, PodStream | None]:
+        """The pod's stream, found anew only if something that decides it has changed."""
+        known = self._known_streams.get(pod.address)
+        if known is not None and _same_stream(known[0], pod):
+            return known
+        stream = pod_stream(pod)
+        try:
+            if stream is not None:
+                stream.by_rank()
+        except IndexerConfigError as error:
+            # What one engine tells must not keep the others from being followed.
+            _log.warning("events of pod %s are not followed: %s", pod.address, error)
+            stream = None
+        return pod, stream
+
     def _follow_streams(self) -> None:
-        streams = frozenset(
-            stream for pod in self._pods.snapshot().values() if (stream := pod_stream(pod)) is not None
-        )
+        pods = self._pods.snapshot().values()
+        self._known_streams = {pod.address: self._known_stream(pod) for pod in pods}
+        streams = frozenset(stream for _, stream in self._known_streams.values() if stream is not None)
         if streams != self._streams:
             self._streams = streams
-            self._follow(streams)
+            try:
+                self._follow(streams)
+            except IndexerConfigError as error:
+                _log.error("event streams not taken over, those followed before stay: %s", error)
 
 
 def judge(pod: Pod, result: ProbeResult) -> Pod:
@@ -258,24 +307,39 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
     if result.healthy:
         return replace(
             pod,
-            ready=True,
-            why="",
+            ready=pod.entry.ready,
+            why="" if pod.entry.ready else NOT_READY_THERE,
             probed=True,
             failures=0,
+            refused=False,
             models=result.models or pod.models,
             load=result.load or pod.load,
+            sources=result.sources or pod.sources,
         )
     failures = pod.failures + 1 if result.timed_out else 0
     if result.timed_out and pod.ready and failures < _TIMEOUTS_MAX:
         return replace(pod, failures=failures)
-    return replace(pod, ready=False, why=result.why, probed=True, failures=failures)
+    return replace(pod, ready=False, why=result.why, probed=True, failures=failures, refused=result.refused)
 
 
 def pod_stream(pod: Pod) -> PodStream | None:
-    """The pod's event stream, as soon as its base model, which roots all its keys, is told or declared."""
-    if pod.models is None:
-        return pod.entry.stream()
-    return replace(pod.entry, labels={**pod.entry.labels, MODEL_LABEL: pod.models.base}).stream()
+    """The pod's event stream, as soon as its base model, which roots all its keys, is told or declared.
+
+    What was declared of the pod counts more than what its engine tells, and that more than the defaults.
+    """
+    entry, told = pod.entry, pod.sources
+    labels, events = dict(entry.labels), entry.events
+    if told is not None and told.off and EVENTS_PORT_LABEL not in labels:
+        return None
+    if told is not None and told.told:
+        labels, events = {**told.labels, **labels}, replace(events, replay_port=None)
+    if pod.models is not None:
+        labels[MODEL_LABEL] = pod.models.base
+    return replace(entry, labels=labels, events=events).stream()
+
+
+def _same_stream(one: Pod, other: Pod) -> bool:
+    return one.entry is other.entry and one.models is other.models and one.sources is other.sources
 
 
 def _grid(due_s: float) -> float:

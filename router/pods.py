@@ -6,11 +6,12 @@ their load goes on to the board. No I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from indexer.pods_file import PodEntry
+from indexer.pod_entry import PodEntry
 from router.board import PodBoard
+from router.event_sources import EventSources
 from router.scrape import EngineLoad
 
 
@@ -45,8 +46,10 @@ class Pod:
         why: Why it is not ready, for a person; empty when it is.
         probed: Whether it was ever probed to an end.
         failures: Probes in a row that ran out of time.
+        refused: Whether nothing listened at its port the last time.
         models: None until it has told.
         load: What its metrics said last; None if they never could be read.
+        sources: Where it says that it publishes its events; None until it was asked.
     """
 
     address: str
@@ -58,9 +61,14 @@ class Pod:
     failures: int = 0
     models: ServedModels | None = None
     load: EngineLoad | None = None
+    refused: bool = False
+    sources: EventSources | None = None
 
 
 PodSnapshot = Mapping[str, Pod]
+
+NOT_READY_THERE = "declared as not ready"
+"""Why a pod is not ready that answers, but is not Ready in Kubernetes."""
 
 
 @dataclass(slots=True)
@@ -80,18 +88,25 @@ class PodSet:
         """The pods now; never changes afterwards."""
         return self._pods
 
-    def declare(self, entries: Iterable[PodEntry]) -> None:
-        """Takes the full list: pods not in it are gone at once, new ones begin not ready."""
-        pods = {}
+    def declare(self, entries: Iterable[PodEntry]) -> Collection[str]:
+        """Takes the full list: pods not in it are gone at once, new ones begin not ready.
+
+        Returns:
+            The pods that were there and begin anew, being another pod or another life of it.
+        """
+        pods, anew = {}, []
         for entry in entries:
             known = self._pods.get(entry.pod)
-            if known is not None and known.entry == entry:
-                pods[entry.pod] = known
+            if known is not None and _life(known.entry) == _life(entry):
+                pods[entry.pod] = redeclared(known, entry)
             else:
                 pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
+                if known is not None:
+                    anew.append(entry.pod)
         self._pods = pods
         self.board.declare(pods)
         self.generation += 1
+        return anew
 
     def put(self, pod: Pod) -> None:
         """Replaces what is known of one pod, unless it is gone by now."""
@@ -111,3 +126,19 @@ class PodSet:
             return None
         self.put(replace(pod, ready=False, why=why))
         return pod
+
+
+def redeclared(pod: Pod, entry: PodEntry) -> Pod:
+    """The same pod, declared again: out if its declarer takes it out, in if only that kept it out."""
+    if entry == pod.entry:
+        return pod
+    if not entry.ready:
+        why = NOT_READY_THERE if pod.ready else pod.why
+        return replace(pod, entry=entry, ready=False, why=why)
+    if pod.why == NOT_READY_THERE:
+        return replace(pod, entry=entry, ready=True, why="")
+    return replace(pod, entry=entry)
+
+
+def _life(entry: PodEntry) -> tuple[str, str, str]:
+    return entry.namespace, entry.name, entry.life

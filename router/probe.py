@@ -13,6 +13,7 @@ import msgspec
 
 from indexer.reconcile import EngineReading
 from router.engine_page import engine_reading
+from router.event_sources import NOT_TOLD, EventSources, event_sources
 from router.http_get import HttpGetError, HttpGetter
 from router.pods import ServedModels
 from router.scrape import COST_POLICY, EngineLoad, Wanted, engine_load
@@ -27,10 +28,12 @@ class ProbeResult:
     Attributes:
         healthy: Whether GET /health was answered with 200.
         timed_out: Whether it was not answered in time, which a busy pod may do now and then.
+        refused: Whether nothing listens at its port.
         why: What is wrong, for a person; empty when healthy.
         models: None when not asked for, or not told.
         load: None when not told.
         reading: What the page tells of the engine's life; None when not told.
+        sources: Where it says that it publishes its events; None when not asked for.
     """
 
     address: str
@@ -40,6 +43,23 @@ class ProbeResult:
     models: ServedModels | None = None
     load: EngineLoad | None = None
     reading: EngineReading | None = None
+    refused: bool = False
+    sources: EventSources | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a pod is asked besides its health and load.
+
+    Attributes:
+        models: Whether for its models.
+        sources: Whether for where it publishes its events.
+        rank: Which engine stands behind the port; None: all that the pod has.
+    """
+
+    models: bool = False
+    sources: bool = False
+    rank: int | None = None
 
 
 class Prober:
@@ -55,18 +75,20 @@ class Prober:
         self._wanted = wanted
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
 
-    async def probe(self, address: str, *, with_models: bool) -> ProbeResult:
+    async def probe(self, address: str, asked: Asked) -> ProbeResult:
         """Asks one pod."""
         try:
             status, _ = await self._get(address, "/health")
         except TimeoutError:
             return ProbeResult(address, False, True, f"/health not answered within {self._timeout_s:g} s")
         except (OSError, HttpGetError) as error:
-            return ProbeResult(address, False, False, f"/health: {error}")
+            refused = isinstance(error, ConnectionRefusedError)
+            return ProbeResult(address, False, False, f"/health: {error}", refused=refused)
         # An engine without such a page is asked in vain, but it answers.
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
-        models = await self._page(address, "/v1/models") if with_models else None
+        models = await self._page(address, "/v1/models") if asked.models else None
+        sources = await self._page(address, "/kv_event_sources") if asked.sources else None
         metrics = await self._page(address, "/metrics") if self._wanted else None
         return ProbeResult(
             address,
@@ -74,6 +96,7 @@ class Prober:
             models=served_models(models) if models is not None else None,
             load=engine_load(metrics, time.monotonic(), self._wanted) if metrics is not None else None,
             reading=engine_reading(metrics) if metrics is not None else None,
+            sources=_sources(sources, asked),
         )
 
     def forget(self, address: str) -> None:
@@ -94,6 +117,12 @@ class Prober:
     async def _get(self, address: str, path: str) -> tuple[int, bytes]:
         async with asyncio.timeout(self._timeout_s):
             return await self._http.get(address, path)
+
+
+def _sources(page: bytes | None, asked: Asked) -> EventSources | None:
+    if not asked.sources:
+        return None
+    return NOT_TOLD if page is None else event_sources(page, asked.rank)
 
 
 def served_models(page: bytes) -> ServedModels | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from tokenization import (
     TokenIds,
     UnsupportedPromptError,
 )
+from tokenization.anthropic_messages import messages_as_chat
 from tokenization.openai_prompts import (
     PendingPrompt,
     PromptLimits,
@@ -28,6 +29,7 @@ from tokenization.openai_prompts import (
     begin_completions,
     chat_prefix,
 )
+from tokenization.openai_responses import responses_as_chat
 
 LONGER_THAN_CONTEXT = "longer_than_context"
 """Why a prompt that every engine will refuse is routed by load alone."""
@@ -35,6 +37,7 @@ LONGER_THAN_CONTEXT = "longer_than_context"
 MEDIA = "media"
 """Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
 
+_AS_CHAT = {RequestKind.MESSAGES: messages_as_chat, RequestKind.RESPONSES: responses_as_chat}
 _BYTES_PER_TOKEN = 4
 # What media and the text behind count for where their true number is not known: about one image.
 _MEDIA_TOKENS = 1000
@@ -55,6 +58,16 @@ class PromptTokens:
     total: int
     degraded: str | None = None
     partial: str | None = None
+
+
+def as_chat(request: RouteRequest) -> RouteRequest:
+    """A request of another API that engines turn into a chat, so turned; any other as it is.
+
+    Raises:
+        PromptError: It is not what its API allows, or has no form as a chat here.
+    """
+    turned = _AS_CHAT.get(request.kind)
+    return request if turned is None else replace(request, kind=RequestKind.CHAT, body=turned(request.body))
 
 
 class Begun:
@@ -134,4 +147,7 @@ def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
             return unknown(request, LONGER_THAN_CONTEXT)
         case UnsupportedPromptError():
             return unknown(request, "unsupported_prompt")
+    if request.kind in _AS_CHAT:
+        # The engine, which knows that API, will say so better than we.
+        return unknown(request, "unsupported_prompt")
     raise RequestError(400, str(error), error.param) from error

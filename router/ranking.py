@@ -7,7 +7,7 @@ and the rest only for whoever wants to see them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import msgspec
@@ -117,6 +117,20 @@ class Ranking(Sequence[Candidate]):
         """The most that any candidate would have served from its cache."""
         return int(self._credits["cached_tokens"].max())
 
+    @property
+    def holders_of_most(self) -> NDArray[np.int64]:
+        """Ranks of those who would serve that much, best first."""
+        cached_tokens = self._credits["cached_tokens"][self._order]
+        return np.flatnonzero(cached_tokens == cached_tokens.max())
+
+    def priced(self) -> Iterator[tuple[str, tuple[float, ...], int, str]]:
+        """Of each candidate, best first: its pod, its cost.PRICE, its cached tokens and its view."""
+        prices = self._prices[self._order].tolist()
+        cached_tokens = self._credits["cached_tokens"][self._order].tolist()
+        for place, price, cached in zip(self._order.tolist(), prices, cached_tokens, strict=True):
+            pod = self._pods[place]
+            yield pod, price, cached, self._view(pod)
+
     def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
         """Prompt tokens whose blocks this candidate best holds in which tier.
 
@@ -127,6 +141,10 @@ class Ranking(Sequence[Candidate]):
             for tier, blocks in match[pod].blocks_by_tier.items():
                 tokens[tier] = tokens.get(tier, 0) + blocks * self._block_tokens
         return tokens
+
+    def at_place(self, place: int) -> Candidate:
+        """The candidate at a place of the arrays, whatever its rank."""
+        return self._candidate(place)
 
     def _candidate(self, place: int) -> Candidate:
         pod = self._pods[place]

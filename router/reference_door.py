@@ -17,14 +17,16 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
-from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint
-from router.errors import RequestError
+from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
+from router.errors import EvictedError, RequestError
+from router.evictions import Evictions
 from router.ext_proc_messages import BodyMode, header_values, streamed
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
+from router.interruptible import Interruptible
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
-from router.parsers import Parsers
+from router.parsers import Api, Parsers
 from router.pods import PodSet
 from router.reference_messages import (
     immediate_answer,
@@ -51,6 +53,7 @@ class ReferenceOptions:
             the headers' message not seen.
         emit_scores: Whether the metadata tells all scores.
         subset_filter: Whether the gateway's subset is looked at.
+        tells_served: Whether responses name the endpoint that the gateway says it used, for its tests.
     """
 
     max_request_bytes: int = 8 << 20
@@ -58,6 +61,7 @@ class ReferenceOptions:
     strict: bool = False
     emit_scores: bool = False
     subset_filter: bool = True
+    tells_served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class ReferenceParts:
     Attributes:
         rewrites: Rules for model names.
         reporter: None: nothing of the usage is reported.
+        evictions: Where requests are entered that may be taken back; None: none are.
     """
 
     picks: GatewayPick
@@ -77,6 +82,7 @@ class ReferenceParts:
     rewrites: RewriteRules
     reporter: AttributeReporter | None
     random: np.random.Generator
+    evictions: Evictions | None = None
 
 
 class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
@@ -93,12 +99,39 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         exchange = _Exchange(self._parts, self._options, context)
         with self._parts.metrics.inside(_DOOR):
             try:
-                for message in request_iterator:
-                    yield from exchange.answers(message)
-                    if exchange.finished:
-                        return
+                yield from self._serve(exchange, request_iterator)
             finally:
                 exchange.close()
+
+    def _serve(
+        self, exchange: _Exchange, messages: Iterator[pb.ProcessingRequest]
+    ) -> Iterator[pb.ProcessingResponse]:
+        for message in messages:
+            yield from exchange.answers(message)
+            if exchange.finished:
+                return
+            if exchange.evictable_priority is not None:
+                yield from self._serve_evictable(exchange, messages, exchange.evictable_priority)
+                return
+
+    def _serve_evictable(
+        self, exchange: _Exchange, messages: Iterator[pb.ProcessingRequest], priority: int
+    ) -> Iterator[pb.ProcessingResponse]:
+        """The rest of a stream whose request may be taken back."""
+        evictions = self._parts.evictions
+        assert evictions is not None
+        rest = Interruptible(messages)
+        entry = evictions.enter(priority, rest.interrupt)
+        try:
+            for message in rest:
+                yield from exchange.answers(message)
+                if exchange.finished:
+                    return
+            if rest.is_interrupted:
+                yield from exchange.evicted()
+        finally:
+            evictions.leave(entry)
+            rest.close()
 
 
 class _Exchange:
@@ -106,6 +139,7 @@ class _Exchange:
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
+        evictable_priority: Of a request that is on its way and may be taken back; else None.
     """
 
     def __init__(
@@ -115,6 +149,7 @@ class _Exchange:
         self._options = options
         self._context = context
         self.finished = False
+        self.evictable_priority: int | None = None
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
         self._subset: frozenset[str] | None = None
@@ -134,7 +169,8 @@ class _Exchange:
                 case "request_trailers":
                     yield from self._request_trailers()
                 case "response_headers":
-                    yield from self._response.headers(message.response_headers)
+                    served = served_endpoint(message.metadata_context) if self._options.tells_served else None
+                    yield from self._response.headers(message.response_headers, served)
                 case "response_body":
                     yield from self._response.body(message.response_body, self._response_body_mode)
                 case "response_trailers":
@@ -144,6 +180,12 @@ class _Exchange:
         except RequestError as error:
             self.finished = True
             yield immediate_answer(error)
+
+    def evicted(self) -> Iterator[pb.ProcessingResponse]:
+        """The answer to a request that is taken back, unless it is over already."""
+        if self._phase.request_id is not None:
+            self._phase.cut()
+            yield immediate_answer(self._parts.picks.refused(EvictedError()))
 
     def close(self) -> None:
         """The stream has ended, however it did."""
@@ -211,7 +253,7 @@ class _Exchange:
             abandoned=lambda: not self._context.is_active(),
         )
         try:
-            request, sent = self._resolved(request, body)
+            request, sent, api = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
         destination, decision = self._parts.picks.pick(request)
@@ -228,21 +270,21 @@ class _Exchange:
             yield request_headers_answer(destination, set_headers, scores)
             for answer in streamed(sent, end_of_stream=not has_trailers):
                 yield pb.ProcessingResponse(request_body=answer)
-        self._finish_request()
+        self._finish_request(is_answered=api.is_answered or not self._options.strict)
 
-    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
-        """The request with its model as the pod is asked for it, and the body to send."""
+    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes, Api]:
+        """The request with its model as the pod is asked for it, the body to send, and its API."""
         request, api = self._parts.parsers.parse(request, body)
         if not api.is_json:
-            return request, body
+            return request, body, api
         named = request.model
         asked = next((request.headers[name] for name in _MODEL_HEADERS if request.headers.get(name)), named)
         model = self._parts.rewrites.target(named) or asked
         if model is None and api.needs_model:
             raise RequestError(400, "model not found in request body", "model")
         if model is None or model == named:
-            return request, body
-        return replace(request, model=model, client_model=named or ""), with_model(body, model)
+            return request, body, api
+        return replace(request, model=model, client_model=named or ""), with_model(body, model), api
 
     def _candidates(self) -> frozenset[str] | None:
         if self._subset is None or not self._options.subset_filter:
@@ -261,9 +303,15 @@ class _Exchange:
             self._response.models = (request.model or "", request.client_model)
         if decision.routing is not None:
             self._response.set_headers = decision.routing.response_headers
+        if request.body.get("stream") is True:
+            self._response.streams()
+        if decision.priority < 0 and self._parts.evictions is not None:
+            self.evictable_priority = decision.priority
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._parts.picks.refused(error)
 
-    def _finish_request(self) -> None:
-        self.finished = not self._options.responses_full
+    def _finish_request(self, *, is_answered: bool = True) -> None:
+        # The reference ends the stream of an API whose responses it does not look at. That cuts responses off
+        # at a gateway that awaits answers to them, so only strict does it.
+        self.finished = not (self._options.responses_full and is_answered)

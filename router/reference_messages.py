@@ -14,7 +14,13 @@ from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 
 from router.envoy_headers import DESTINATION_HEADER, destination_metadata, system_owned
-from router.errors import DROPPED_REASON_HEADER, NoEndpointError, RequestError, SaturatedError
+from router.errors import (
+    DROPPED_REASON_HEADER,
+    EvictedError,
+    NoEndpointError,
+    RequestError,
+    SaturatedError,
+)
 from router.plugins.handlers import HANDLER_HEADERS
 
 SCORES_KEY = "x-gateway-destination-endpoint-scores"
@@ -46,6 +52,8 @@ def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
 def error_text(error: RequestError) -> str:
     """An error in the reference's words."""
     message = str(error)
+    if isinstance(error, EvictedError):
+        return message
     if isinstance(error, NoEndpointError):
         message = _NO_CANDIDATES
     elif isinstance(error, SaturatedError):

@@ -16,6 +16,9 @@ from router.ext_proc_response import ResponsePhase
 from router.reference_messages import kept_headers, metadata, response_headers_answer
 from router.rewrite import restored_model
 
+# Where the gateways' conformance tests look for it.
+_SERVED_HEADER = "x-conformance-test-served-endpoint"
+
 
 class ReferenceResponse:
     """One response.
@@ -38,12 +41,21 @@ class ReferenceResponse:
         self.set_headers: Mapping[str, str] = {}
         self.models = ("", "")
 
-    def headers(self, message: pb.HttpHeaders) -> Iterator[pb.ProcessingResponse]:
-        """Answers the response's headers."""
+    def streams(self) -> None:
+        """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
+        self._held = None
+
+    def headers(self, message: pb.HttpHeaders, served: str | None = None) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's headers.
+
+        Args:
+            served: The endpoint to name as the one that answered; None: none is named.
+        """
         headers = self._phase.note_headers(message)
         if "text/event-stream" in headers.get("content-type", ""):
             self._held = None
-        yield response_headers_answer({**kept_headers(headers), **self.set_headers})
+        told = {} if served is None else {_SERVED_HEADER: served}
+        yield response_headers_answer({**kept_headers(headers), **self.set_headers, **told})
 
     def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
         """Answers a chunk of the response's body."""

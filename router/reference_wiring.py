@@ -9,22 +9,26 @@ import numpy as np
 from router.attribute_reporter import AttributeReporter
 from router.config import RouterConfig
 from router.config_file import PickerConfig
+from router.evictions import Evictions
 from router.gateway_pick import GatewayPick
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.parsers import DEFAULT_PARSERS, PARSERS, Parsers
 from router.pods import PodSet
 from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
-from router.rewrite import RewriteRule, RewriteRules
+from router.rewrite import RewriteRules
+
+_SERVED = "destination-endpoint-served-verifier"
 
 
 def reference_door(
     config: RouterConfig,
-    rules: Sequence[RewriteRule],
+    rewrites: RewriteRules,
     picks: GatewayPick,
     outcomes: Outcomes,
     metrics: RouterMetrics,
     pods: PodSet,
+    evictions: Evictions | None = None,
 ) -> ReferenceDoor:
     """Makes the door.
 
@@ -38,9 +42,10 @@ def reference_door(
         metrics=metrics,
         pods=pods,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
-        rewrites=RewriteRules(rules, random),
+        rewrites=rewrites,
         reporter=AttributeReporter.of(picker) if picker is not None else None,
         random=random,
+        evictions=evictions,
     )
     options = ReferenceOptions(
         max_request_bytes=config.max_request_bytes,
@@ -48,6 +53,7 @@ def reference_door(
         strict=config.compat == "strict",
         emit_scores=config.emit_endpoint_scores,
         subset_filter=config.subset_filter,
+        tells_served=picker is not None and any(one.type == _SERVED for one in picker.plugins.values()),
     )
     return ReferenceDoor(parts, options)
 

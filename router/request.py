@@ -1,6 +1,7 @@
 """What a client asks for: path and body bytes in, a typed RouteRequest out.
 
-Knows the OpenAI API's fields that routing needs and leaves the rest alone; knows no gRPC, tokens or pods.
+Knows the fields of the OpenAI and Anthropic APIs that routing needs and leaves the rest alone; knows no gRPC,
+tokens or pods.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class RequestKind(StrEnum):
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
     PASSTHROUGH = "passthrough"
 
 
@@ -55,7 +58,7 @@ class RouteRequest:
 def http_request(
     request_id: str,
     path: str,
-    body: bytes,
+    body: bytes | bytearray,
     candidates: frozenset[str] | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
@@ -106,6 +109,10 @@ def request_kind(path: str) -> RequestKind:
         return RequestKind.CHAT
     if plain.endswith("/completions"):
         return RequestKind.COMPLETIONS
+    if plain.endswith("/v1/messages"):
+        return RequestKind.MESSAGES
+    if plain.endswith("/v1/responses"):
+        return RequestKind.RESPONSES
     return RequestKind.PASSTHROUGH
 
 
@@ -114,7 +121,7 @@ def too_large(limit_bytes: int) -> RequestError:
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
 
 
-def _json_object(body: bytes) -> Mapping[str, Any]:
+def _json_object(body: bytes | bytearray) -> Mapping[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:

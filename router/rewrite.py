@@ -42,18 +42,24 @@ class RewriteRules:
     """
 
     def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
-        self._exact: dict[str, RewriteRule] = {}
-        self._generic: RewriteRule | None = None
+        self._random = random
+        self.replace(rules)
+
+    def replace(self, rules: Sequence[RewriteRule]) -> None:
+        """Other rules from now on; a request sees those before or these."""
+        exact: dict[str, RewriteRule] = {}
+        generic: RewriteRule | None = None
         for rule in rules:
             for model in rule.models:
-                self._exact.setdefault(model, rule)
-            if not rule.models and self._generic is None:
-                self._generic = rule
-        self._random = random
+                exact.setdefault(model, rule)
+            if not rule.models and generic is None:
+                generic = rule
+        self._rules = exact, generic
 
     def target(self, model: str | None) -> str | None:
         """What a model becomes; None: no rule is for it."""
-        rule = self._exact.get(model or "", self._generic)
+        exact, generic = self._rules
+        rule = exact.get(model or "", generic)
         return rule.draw(self._random) if rule is not None else None
 
 

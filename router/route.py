@@ -144,7 +144,9 @@ class Router:
         keys, degraded = self._keys(request, tokens, candidates)
         prompts = tokens.prompts if keys else ()
         base, lora = candidates.base_model, candidates.lora_name
-        return Prompted(request, tokens.total, prompts, keys, degraded, priority, base, lora)
+        return Prompted(
+            request, tokens.total, prompts, keys, degraded, priority, base, lora, partial=tokens.partial
+        )
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
@@ -187,6 +189,6 @@ class Router:
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
             prompt = prompted.sent_to(pod, matches[0]) if len(prompted.keys) == 1 else None
             self._index.speculate(decision.request_id, pod, every_key, decided_s, prompt)
-            for other in decision.routing.also if decision.routing is not None else ():
-                self._index.speculate(decision.request_id, other, every_key, decided_s, None)
+            if (prefill := decision.prefill_pod) is not None:
+                self._index.speculate(decision.request_id, prefill, every_key, decided_s, None)
         return decision, displaced

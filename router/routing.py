@@ -23,7 +23,7 @@ class Routing(msgspec.Struct, frozen=True):
         scores: Weighted sums by address, of all that passed the filters.
         request_headers: To set on the request.
         response_headers: To set on the response.
-        also: Further pods that work on the request.
+        prefill: Address of the pod that prefills, where the destination only decodes; else None.
         reason: One clause for a person.
     """
 
@@ -31,7 +31,7 @@ class Routing(msgspec.Struct, frozen=True):
     scores: Mapping[str, float]
     request_headers: Mapping[str, str]
     response_headers: Mapping[str, str]
-    also: tuple[str, ...]
+    prefill: str | None
     reason: str
 
 
@@ -65,6 +65,9 @@ class Situation:
 
 class Ranker(Protocol):
     """Orders candidates; called by one request at a time."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What is remembered, for people; may be asked on any thread."""
 
     def rank(self, situation: Situation) -> tuple[NDArray[np.int64], Routing]:
         """Places of the candidates, best first, and what else was decided.

@@ -44,6 +44,7 @@ class Prompted:
         prompts: Token ids of each prompt, in the order of `keys`; empty when degraded.
         keys: Block keys of each prompt; empty when degraded.
         degraded: Why the cache's view is not used; None when it is.
+        partial: Why `prompts` are only the beginnings of the true ones; None when they are whole.
         priority: Of the request.
         base_model: Roots the keys; None when degraded.
         lora_name: The adapter's name; None for the base model.
@@ -57,14 +58,19 @@ class Prompted:
     priority: int = 0
     base_model: str | None = None
     lora_name: str | None = None
+    partial: str | None = None
 
     def sent_to(self, pod: str, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
         if self.base_model is None:
             return None
-        cached_blocks = int(matches.cached_blocks[matches.rows[pod]])
-        salt = self.request.cache_salt
-        return DispatchedPrompt(self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks)
+        row = matches.rows[pod]
+        cached_blocks = int(matches.cached_blocks[row])
+        assumed_blocks = int(matches.blocks_by_tier[row, matches.tiers.number(SPECULATIVE_TIER)])
+        salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
+        return DispatchedPrompt(
+            self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks, held_blocks
+        )
 
 
 class Scheduler:
@@ -150,10 +156,11 @@ class Scheduler:
             session_pod=session_pod,
             client_model=request.client_model,
             routing=routing,
+            partial=prompted.partial,
         )
         if self._sessions is not None and session is not None:
             self._sessions.moved(session, decision.primary.pod, now_s)
-        return decision, self._dispatch(decision, prompted.keys, matches)
+        return decision, self._dispatch(decision, lineup, prompted.keys, matches)
 
     def _rank(
         self,
@@ -230,22 +237,27 @@ class Scheduler:
         return extra_s
 
     def _dispatch(
-        self, decision: Decision, keys: Sequence[Keys], matches: Sequence[PodMatches]
+        self, decision: Decision, lineup: Lineup, keys: Sequence[Keys], matches: Sequence[PodMatches]
     ) -> Sequence[Dispatch]:
         if not decision.prompt_tokens:
             return ()
-        best = decision.primary
+        prefill = decision.prefill_pod
+        # Who prefills is who is charged, and whose blocks tell that it is done.
+        works = decision.primary
+        if prefill is not None:
+            works = decision.ranked.at_place(lineup.addresses.index(prefill))
         return self._ledger.dispatch(
             Dispatch(
                 request_id=decision.request_id,
-                pod=best.pod,
-                uncached_tokens=best.uncached_tokens,
-                queued_prefill_s=best.queued_prefill_s,
-                own_prefill_s=best.own_prefill_s,
-                confirm_key=_confirm_key(keys, best.view, matches, best.pod),
-                found_idle=best.awaiting == 0 and best.queued_prefill_s == 0.0,
+                pod=decision.primary.pod,
+                uncached_tokens=works.uncached_tokens,
+                queued_prefill_s=works.queued_prefill_s,
+                own_prefill_s=works.own_prefill_s,
+                confirm_key=_confirm_key(keys, works.view, matches, works.pod),
+                found_idle=works.awaiting == 0 and works.queued_prefill_s == 0.0,
                 dispatched_s=decision.decided_s,
-                slowdown=best.slowdown,
+                slowdown=works.slowdown,
+                prefill_pod=prefill,
             )
         )
 

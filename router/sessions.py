@@ -41,6 +41,9 @@ class Sessions:
         self._pods: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._lock = Lock()
 
+    def __len__(self) -> int:
+        return len(self._pods)
+
     @property
     def stay_s(self) -> float:
         """How much later an answer may come so that a session stays at its pod."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
-from router.prompt_tokens import LONGER_THAN_CONTEXT, PromptTokens, begin, given, refused, unknown
+from router.prompt_tokens import LONGER_THAN_CONTEXT, PromptTokens, as_chat, begin, given, refused, unknown
 from router.request import RequestKind, RouteRequest
 from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
@@ -117,14 +117,17 @@ class TokenizerRegistry:
             return unknown(request, "passthrough")
         if (ids := given(request)) is not None:
             return ids
-        try:
-            if (tokenizer := self._tokenizers.get(base_model or "")) is not None:
-                return self._local(request, tokenizer, context_tokens)
-            if (remote := self._remotes.get(base_model or "")) is not None:
-                tokens = self._remote(request, remote, context_tokens, pods)
-                self._missed.discard(base_model or "")
-                return tokens
+        tokenizer, remote = self._tokenizers.get(base_model or ""), self._remotes.get(base_model or "")
+        if tokenizer is None and remote is None:
             return unknown(request, "no_tokenizer")
+        try:
+            chat = as_chat(request)
+            if tokenizer is not None:
+                return self._local(chat, tokenizer, context_tokens)
+            assert remote is not None
+            tokens = self._remote(chat, remote, context_tokens, pods)
+            self._missed.discard(base_model or "")
+            return tokens
         except PromptError as error:
             return refused(request, error)
         except RequestError:

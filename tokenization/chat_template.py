@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenization.errors import PromptError, TokenizerLoadError
+from tokenization.turns import Turns
 
 Message = Mapping[str, Any]
 
@@ -39,6 +40,7 @@ class ChatTemplate:
         try:
             self._template = _ENVIRONMENT.from_string(source)
             self.wants_parts = _loops_over_content(source)
+            self._turns = None if self.wants_parts else Turns.of(_ENVIRONMENT, source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
         # Every rendering copies them, and Jinja's chain of maps is slow to copy.
@@ -73,16 +75,20 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message cannot both be true",
                 "continue_final_message",
             )
+        options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         variables = {
             **self._special_tokens,
-            **(template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
+            **options,
             "messages": messages,
             "tools": tools,
             "documents": documents,
         }
         try:
-            text = self._template.render(variables)
+            text = None
+            if self._turns is not None and tools is None and documents is None:
+                text = self._turns.render(variables, options)
+            if text is None:
+                text = self._template.render(variables)
         except jinja2.TemplateError as error:
             raise PromptError(
                 f"the model's chat template refuses these messages: {error}", "messages"

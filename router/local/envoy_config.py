@@ -1,7 +1,7 @@
 """The Envoy configuration of the local stack: addresses in, a bootstrap (as a JSON-like dict) out.
 
-Two listeners: the gateway, where ext_authz (`check`) or ext_proc asks the router for a pod, and a round-robin
-one for contrast. Knows nothing of processes or files.
+Two listeners: the gateway, where ext_authz (over plain HTTP or gRPC) or ext_proc asks the router for a pod,
+and a round-robin one for contrast. Knows nothing of processes or files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-DESTINATION_HEADER = "x-gateway-destination-endpoint"
+from router.check_answers import STAND_INS
+from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, SUBSET_HEADER, SUBSET_NAMESPACE
+from router.explain_header import EXPLAIN_HEADER
+from router.plugins.handlers import HANDLER_HEADERS
+from router.plugins.session_affinity import TOKEN_HEADER
+
 POD_HEADER = "x-kvroute-pod"
 """Response header that names the pod which answered."""
 
@@ -20,7 +25,10 @@ _PROCESSING_S = "30s"
 _ACCESS_LOG_FLUSH_S = "0.05s"
 _UNLIMITED = 1_000_000_000
 
-Door = Literal["check", "ext_proc"]
+# A router keeps an idle connection longer, so that it never closes one on which a request is on its way.
+_CHECK_IDLE_S = "60s"
+
+Door = Literal["check", "check_grpc", "ext_proc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +36,20 @@ class EnvoySettings:
     """What the configuration depends on; all addresses are (host, port).
 
     Attributes:
-        door: "check" asks once with the whole body; "ext_proc" streams, as Gateway API gateways do.
+        router_check: Where the router answers ext_authz over plain HTTP; for the door "check" alone.
+        door: "check" and "check_grpc" ask once with the whole body, over plain HTTP or gRPC; "ext_proc"
+            streams, as Gateway API gateways do.
         responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
             well.
         max_request_bytes: The router's limit; Envoy answers larger bodies with 413.
-        failure_mode_allow: While the router is away: False answers 5xx, True (check only) sends requests
-            round-robin. A body that was streamed to ext_proc cannot be had back.
+        failure_mode_allow: While the router is away: False answers 5xx, True (not with ext_proc) sends
+            requests round-robin. A body that was streamed to ext_proc cannot be had back.
     """
 
     gateway: tuple[str, int]
     router_grpc: tuple[str, int]
     pods: Sequence[tuple[str, int]]
+    router_check: tuple[str, int] | None = None
     round_robin: tuple[str, int] | None = None
     door: Door = "check"
     responses: Literal["skip", "full"] = "skip"
@@ -50,9 +61,11 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     """Builds the bootstrap configuration (Envoy v3 API, written for 1.40)."""
     round_robin = {"cluster": "round_robin", "timeout": "0s"}
     routes = _gateway_routes(round_robin if settings.failure_mode_allow else None)
-    door = _check_filter(settings) if settings.door == "check" else _ext_proc_filter(settings)
+    door = _ext_proc_filter(settings) if settings.door == "ext_proc" else _check_filter(settings)
     listeners = [_listener("gateway", settings.gateway, routes, [door], _access_log())]
     clusters = [_original_dst_cluster(), _router_cluster(settings.router_grpc)]
+    if settings.router_check is not None:
+        clusters.append(_router_check_cluster(settings.router_check))
     if settings.round_robin is not None:
         routes = [{"match": {"prefix": "/"}, "route": round_robin}]
         listeners.append(_listener("round_robin", settings.round_robin, routes, [], []))
@@ -70,7 +83,7 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
         "typed_config": {
             "@type": f"{_API}.extensions.filters.http.ext_authz.v3.ExtAuthz",
             "transport_api_version": "V3",
-            "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
+            **(_check_over_http() if settings.door == "check" else _check_over_grpc()),
             "failure_mode_allow": settings.failure_mode_allow,
             "status_on_error": {"code": "ServiceUnavailable"},
             "with_request_body": {
@@ -80,9 +93,44 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
                 "pack_as_bytes": True,
             },
             "clear_route_cache": True,
-            "metadata_context_namespaces": ["envoy.lb.subset_hint"],
         },
     }
+
+
+def _check_over_grpc() -> dict[str, Any]:
+    return {
+        "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
+        "metadata_context_namespaces": [SUBSET_NAMESPACE],
+    }
+
+
+def _check_over_http() -> dict[str, Any]:
+    """All headers go to the router; of its answer's, those for the pod and for the client are named."""
+    subset = f"%DYNAMIC_METADATA({SUBSET_NAMESPACE}:{SUBSET_HEADER})%"
+    return {
+        "allowed_headers": {"patterns": [{"safe_regex": {"regex": ".*"}}]},
+        "http_service": {
+            "server_uri": {"uri": "http://router", "cluster": "router_check", "timeout": _PROCESSING_S},
+            "authorization_request": {"headers_to_add": [{"key": SUBSET_HEADER, "value": subset}]},
+            "authorization_response": {
+                "allowed_upstream_headers": _named(
+                    DESTINATION_HEADER, REQUEST_ID_HEADER, *sorted(HANDLER_HEADERS)
+                ),
+                "allowed_client_headers_on_success": _named(EXPLAIN_HEADER, TOKEN_HEADER),
+            },
+            # A router that goes away in the middle has dispatched nothing: another may be asked.
+            "retry_policy": {
+                "num_retries": 2,
+                "retry_on": "connect-failure,refused-stream,reset",
+                # Envoy takes the longest interval for each try's timeout, too.
+                "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
+            },
+        },
+    }
+
+
+def _named(*names: str) -> dict[str, Any]:
+    return {"patterns": [{"exact": name} for name in names]}
 
 
 def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
@@ -135,9 +183,9 @@ def _listener(
         "generate_request_id": True,
         "always_set_request_id_in_response": True,
         "stream_idle_timeout": "300s",
-        # Only the router may name a pod.
-        "early_header_mutation_extensions": [_without_header(DESTINATION_HEADER)],
-        "local_reply_config": {"mappers": [_too_large_reply()]},
+        # Only the router may name a pod, and only the gateway a choice of pods.
+        "early_header_mutation_extensions": [_without_headers(DESTINATION_HEADER, SUBSET_HEADER)],
+        "local_reply_config": {"mappers": [*_true_statuses(), _too_large_reply()]},
         "http_filters": [
             *filters,
             {
@@ -162,14 +210,24 @@ def _listener(
     return {"name": name, "address": _address(address), "filter_chains": [chain]}
 
 
-def _without_header(name: str) -> dict[str, Any]:
+def _without_headers(*names: str) -> dict[str, Any]:
     return {
         "name": "envoy.http.early_header_mutation.header_mutation",
         "typed_config": {
             "@type": f"{_API}.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
-            "mutations": [{"remove": name}],
+            "mutations": [{"remove": name} for name in names],
         },
     }
+
+
+def _true_statuses() -> list[dict[str, Any]]:
+    """What the router answers with a stand-in reaches the client with the status that it stands for."""
+    return [{"filter": _is_status(stand_in), "status_code": status} for status, stand_in in STAND_INS.items()]
+
+
+def _is_status(status: int) -> dict[str, Any]:
+    value = {"default_value": status, "runtime_key": "unused"}
+    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
 
 
 def _too_large_reply() -> dict[str, Any]:
@@ -180,9 +238,8 @@ def _too_large_reply() -> dict[str, Any]:
         "param": None,
         "code": 413,
     }
-    status = {"comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "unused"}}}
     return {
-        "filter": {"status_code_filter": status},
+        "filter": _is_status(413),
         "body_format_override": {"json_format": {"error": error}},
     }
 
@@ -237,6 +294,24 @@ def _router_cluster(address: tuple[str, int]) -> dict[str, Any]:
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
                 "@type": f"{_API}.extensions.upstreams.http.v3.HttpProtocolOptions",
                 "explicit_http_config": {"http2_protocol_options": {}},
+            }
+        },
+    }
+
+
+def _router_check_cluster(address: tuple[str, int]) -> dict[str, Any]:
+    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {
+        "name": "router_check",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": _assignment("router_check", [address]),
+        "circuit_breakers": _no_circuit_breakers(),
+        "typed_extension_protocol_options": {
+            options: {
+                "@type": f"type.googleapis.com/{options}",
+                "common_http_protocol_options": {"idle_timeout": _CHECK_IDLE_S},
+                "explicit_http_config": {"http_protocol_options": {}},
             }
         },
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL, SNAPSHOT_LABEL
+from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL, SNAPSHOT_LABEL
 from router.local.envoy_config import Door, EnvoySettings, bootstrap
 from router.local.errors import LocalStackError
 
@@ -91,15 +91,18 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
     if options.responses == "full" and options.door != "ext_proc":
         raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
-    if options.failure_mode_allow and options.door != "check":
-        raise LocalStackError("--failure-mode-allow needs --door check: what ext_proc streamed is lost")
+    if options.failure_mode_allow and options.door == "ext_proc":
+        raise LocalStackError(
+            "--failure-mode-allow needs --door check or check_grpc: what ext_proc streamed is lost"
+        )
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
-    grpc, health, metrics, round_robin = base, base + 1, base + 2, base + 3
+    grpc, health, metrics, round_robin, check = range(base, base + 5)
     numbers = range(1, options.replicas + 1)
     pods = [(HOST, base + _POD_HTTP + number) for number in numbers]
     settings = EnvoySettings(
         gateway=(HOST, options.port),
         router_grpc=(HOST, grpc),
+        router_check=(HOST, check),
         pods=pods,
         round_robin=(HOST, round_robin),
         door=options.door,
@@ -107,7 +110,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         failure_mode_allow=options.failure_mode_allow,
     )
     children = [_model_server(options, number, model_name) for number in numbers]
-    children.append(_router(options, directory, model_name, (grpc, health, metrics)))
+    children.append(_router(options, directory, model_name, (grpc, health, metrics, check)))
     children.append(_envoy(directory, (options.port, round_robin)))
     return StackPlan(
         children=children,
@@ -154,12 +157,12 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
 
 
 def _router(
-    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int]
+    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int, int]
 ) -> ChildPlan:
-    grpc, health, metrics = ports
+    grpc, health, metrics, check = ports
     argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
-    argv += ["--responses", options.responses]
+    argv += ["--check-port", str(check), "--responses", options.responses]
     if options.model != TINY_MODEL:
         argv += ["--tokenizer", f"{model_name}={options.model}"]
     return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")

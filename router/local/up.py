@@ -76,9 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--door",
-        choices=("check", "ext_proc"),
+        choices=("check", "check_grpc", "ext_proc"),
         default="check",
-        help="check: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask",
+        help="check: Envoy asks once with the whole body (ext_authz over plain HTTP); check_grpc: the same "
+        "over gRPC; ext_proc: as Gateway API gateways ask",
     )
     parser.add_argument(
         "--responses",
@@ -89,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--failure-mode-allow",
         action="store_true",
-        help="while the router is away, send requests round-robin instead of answering 503 (check only)",
+        help="while the router is away, send requests round-robin instead of answering 503 "
+        "(not with ext_proc)",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--demo-only", action="store_true", help="end after the demonstration")

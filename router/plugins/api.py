@@ -137,6 +137,14 @@ class Picker(Protocol):
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """May be any plugin, too: shows people what it remembers."""
+
+    def state(self) -> object:
+        """Something that JSON can say; asked on another thread than the picks'."""
+
+
+@runtime_checkable
 class Observer(Protocol):
     """May be any plugin, too: learns what was picked, and may say something in the response's headers."""
 

@@ -17,7 +17,7 @@ from router.config_fields import Fields
 from router.config_file import PickerConfig, PluginEntry, ProfileEntry, Reference
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
-from router.plugins.api import Filter, Observer, Picker, Scorer
+from router.plugins.api import Filter, Observer, Picker, Scorer, Stateful
 from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PrefixScorer
 from router.plugins.catalogue import INSTEAD, MAKERS, known_types, make
 from router.plugins.deciders import Decider
@@ -34,16 +34,9 @@ from router.plugins.producers import (
 )
 from router.plugins.profiles import Profile, WeightedScorer
 
-_SINGLE, _DISAGG = "single-profile-handler", "disagg-profile-handler"
-_HANDLERS = (_SINGLE, _DISAGG)
+_SINGLE, _DISAGG, _PD = "single-profile-handler", "disagg-profile-handler", "pd-profile-handler"
+_HANDLERS = (_SINGLE, _DISAGG, _PD)
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
-_PRECISE_PARAMETERS = (
-    "tokenProcessorConfig",
-    "indexerConfig",
-    "kvEventsConfig",
-    "speculativeIndexing",
-    "speculativeTTL",
-)
 
 
 def _agent_identity(parameters: Fields) -> AttributeProducer:
@@ -63,9 +56,14 @@ _BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "models-data-source": (),
     "models-extractor": (),
     "endpoint-notification-source": (),
+    "destination-endpoint-served-verifier": (),
     "inflight-load-producer": ("addEstimatedOutputTokens", "syncCrossReplicaState"),
+    # What these two say is settings of the router's, which are read before any plugin is made.
     "token-producer": ("modelName", "vllm", "estimate"),
     "tokenizer": ("modelName", "vllm", "estimate"),
+    # Where decoding is apart from prefilling the profile handler sets their headers itself.
+    "disagg-headers-handler": (),
+    "prefill-header-handler": ("prefillProfile",),
 }
 
 
@@ -97,7 +95,19 @@ def build_pipeline(
     profiles = {entry.name: _profile(entry, parts, config) for entry in _profile_entries(config, parts)}
     handler = _handler(config, parts, profiles)
     observers = [(name, plugin) for name, plugin in parts.plugins.items() if isinstance(plugin, Observer)]
-    return Pipeline(handler, Producers(parts.prefixes, parts.attributes), observers, random)
+    return Pipeline(
+        handler,
+        Producers(parts.prefixes, parts.attributes),
+        observers,
+        random,
+        strict=strict,
+        types={name: entry.type for name, entry in config.plugins.items()},
+        stateful={
+            name: plugin
+            for name, plugin in {**parts.prefixes, **parts.plugins}.items()
+            if isinstance(plugin, Stateful)
+        },
+    )
 
 
 def _make_all(config: PickerConfig, block_tokens: int, strict: bool) -> _Parts:
@@ -111,7 +121,6 @@ def _make_all(config: PickerConfig, block_tokens: int, strict: bool) -> _Parts:
         elif kind == APPROXIMATE:
             parts.prefixes[name] = ApproximatePrefix.read(parameters)
         elif kind in (PRECISE, _PRECISE_SCORER):
-            parameters.only(*_PRECISE_PARAMETERS)
             parts.prefixes[name] = PrecisePrefix(block_tokens, truncates=strict)
             if kind == _PRECISE_SCORER:
                 parts.plugins[name] = PrefixScorer(name)
@@ -202,7 +211,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
         names = ", ".join(parts.handlers)
         config.root.fail("plugins", f"has several profile handlers ({names}); one is used")
     entry = next(iter(parts.handlers.values()), None)
-    if entry is not None and entry.type == _DISAGG:
+    if entry is not None and entry.type in (_DISAGG, _PD):
         return _disaggregated(entry, parts, profiles)
     if entry is not None:
         entry.parameters.only()
@@ -214,6 +223,8 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
 
 
 def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    if entry.type == _PD:
+        return _prefill_apart(entry.parameters, parts, profiles)
     known = entry.parameters.only("stageOrder", "profiles", "deciders")
     order = known.choice("stageOrder", ("decode-first", "prefill-first"), "decode-first")
     names = known.fields("profiles", ("decode", "prefill", "encode"))
@@ -234,6 +245,17 @@ def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Pro
         encode_decider=encode_decider,
         prefill_first=order == "prefill-first",
     )
+
+
+def _prefill_apart(parameters: Fields, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    """The older form, which names two profiles and one decider."""
+    known = parameters.only("decodeProfile", "prefillProfile", "deciderPluginName", "prefixPluginName")
+    decode = profiles.get(known.text("decodeProfile", "decode"))
+    prefill = profiles.get(known.text("prefillProfile", "prefill"))
+    if decode is None or prefill is None:
+        known.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
+    decider = _decider(known, "deciderPluginName", parts)
+    return Disaggregated(decode, prefill, prefill_decider=decider)
 
 
 def _decider(deciders: Fields, stage: str, parts: _Parts) -> Decider | None:

@@ -94,6 +94,10 @@ class NoHitLruScorer:
                 self._used.popitem(last=False)
         return {}
 
+    def state(self) -> dict[str, int]:
+        """How many endpoints are remembered."""
+        return {"endpoints": len(self._used)}
+
     def _is_warm(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> bool:
         known = request.prefixes.get(self.producer, {})
         return any(match.cached_blocks for match in known.values()) if endpoints else False

@@ -17,7 +17,13 @@ from router.config_file import PluginEntry
 from router.errors import ConfigError
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.deciders import AlwaysMultimodal, AlwaysPd, PrefixBasedPd
-from router.plugins.labels import ByLabelFilter, HeaderTestingFilter, LabelSelectorFilter, RoleFilter
+from router.plugins.labels import (
+    ByLabelFilter,
+    HeaderLabelScorer,
+    HeaderTestingFilter,
+    LabelSelectorFilter,
+    RoleFilter,
+)
 from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
 from router.plugins.load_scorers import (
     ActiveRequestScorer,
@@ -58,6 +64,7 @@ MAKERS: Mapping[str, _Maker] = {
     "session-affinity-filter": SessionAffinity.read,
     "session-affinity-scorer": SessionAffinity.read,
     "header-based-testing-filter": _plain(HeaderTestingFilter),
+    "header-label-affinity-scorer": HeaderLabelScorer.read,
     "queue-scorer": _plain(QueueScorer),
     "running-requests-size-scorer": _plain(RunningRequestsScorer),
     "kv-cache-utilization-scorer": _plain(KvUsageScorer),
@@ -79,15 +86,27 @@ MAKERS: Mapping[str, _Maker] = {
 """Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
 
 INSTEAD: Mapping[str, str] = {
-    "pd-profile-handler": "disagg-profile-handler with deciders.prefill",
-    "disagg-headers-handler": "disagg-profile-handler, which sets the headers itself",
-    "prefill-header-handler": "disagg-profile-handler, which sets the headers itself",
     "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
     "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
     "latency-slo-admitter": "flowControl",
     "probabilistic-admitter": "flowControl",
     "burst-prefix-cache-producer": "precise-prefix-cache-producer, which knows of picks at once",
+    "header-profile-handler": "disagg-profile-handler, or one router for each profile",
+    "slo-headroom-tier-filter": "ttft-cost-scorer, which needs no predictor",
+    "topology-affinity-filter": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
+    "topology-affinity-scorer": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
+    "topology-extractor": "labels of the pods, which plugins see",
+    "mm-embeddings-cache-scorer": "precise-prefix-cache-producer",
+    "mm-embeddings-cache-producer": "precise-prefix-cache-producer",
+    "p2p-source-producer": "the engines' own transfer of blocks",
+    "program-aware-fairness": "round-robin-fairness-policy",
+    "priority-holdback-policy": "static-usage-limit-policy",
+    "soft-reflective-ceiling-policy": "static-usage-limit-policy",
+    "dcgm-data-source": "the engine's own metrics page",
+    "dcgm-extractor": "the engine's own metrics page",
+    "sglanggrpc-parser": "passthrough-parser",
+    "disaggregatedset-rollout-screener": "readiness of the pods",
     "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
     "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
 }

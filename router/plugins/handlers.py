@@ -33,11 +33,13 @@ class Handled:
         primary: Where the request goes.
         targets: First picks by profile; "" is where the request goes.
         headers: To set on the request.
+        prefill: Who prefills, where it is not the primary; else None.
     """
 
     primary: Picked
     targets: Mapping[str, Endpoint]
     headers: Mapping[str, str] = field(default_factory=dict)
+    prefill: Endpoint | None = None
 
 
 class ProfileHandler(Protocol):
@@ -108,7 +110,9 @@ class Disaggregated:
         if encoded is not None and self._encode is not None:
             targets[self._encode.name] = encoded.endpoints[0]
             headers[ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
-        return Handled(decoded, targets, headers)
+        prefill = prefilled.endpoints[0] if prefilled is not None else None
+        apart = prefill is not None and prefill.address != first.address
+        return Handled(decoded, targets, headers, prefill if apart else None)
 
     def _stage(
         self,

@@ -1,4 +1,4 @@
-"""Filters by what pods declare: label selectors, roles of disaggregation, addresses named in a test."""
+"""Filters and a scorer by what pods declare: selectors, roles in disaggregation, addresses of a test."""
 
 from __future__ import annotations
 
@@ -79,6 +79,25 @@ class RoleFilter:
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         """Those with the role."""
         return self._filter.filter(request, endpoints)
+
+
+class HeaderLabelScorer:
+    """1 for endpoints whose label says what the request's header says, 0 for the others."""
+
+    def __init__(self, header: str, label: str) -> None:
+        self._header = header
+        self._label = label
+
+    @classmethod
+    def read(cls, parameters: Fields) -> HeaderLabelScorer:
+        """From a configuration."""
+        known = parameters.only("headerName", "labelKey")
+        return cls(known.text("headerName").lower(), known.text("labelKey"))
+
+    def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
+        """One score for each endpoint; 0 for all where the request has no such header."""
+        asked = request.headers.get(self._header)
+        return [float(bool(asked) and endpoint.labels.get(self._label) == asked) for endpoint in endpoints]
 
 
 class HeaderTestingFilter:

@@ -7,15 +7,17 @@ tells producers and observers what came of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.errors import NoEndpointLeftError, RequestError
-from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch
+from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch, Stateful
 from router.plugins.handlers import Handled, ProfileHandler
 from router.plugins.producers import (
     ApproximatePrefix,
@@ -52,6 +54,10 @@ class Pipeline:
 
     Args:
         observers: Are told the picks, by name.
+        strict: Whether an exception in a filter, scorer or picker is answered as the reference answers it,
+            as if the pods were full.
+        types: Of all plugins, by name.
+        stateful: Those that show what they remember, by name.
     """
 
     def __init__(
@@ -60,14 +66,33 @@ class Pipeline:
         producers: Producers,
         observers: Sequence[tuple[str, Observer]],
         random: np.random.Generator,
+        *,
+        strict: bool = False,
+        types: Mapping[str, str] = MappingProxyType({}),
+        stateful: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> None:
         self._handler = handler
         self._producers = producers
         self._observers = tuple(observers)
         self._random = random
+        self._strict = strict
+        self._types = types
+        self._stateful = stateful
         self._approximate = [
             producer for producer in producers.prefixes.values() if isinstance(producer, ApproximatePrefix)
         ]
+
+    def state(self) -> dict[str, Any]:
+        """What plugins remember, by their names, for people."""
+        return {name: {"type": kind, "state": self._state_of(name)} for name, kind in self._types.items()}
+
+    def _state_of(self, name: str) -> object:
+        plugin = self._stateful.get(name)
+        try:
+            return plugin.state() if plugin is not None else None
+        except Exception as error:
+            # The picks go on meanwhile, and a plugin of somebody else's may not have thought of that.
+            return f"not told: {error!r}"
 
     def rank(self, situation: Situation) -> tuple[NDArray[np.int64], Routing]:
         """Picks.
@@ -82,21 +107,17 @@ class Pipeline:
         keys = {id(producer): producer.keys(situation.request) for producer in self._approximate}
         endpoints = _endpoints(situation)
         request = self._request(situation, keys)
-        try:
+        with _costing_one_request(request.id, 429 if self._strict else 500):
             handled = self._handler.run(request, endpoints)
             if handled is None:
                 raise NoEndpointLeftError("no endpoints available for the given request")
+        with _costing_one_request(request.id, 500):
             response_headers = self._tell(request, handled)
-        except RequestError:
-            raise
-        except Exception as error:
-            # Whatever a plugin trips over costs this request, and no other.
-            _log.exception("request %s: a plugin failed", request.id)
-            raise RequestError(500, f"a plugin failed: {error}") from error
         for producer in self._approximate:
             producer.keep(list(situation.pods))
-            for address in {target.address for target in handled.targets.values()}:
-                producer.sent(keys[id(producer)], address)
+            for endpoint in (handled.primary.endpoints[0], handled.prefill):
+                if endpoint is not None:
+                    producer.sent(keys[id(producer)], endpoint.address)
         return _order(handled, endpoints), _routing(handled, response_headers)
 
     def _request(self, situation: Situation, keys: Mapping[int, Sequence[int]]) -> PluginRequest:
@@ -125,13 +146,45 @@ class Pipeline:
         )
 
     def _tell(self, request: PluginRequest, handled: Handled) -> dict[str, str]:
+        """All are told, whichever of them fails.
+
+        Raises:
+            Exception: One failed; a RequestError, if it raised one. Several did: 500.
+        """
         headers: dict[str, str] = {}
+        failures: list[Exception] = []
         for name, observer in self._observers:
-            told = observer.picked(request, handled.targets)
-            if not isinstance(told, Mapping):
-                raise PluginError(f"plugin {name}: picked must answer a mapping of headers")
-            headers.update(told)
+            try:
+                told = observer.picked(request, handled.targets)
+                if not isinstance(told, Mapping):
+                    raise PluginError(f"plugin {name}: picked must answer a mapping of headers")
+                headers.update(told)
+            except Exception as error:
+                failures.append(error)
+        if len(failures) > 1:
+            raise PluginError(f"{len(failures)} plugins failed: {'; '.join(map(str, failures))}")
+        if failures:
+            raise failures[0]
         return headers
+
+
+@contextmanager
+def _costing_one_request(request_id: str, status: int) -> Iterator[None]:
+    """Whatever a plugin trips over costs this request, and no other.
+
+    Raises:
+        RequestError: The plugin's own, or one of this status.
+    """
+    try:
+        yield
+    except RequestError:
+        raise
+    except PluginError as error:
+        _log.exception("request %s: a plugin failed", request_id)
+        raise RequestError(500, f"a plugin failed: {error}") from error
+    except Exception as error:
+        _log.exception("request %s: a plugin failed", request_id)
+        raise RequestError(status, f"a plugin failed: {error}") from error
 
 
 def _endpoints(situation: Situation) -> list[Endpoint]:
@@ -184,7 +237,7 @@ def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
         scores=picked.scores,
         request_headers=dict(handled.headers),
         response_headers=dict(response_headers),
-        also=tuple({target.address for target in handled.targets.values()} - {best}),
+        prefill=handled.prefill.address if handled.prefill is not None else None,
         reason=f"weighted score {picked.scores[best]:.3g} ({parts or 'no scorers'})",
     )
 

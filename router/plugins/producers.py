@@ -128,6 +128,10 @@ class ApproximatePrefix:
         while len(held) > self._capacity:
             held.popitem(last=False)
 
+    def state(self) -> dict[str, int]:
+        """Blocks remembered, by pod."""
+        return {pod: len(held) for pod, held in self._held.copy().items()}
+
     def keep(self, pods: Sequence[str]) -> None:
         """Forgets every pod but these."""
         for gone in self._held.keys() - set(pods):

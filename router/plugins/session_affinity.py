@@ -23,6 +23,9 @@ _DESTINATION = ""
 
 
 class _Memory(Protocol):
+    def __len__(self) -> int:
+        """Sessions remembered."""
+
     def last(self, request: PluginRequest, /) -> str | None:
         """Id of the session's endpoint."""
 
@@ -35,6 +38,9 @@ class TokenHeader:
 
     def __init__(self, header: str = TOKEN_HEADER) -> None:
         self._header = header
+
+    def __len__(self) -> int:
+        return 0
 
     def last(self, request: PluginRequest) -> str | None:
         """Id of the session's endpoint."""
@@ -61,6 +67,9 @@ class SessionIds:
     def __init__(self, sources: Sequence[tuple[str, str]], ttl_s: float = 300.0) -> None:
         self._sources = tuple(sources)
         self._sessions = Sessions(SessionParameters(ttl_s=ttl_s))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def last(self, request: PluginRequest) -> str | None:
         """Id of the session's endpoint."""
@@ -125,6 +134,10 @@ class SessionAffinity:
         """Remembers where the session went."""
         endpoint = targets.get(self._profile)
         return {} if endpoint is None else self._memory.remember(request, endpoint)
+
+    def state(self) -> dict[str, int]:
+        """How many sessions are remembered here; of tokens the clients remember them."""
+        return {"sessions": len(self._memory)}
 
 
 def _source(item: Fields) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from tests.wire.router_wire_support import set_headers, wait_until
 
 DATA = json.loads(gzip.decompress((Path(__file__).parents[1] / "data/hermetic_cases.json.gz").read_bytes()))
 QUICK = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
+QUICK += ["--check-port", "0"]
 
 
 class MetricsPod(ThreadingHTTPServer):
@@ -99,7 +100,10 @@ class Scene:
 
 @contextmanager
 def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Scene]:
-    """Starts the case's pods and a router with its configuration, until every pod has told its load."""
+    """Starts the case's pods and a router with its configuration, until every pod has told its load.
+
+    A case may hold a configuration itself, in the place of its name, and further `resources`.
+    """
     a, b = random.randrange(1, 250), random.randrange(1, 250)
     with ExitStack() as stack:
         pods = [
@@ -111,8 +115,11 @@ def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Sce
             host, _, port = pod.address.rpartition(":")
             entries.append({"name": pod.name, "address": host, "port": port, "labels": dict(pod.labels)})
         (directory / "pods.yaml").write_text(yaml.safe_dump({"endpoints": entries}))
-        (directory / "config.yaml").write_text(yaml.safe_dump(DATA["configs"][case["config"]]))
-        (directory / "resources.yaml").write_text(yaml.safe_dump_all(_resources()))
+        named = case["config"]
+        config_file = named if isinstance(named, dict) else DATA["configs"][named]
+        (directory / "config.yaml").write_text(yaml.safe_dump(config_file))
+        resources = [*_resources(), *case.get("resources", ())]
+        (directory / "resources.yaml").write_text(yaml.safe_dump_all(resources))
         config, _ = parse_flags(
             [
                 *QUICK,

@@ -33,13 +33,16 @@ class FakePod:
         may_finish: While cleared, answers to POSTs are begun and not ended.
         metrics: What /metrics tells.
         pages: How often it was asked.
+        host: Its address.
         models: Ids on /v1/models, as (id, parent).
+        sources: What /kv_event_sources tells; None: there is no such page.
         seen: Headers of the posted requests.
         bodies: Their bodies.
         answer: What a POST is answered; one that asks for a stream gets it as events in pieces.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.healthy = True
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -51,6 +54,7 @@ class FakePod:
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
         self.answer = b'{"ok": true}'
+        self.sources: dict[str, dict[str, Any]] | None = None
         self._server = self._start(port)
 
     @property
@@ -61,7 +65,7 @@ class FakePod:
     @property
     def address(self) -> str:
         """Its identity."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def stop(self) -> None:
         """Dies: the port is closed."""
@@ -84,10 +88,12 @@ class FakePod:
         if path == "/metrics":
             self.pages += 1
             return 200, self.metrics.encode()
+        if path == "/kv_event_sources" and self.sources is not None:
+            return 200, json.dumps(self.sources).encode()
         return 404, b""
 
     def _start(self, port: int) -> ThreadingHTTPServer:
-        server = _Server(("127.0.0.1", port), _handler(self))
+        server = _Server((self.host, port), _handler(self))
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return server
 
@@ -114,11 +120,11 @@ def write_pods(path: Path, addresses: Sequence[str]) -> Path:
 
 
 @contextmanager
-def running_router(pods_file: Path, **settings: Any) -> Iterator[RouterServer]:
-    """A started router on free ports."""
-    ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port"), 0)
+def running_router(pods_file: Path | None, **settings: Any) -> Iterator[RouterServer]:
+    """A started router on free ports; without a pods file the settings say where pods are."""
+    ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port", "check_port"), 0)
     # The pods publish no events, so that nothing is to be waited for.
-    quick = {
+    quick: dict[str, Any] = {
         "refresh_interval_s": 0.1,
         "sync_timeout_s": 1.0,
         "index": IndexerConfig(bootstrap_s=1.0),

@@ -31,6 +31,15 @@ FIGURES = {
         for blocks in (32, 1)
         for suffix in ("", "_single_payloads", "_array", "_lora", "_slow_path", "_reference")
     },
+    "macs": {
+        *(
+            f"attention_{way}_{what}"
+            for way in ("uncached", "cached")
+            for what in ("step_macs", "by_closed_form")
+        ),
+        "attention_macs_saved_ratio",
+        "model_macs_saved_ratio",
+    },
 }
 
 

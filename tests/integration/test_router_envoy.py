@@ -14,6 +14,8 @@ from typing import Any, Literal
 import pytest
 import urllib3
 
+from router.check_http import CheckHttpDoor
+from router.http_requests import HttpRequest
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command
 from router.server import RouterServer
@@ -27,7 +29,7 @@ from tests.integration.router_server_support import (
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
-Mode = Literal["check", "ext_proc skip", "ext_proc full"]
+Mode = Literal["check", "check_grpc", "ext_proc skip", "ext_proc full"]
 BODY = {"model": TINY, "prompt": "hello " * 100}
 
 
@@ -73,8 +75,9 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
             envoy_settings = EnvoySettings(
                 gateway=("127.0.0.1", port),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
+                router_check=("127.0.0.1", router.ports["check"]),
                 pods=[("127.0.0.1", pod.port) for pod in pods],
-                door="check" if mode == "check" else "ext_proc",
+                door="ext_proc" if mode.startswith("ext_proc") else mode,
                 responses=responses,
                 failure_mode_allow=fail_open,
             )
@@ -82,7 +85,7 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
                 yield Gateway(port, router, pods, envoy)
 
 
-@pytest.fixture(params=["check", "ext_proc skip", "ext_proc full"])
+@pytest.fixture(params=["check", "check_grpc", "ext_proc skip", "ext_proc full"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
     """A gateway with each door and response mode."""
     with gateway(tmp_path, request.param) as running:
@@ -133,6 +136,17 @@ def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
     assert served.post(b"anything", path="/tokenize").status == 200
 
 
+def test_the_routers_own_503_reaches_the_client_whole(served: Gateway) -> None:
+    """Where no pod may be picked, the client sees the status, the protocol's reason and OpenAI's form."""
+    for pod in served.pods:
+        pod.healthy = False
+    wait_until(lambda: not ready_pods(served.router), "the pods' illness")
+    refused = served.post(BODY)
+    assert (refused.status, refused.json()["error"]["code"]) == (503, 503)
+    assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+    assert refused.headers["content-type"] == "application/json"
+
+
 def test_parallel_responses_are_neither_cut_nor_lost(served: Gateway) -> None:
     """Of 1,500 plain and streamed responses to 64 clients each is whole, and every ledger entry ends."""
     answer = json.dumps({"text": "x" * 20_000}).encode()
@@ -176,7 +190,14 @@ def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "fail_open"),
-    [("check", False), ("check", True), ("ext_proc skip", False), ("ext_proc full", False)],
+    [
+        ("check", False),
+        ("check", True),
+        ("check_grpc", False),
+        ("check_grpc", True),
+        ("ext_proc skip", False),
+        ("ext_proc full", False),
+    ],
 )
 def test_while_the_router_is_away_envoy_refuses_or_balances(
     tmp_path: Path, mode: Mode, fail_open: bool
@@ -191,6 +212,34 @@ def test_while_the_router_is_away_envoy_refuses_or_balances(
             assert len({answer.headers["x-kvroute-pod"] for answer in answers}) == 2
         else:
             assert {answer.status for answer in answers} <= {500, 503}
+
+
+@pytest.mark.parametrize("mode", ["check", "check_grpc"])
+def test_clients_are_told_why_their_pod_was_picked(tmp_path: Path, mode: Mode) -> None:
+    """With the explain header on, the response carries it to the client, and nothing of it to the pod."""
+    with gateway(tmp_path, mode, explain_header=True) as served:
+        response = served.post(BODY)
+        assert response.headers["x-kvroute-explain"].startswith(f"pod={response.headers['x-kvroute-pod']}; ")
+        assert not any("x-kvroute-explain" in seen for pod in served.pods for seen in pod.seen)
+
+
+def test_a_connection_that_ends_in_the_middle_is_tried_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Envoy asks again where the router goes away without an answer: the client does not hear of it."""
+    lost: list[str] = []
+    answer = CheckHttpDoor.answer
+
+    def once_lost(door: CheckHttpDoor, request: HttpRequest, closes: bool) -> bytes:
+        if not lost:
+            lost.append(request.path)
+            raise ConnectionAbortedError
+        return answer(door, request, closes)
+
+    monkeypatch.setattr(CheckHttpDoor, "answer", once_lost)
+    with gateway(tmp_path, "check") as served:
+        assert served.post(BODY).status == 200
+    assert lost == ["/v1/completions"]
 
 
 def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:

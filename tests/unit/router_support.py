@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from indexer import PodMatches, StreamState
 from indexer.index import MatchTable
 from indexer.keys import Keys, Tokens
-from indexer.pods_file import PodEntry
+from indexer.pod_entry import PodEntry
 from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.admission import Admission, AdmissionParameters
 from router.explain import Explain

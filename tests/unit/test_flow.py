@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from router.flow_queue import FAIRNESS, BandParameters, FlowQueue, QueueParamete
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest
 from router.saturation import ConcurrencyDetector, UtilizationDetector
-from tests.unit.router_support import ready_pod
+from tests.unit.router_support import entry, ready_pod
 from tests.wire.router_wire_support import wait_until
 
 FCFS, EDF, SLO = "fcfs-ordering-policy", "edf-ordering-policy", "slo-deadline-ordering-policy"
@@ -206,6 +207,22 @@ def test_requests_go_on_one_by_one_in_order() -> None:
         assert one.sink.outcomes == ["Dispatched"] * 3
 
 
+def test_the_fullest_stage_counts() -> None:
+    """Where prefilling is apart, free decoding pods do not help; pods without a role decode."""
+    with gate() as one:
+        prefill = "10.0.0.7:1"
+        pod = replace(ready_pod(prefill), entry=entry(prefill, **{"llm-d.ai/role": "prefill"}))
+        decode = ready_pod("10.0.0.1:1")
+        one.pods.declare([decode.entry, pod.entry])
+        one.pods.put(pod)
+        assert one.flow.saturation() == 0.0
+        slot = one.pods.board.begin(prefill, 10, 0.0)
+        assert one.flow.saturation() == 1.0
+        one.pods.board.end(prefill, slot, 10, 0.0)
+        one.pods.board.begin(decode.address, 10, 0.0)
+        assert one.flow.saturation() == 1.0
+
+
 def test_waiting_ends_in_time() -> None:
     """Too long is 429; without any pod it is 503, after the time that is given for pods to come."""
     with gate(FlowParameters(ttl_s=5.0)) as one:
@@ -300,7 +317,7 @@ def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
 @pytest.mark.parametrize(
     ("section", "complaint"),
     [
-        ({"enableEviction": True}, "flowControl.enableEviction: is not understood"),
+        ({"enableEviction": "maybe"}, "flowControl.enableEviction: must be true or false"),
         ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
         (
             {"priorityBands": [{"orderingPolicyRef": "lifo"}]},

@@ -48,7 +48,7 @@ def child(name: str, code: str, *, restarts: bool = False) -> ChildPlan:
 def test_no_two_processes_share_a_port(replicas: int) -> None:
     """Every port of the plan is there once, whatever the number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
-    assert len(ports) == len(set(ports)) == 3 * replicas + 5
+    assert len(ports) == len(set(ports)) == 3 * replicas + 6
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_the_pods_file_is_what_the_router_reads() -> None:
     [
         {},
         {"failure_mode_allow": True},
+        {"door": "check_grpc"},
         {"door": "ext_proc"},
         {"door": "ext_proc", "responses": "full"},
     ],

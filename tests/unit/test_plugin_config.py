@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +232,74 @@ def test_a_wrong_configuration_is_refused_at_its_place(
         pipeline(config)
 
 
+def test_several_failures_after_the_pick_are_an_internal_error(tmp_path: Path) -> None:
+    """All plugins are told; one typed error keeps its status, any other and any two are a 500."""
+    (tmp_path / "p.py").write_text(
+        "from router.errors import RequestError\n"
+        "class Typed:\n"
+        "    def picked(self, request, targets): raise RequestError(412, 'not this one')\n"
+        "class Untyped:\n"
+        "    def picked(self, request, targets): raise ValueError('oops')\n"
+        "class Told:\n"
+        "    def picked(self, request, targets): request.headers['told'] = 'yes'; return {}\n"
+    )
+
+    def status(*names: str) -> tuple[int, dict[str, str]]:
+        plugins = [{"type": f"p.py:{name}", "name": name} for name in names]
+        made = bench(pipeline({"plugins": [{"type": "queue-scorer"}, *plugins]}, tmp_path))
+        headers: dict[str, str] = {}
+        with pytest.raises(RequestError) as caught:
+            made.router.route(replace(completion("r", "x"), headers=headers), 0.0)
+        return caught.value.status, headers
+
+    assert status("Typed", "Told") == (412, {"told": "yes"})
+    assert status("Untyped", "Told") == (500, {"told": "yes"})
+    assert status("Typed", "Untyped", "Told") == (500, {"told": "yes"})
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(True, 429), (False, 500)])
+def test_a_scorer_that_fails_is_told_apart_from_full_pods(
+    tmp_path: Path, strict: bool, expected: int
+) -> None:
+    """The reference answers any failure of its scheduler with 429; we only where strictness is asked for."""
+    (tmp_path / "p.py").write_text("class Bad:\n    def score(self, request, endpoints): raise ValueError\n")
+    config = {"plugins": [{"type": "p.py:Bad", "name": "bad"}]}
+    with pytest.raises(RequestError) as caught:
+        bench(pipeline(config, tmp_path, strict=strict)).router.route(completion("r", "x"), 0.0)
+    assert caught.value.status == expected
+
+
+def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
+    """By name, with their types; one that fails while it tells costs nobody else."""
+    (tmp_path / "p.py").write_text(
+        "class Bad:\n"
+        "    def score(self, request, endpoints): return [0.5] * len(endpoints)\n"
+        "    def state(self): raise KeyError('gone')\n"
+    )
+    config = {
+        "plugins": [
+            {"type": "p.py:Bad", "name": "bad"},
+            {"type": "prefix-cache-scorer"},
+            {"type": "no-hit-lru-scorer", "name": "lru"},
+            {
+                "type": "session-affinity-scorer",
+                "parameters": {"strategy": "session_id"},
+            },
+        ]
+    }
+    made = pipeline(config, tmp_path)
+    bench(made).router.route(replace(completion("r", "x"), headers={"x-session-id": "s"}), 0.0)
+    assert made.state() == {
+        "bad": {"type": "p.py:Bad", "state": "not told: KeyError('gone')"},
+        "prefix-cache-scorer": {"type": "prefix-cache-scorer", "state": None},
+        "lru": {"type": "no-hit-lru-scorer", "state": {"endpoints": 1}},
+        "session-affinity-scorer": {"type": "session-affinity-scorer", "state": {"sessions": 1}},
+    }
+
+
 def test_a_pipelines_headers_pass_the_check_door() -> None:
     """What plugins set on request and response is set by Envoy's other door, too."""
-    routing = Routing((A,), {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, (), "")
+    routing = Routing((A,), {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
     answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), None, routing)).ok_response
     asked = {option.header.key: option.header.value for option in answer.headers}
     told = {option.header.key: option.header.value for option in answer.response_headers_to_add}

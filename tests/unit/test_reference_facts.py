@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission import Admission, AdmissionParameters
@@ -41,6 +41,18 @@ def parsed(path: str, body: object, *parsers: str) -> RouteRequest:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = RouteRequest("r", RequestKind.PASSTHROUGH, headers={":path": path})
     return Parsers(parsers).parse(request, data)[0]
+
+
+def framed(*fields: tuple[int, bytes]) -> bytes:
+    """A gRPC message of short fields."""
+    message = b"".join(bytes([number << 3 | 2, len(value)]) + value for number, value in fields)
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def vertex(body: object) -> bytes:
+    """A Vertex AI request that carries JSON."""
+    carried = framed((1, b"application/json"), (2, json.dumps(body).encode()))[5:]
+    return framed((1, b"projects/p"), (2, carried))
 
 
 @pytest.mark.parametrize("case", FACTS["rewrite_model_name"]["cases"], ids=lambda case: case["body"][:30])
@@ -88,8 +100,26 @@ def test_paths_find_their_parsers() -> None:
         ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}, (), RequestKind.COMPLETIONS, ["a", "b"]),
         ("/inference/v1/generate", {"model": "m", "token_ids": [1, 2]}, (), RequestKind.COMPLETIONS, [1, 2]),
         ("/generate", {"text": "x"}, ("sglanghttp-parser",), RequestKind.COMPLETIONS, "x"),
-        ("/v1/messages", {"model": "m", "messages": [{}]}, (), RequestKind.PASSTHROUGH, None),
-        ("/v1/responses", {"model": "m", "input": "x"}, (), RequestKind.PASSTHROUGH, None),
+        ("/generate", {"input_ids": [3], "text": "x"}, ("sglanghttp-parser",), RequestKind.COMPLETIONS, [3]),
+        ("/v1/messages", {"model": "m", "messages": [{}]}, (), RequestKind.MESSAGES, None),
+        ("/v1/messages/count_tokens", {"messages": 1}, (), RequestKind.PASSTHROUGH, None),
+        ("/v1/responses", {"model": "m", "input": "x"}, (), RequestKind.RESPONSES, None),
+        ("/vllm.grpc.engine.VllmEngine/Abort", b"", ("vllmgrpc-parser",), RequestKind.PASSTHROUGH, None),
+        (
+            "/google.cloud.aiplatform.v1.PredictionService/ChatCompletions",
+            vertex({"messages": [{"role": "user", "content": "x"}]}),
+            ("vertexai-parser",),
+            RequestKind.CHAT,
+            None,
+        ),
+        (
+            "/google.cloud.aiplatform.v1beta1.PredictionService/StreamRawPredict",
+            vertex({"input": "x"}),
+            ("vertexai-parser",),
+            RequestKind.RESPONSES,
+            None,
+        ),
+        ("/x.PredictionService/Explain", b"", ("vertexai-parser",), RequestKind.PASSTHROUGH, None),
         ("/anything", b"\x00", (), RequestKind.PASSTHROUGH, None),
         (
             "/vllm.grpc.engine.VllmEngine/Generate",
@@ -114,9 +144,32 @@ def test_every_api_gives_its_prompt(
         ("/v1/chat/completions", {"model": "m", "messages": []}, "must have valid messages field"),
         ("/v1/chat/completions", {"model": "m", "messages": "hi"}, "must have valid messages field"),
         ("/v1/completions", {"model": "m", "prompt": ""}, "must have prompt field"),
-        ("/v1/completions", b"{", "error unmarshaling"),
-        ("/v1/completions", b"[1]", "error unmarshaling"),
+        ("/v1/completions", b"{", "error unmarshaling request bodyMap: unexpected end of JSON input$"),
+        ("/v1/completions", b"", "error unmarshaling request bodyMap: unexpected end of JSON input$"),
+        ("/v1/completions", b"  ", "unexpected end of JSON input$"),
+        ("/v1/completions", b"not json", r"invalid character 'o' in literal null \(expecting 'u'\)$"),
+        ("/v1/completions", b"hello", "invalid character 'h' looking for beginning of value$"),
+        ("/v1/completions", b"<html>", "invalid character '<' looking for beginning of value$"),
+        ("/v1/completions", b"'a'", r"invalid character '\\'' looking for beginning of value$"),
+        (
+            "/v1/completions",
+            b"[1]",
+            r"cannot unmarshal array into Go value of type map\[string\]interface {}$",
+        ),
+        ("/v1/completions", b'"x"', "json: cannot unmarshal string into Go value"),
+        ("/v1/completions", b"-1", "json: cannot unmarshal number into Go value"),
+        ("/v1/completions", b"true", "json: cannot unmarshal bool into Go value"),
         ("/v1/completions", b"[" * 100_000, "error unmarshaling"),
+        ("/v1/messages", b"", "error unmarshaling request body: unexpected end of JSON input$"),
+        ("/v1/messages", {"messages": []}, "invalid messages request: must have at least one message$"),
+        ("/v1/conversations", {"items": []}, "invalid conversations request: must have items field$"),
+        ("/v1/responses", {"input": None}, "invalid responses request: must have input field$"),
+        ("/v1/embeddings", {"input": ""}, "invalid embeddings request: must have input field$"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": []},
+            "^invalid generate request: must have non-empty token_ids field$",
+        ),
     ],
 )
 def test_a_body_without_its_field_is_refused(path: str, body: object, complaint: str) -> None:
@@ -132,6 +185,23 @@ def test_any_grpc_body_is_read_or_refused(message: bytes) -> None:
     for body in (message, b"\0" + len(message).to_bytes(4, "big") + message):
         with contextlib.suppress(RequestError):
             parsed("/vllm.grpc.engine.VllmEngine/Embed", body, "vllmgrpc-parser")
+
+
+def test_sglangs_parser_asks_for_ids_in_its_own_words() -> None:
+    """Text is taken, too; without either the complaint is the reference's; the salt has another name."""
+    with pytest.raises(RequestError, match=r"^invalid generate request: input_ids must be provided$"):
+        parsed("/generate", {"sampling_params": {}}, "sglanghttp-parser")
+    request = parsed("/generate", {"input_ids": [1], "extra_key": "mine"}, "sglanghttp-parser")
+    assert request.cache_salt == "mine"
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40))
+def test_any_vertex_body_is_read_or_refused(message: bytes) -> None:
+    """Framed right or wrong, with an HTTP body or without, no message does more than being refused."""
+    for body in (message, framed((2, message)), framed((2, framed((2, message))[5:]))):
+        with contextlib.suppress(RequestError):
+            parsed("/x.PredictionService/RawPredict", body, "vertexai-parser")
 
 
 def test_unknown_paths_need_the_passthrough_parser() -> None:

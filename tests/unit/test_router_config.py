@@ -122,7 +122,7 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.Capture
     [
         [],
         [*PODS, "--config-text", GOOD],
-        [*PODS, "--secure-serving"],
+        [*PODS, "--cert-path", "/certificates"],
         [*PODS, "--compat", "off", "--config-text", PICKS],
     ],
 )
@@ -267,7 +267,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
     """`kvroute router ...` is the router's own command line."""
     assert cli.main(["router"]) == 2
-    assert "kvroute router: error: give either --pods-file" in capsys.readouterr().err
+    assert "kvroute router: error: give exactly one of" in capsys.readouterr().err
 
 
 def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from router.explain import Explain
-from tests.unit.router_support import Bench, completion, long_text, ready_pod
+from router.request import RequestKind, RouteRequest
+from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 PODS = [ready_pod(f"10.0.0.{number}:8000") for number in range(1, 11)]
 TEXT = long_text(100)
@@ -29,6 +30,18 @@ def test_a_page_shows_as_many_decisions_as_have_room() -> None:
         bench.router.route(completion(f"r{number}", TEXT), 0.0)
     assert len(bench.explain.latest(5, candidates_max=30)) == 3
     assert len(bench.explain.latest(5, candidates_max=1)) == 1
+
+
+def test_a_prompt_that_is_known_in_part_is_told_so() -> None:
+    """What stands behind an image counts in the load, and not in the cache: the decision says why."""
+    bench = Bench().with_pods(*PODS)
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}, image]}]
+    body = {"model": TINY, "messages": messages}
+    bench.router.route(RouteRequest("r", RequestKind.CHAT, TINY, body, body_bytes=500), 0.0)
+    shown = bench.explain.one("r")
+    assert shown is not None
+    assert (shown["degraded"], shown["partial"], shown["prefill_pod"]) == (None, "media", None)
 
 
 def test_a_repeated_request_id_keeps_its_newest_decision() -> None:

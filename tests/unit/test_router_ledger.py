@@ -168,6 +168,7 @@ STEPS = st.lists(
         st.integers(0, 4),
         st.integers(0, 2),
         st.none() | st.integers(0, 3),
+        st.none() | st.integers(0, 2),
     ),
     max_size=60,
 )
@@ -175,21 +176,24 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None]]) -> None:
+def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None, int | None]]) -> None:
     """After any history the per-pod sums equal what a plain list of the requests in flight adds up to."""
     ledger = Ledger(PARAMETERS)
     awaiting: list[Dispatch] = []
     decoding: list[Dispatch] = []
-    for at, (action, number, pod_number, key) in enumerate(steps):
+    for at, (action, number, pod_number, key, other) in enumerate(steps):
         now_s, request_id, pod = float(at), f"r{number}", f"a:{pod_number}"
         if action == "dispatch":
             # The time makes each dispatch one of its kind.
-            dispatch = Dispatch(request_id, pod, 10 + number, 0.0, 0.1, key, True, now_s)
+            prefill_pod = None if other is None or other == pod_number else f"a:{other}"
+            dispatch = Dispatch(
+                request_id, pod, 10 + number, 0.0, 0.1, key, True, now_s, prefill_pod=prefill_pod
+            )
             forget(ledger.dispatch(dispatch), awaiting, decoding)
             awaiting.append(dispatch)
         elif action == "stored":
             told = ledger.stored(pod, keys(0, 1), now_s)
-            assert all(one.confirm_key in (0, 1) and one.pod == pod for one in told)
+            assert all(one.confirm_key in (0, 1) and one.computed_on == pod for one in told)
             move(told, awaiting, decoding)
         elif action == "first_token":
             move([one for one in [ledger.first_token(request_id, now_s, pod)] if one], awaiting, decoding)
@@ -221,7 +225,7 @@ def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispat
     """Compares the ledger's sums with the model's."""
     assert len(ledger) == len(awaiting) + len(decoding) <= PARAMETERS.capacity
     for pod in ("a:0", "a:1", "a:2"):
-        queued = [one.uncached_tokens for one in awaiting if one.pod == pod]
+        queued = [one.uncached_tokens for one in awaiting if one.computed_on == pod]
         decoded = [one.uncached_tokens for one in decoding if one.pod == pod]
         work = PodWork(len(queued), sum(queued), len(decoded), sum(queued) + sum(decoded))
         assert ledger.work(pod) == work

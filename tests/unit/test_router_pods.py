@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from indexer.pods_file import EVENTS_PORT_LABEL, MODEL_LABEL
+from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
 from router.candidates import candidates_for
 from router.errors import NoEndpointError, RequestError
+from router.event_sources import NOT_TOLD, EventSources
 from router.pod_watch import judge, pod_stream
-from router.pods import Pod, PodSet
+from router.pods import NOT_READY_THERE, Pod, PodSet
 from router.probe import ProbeResult, served_models
 from tests.unit.router_support import TINY, completion, entry, ready_pod
 
@@ -95,15 +96,57 @@ def test_a_subset_without_ready_pods_is_503(allowed: frozenset[str]) -> None:
 
 
 def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
-    """A pod that stays declared keeps its state, one that changed its labels begins anew, others vanish."""
+    """A pod that stays declared keeps its state, with labels that changed too; others vanish."""
     pods = pod_set(ONE, TWO)
     before = pods.snapshot()
-    pods.declare([ONE.entry, entry("10.0.0.2:8000", role="decode")])
+    labelled = entry("10.0.0.2:8000", role="decode")
+    assert pods.declare([ONE.entry, labelled]) == []
     assert pods.snapshot()[ONE.address] is ONE
-    assert not pods.snapshot()[TWO.address].ready
+    assert pods.snapshot()[TWO.address] == replace(TWO, entry=labelled)
     pods.declare([TWO.entry])
     assert list(pods.snapshot()) == [TWO.address]
     assert before == {ONE.address: ONE, TWO.address: TWO}
+
+
+@pytest.mark.parametrize("change", [{"life": "2"}, {"name": "other"}, {"namespace": "other"}])
+def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
+    """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
+    pods = pod_set(ONE, TWO)
+    assert pods.declare([replace(ONE.entry, **change), TWO.entry]) == [ONE.address]
+    assert not pods.snapshot()[ONE.address].ready
+    assert pods.snapshot()[TWO.address].ready
+
+
+def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once() -> None:
+    """Readiness as declared counts beside the probes: it takes a pod out, and lets it in again."""
+    pods = pod_set(ONE, DOWN)
+    out = [replace(pod.entry, ready=False) for pod in (ONE, DOWN)]
+    pods.declare(out)
+    assert {pod.why for pod in pods.snapshot().values()} == {NOT_READY_THERE, DOWN.why}
+    healthy = judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True))
+    assert (healthy.ready, healthy.why) == (False, NOT_READY_THERE)
+    pods.declare([ONE.entry, DOWN.entry])
+    assert [pod.ready for pod in pods.snapshot().values()] == [True, False]
+
+
+def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() -> None:
+    """Annotated ports win over the engine's own account, and that over the defaults."""
+    defaults = EventDefaults(port=1, replay_port=2, asks=True)
+    pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
+    told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
+    off = EventSources(told=True, off=True)
+    annotated = replace(pod.entry, labels={EVENTS_PORT_LABEL: "4"})
+
+    def followed(pod: Pod) -> tuple[str | None, str | None, int] | None:
+        stream = pod_stream(pod)
+        return stream and (stream.events_endpoint, stream.replay_endpoint, stream.ranks)
+
+    assert followed(pod) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
+    assert followed(replace(pod, sources=NOT_TOLD)) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
+    assert followed(replace(pod, sources=told)) == ("tcp://10.0.0.1:3", None, 2)
+    assert followed(replace(pod, sources=told, entry=annotated)) == ("tcp://10.0.0.1:4", None, 2)
+    assert followed(replace(pod, sources=off)) is None
+    assert followed(replace(pod, sources=off, entry=annotated)) == ("tcp://10.0.0.1:4", None, 1)
 
 
 def test_a_pod_that_is_gone_is_not_brought_back_by_a_late_probe() -> None:

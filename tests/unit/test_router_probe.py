@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.probe import Prober, ProbeResult
+from router.probe import Asked, Prober, ProbeResult
 from tests.unit.test_router_scrape import PAGE
 
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -64,7 +64,7 @@ def probed(answer: Answer, *, timeout_s: float = 20.0, times: int = 1) -> tuple[
         async with serving(answer) as (pod, address):
             prober = Prober(timeout_s=timeout_s)
             for _ in range(times):
-                result = await prober.probe(address, with_models=True)
+                result = await prober.probe(address, Asked(models=True))
             prober.close()
         return result, pod
 
@@ -189,7 +189,7 @@ def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
     async def probe() -> ProbeResult:
         async with serving(well) as (_, address):
             pass
-        return await Prober(timeout_s=20.0).probe(address, with_models=False)
+        return await Prober(timeout_s=20.0).probe(address, Asked())
 
     result = asyncio.run(probe())
     assert (result.healthy, result.timed_out) == (False, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -65,3 +66,34 @@ def test_any_bytes_are_survived(chunks: list[bytes], is_event_stream: bool) -> N
         reader.feed(chunk)
     reader.end()
     assert reader.cached_tokens is None
+
+
+def test_anthropics_events_tell_a_part_each() -> None:
+    """The prompt's tokens come with the first event, the answer's with a later one."""
+    reader = UsageReader(is_event_stream=True)
+    start = {"input_tokens": 25, "cache_read_input_tokens": 16, "output_tokens": 1}
+    for event in (
+        {"type": "message_start", "message": {"id": "m", "usage": start}},
+        {"type": "content_block_delta", "delta": {"text": 'the "usage" of it'}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 15}},
+    ):
+        reader.feed(b"event: x\ndata: " + json.dumps(event).encode() + b"\n\n")
+    reader.end()
+    assert reader.cached_tokens == 16
+    assert reader.usage_json is not None
+    assert json.loads(reader.usage_json) == {
+        "input_tokens": 25,
+        "cache_read_input_tokens": 16,
+        "output_tokens": 15,
+    }
+
+
+@pytest.mark.parametrize("is_event_stream", [False, True])
+def test_sglangs_answers_tell_it_under_another_name(is_event_stream: bool) -> None:
+    """In meta_info, of an answer in one piece as of the last event."""
+    told = {"text": "x", "meta_info": {"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 8}}
+    reader = UsageReader(is_event_stream=is_event_stream)
+    data = json.dumps(told).encode()
+    reader.feed(b"data: " + data + b"\n\ndata: [DONE]\n\n" if is_event_stream else data)
+    reader.end()
+    assert reader.cached_tokens == 8

@@ -18,6 +18,7 @@ from router.access_log import AccessLogDoor
 from router.check import CheckDoor
 from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
 from router.pick_service import PickDoor
@@ -68,7 +69,6 @@ def doors(
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
-    add_picks: Any = endpoint_picker_pb2_grpc.add_EndpointPickerServicer_to_server
     add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
     server, port = listen(
         "--grpc-port",
@@ -78,8 +78,8 @@ def doors(
         requests_max=threads,
         message_bytes_max=8 << 20,
         services=(
-            lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(ext_proc, server),
-            lambda server: add_picks(picks, server),
+            lambda server: add_ext_proc(ext_proc, server),
+            picks.add_to,
             lambda server: add_explain(ExplainDoor(bench.explain), server),
             check.add_to,
             logs.add_to,
@@ -101,6 +101,11 @@ class Stream:
     def __init__(self, stub: pb_grpc.ExternalProcessorStub) -> None:
         self._outgoing: SimpleQueue[pb.ProcessingRequest | None] = SimpleQueue()
         self._call = stub.Process(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has ended it."""
+        return bool(self._call.is_active())
 
     def send(self, *messages: pb.ProcessingRequest) -> None:
         """Sends without waiting."""
@@ -180,9 +185,11 @@ def set_headers(answer: pb.ProcessingResponse) -> dict[str, str]:
     return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
 
 
-def streamed_bytes(answers: Sequence[pb.ProcessingResponse]) -> tuple[bytes, list[bool]]:
-    """The joined streamed body of request_body answers, and each one's end_of_stream."""
-    chunks = [answer.request_body.response.body_mutation.streamed_response for answer in answers]
+def streamed_bytes(
+    answers: Sequence[pb.ProcessingResponse], phase: str = "request_body"
+) -> tuple[bytes, list[bool]]:
+    """The joined streamed body of a phase's answers, and each one's end_of_stream."""
+    chunks = [getattr(answer, phase).response.body_mutation.streamed_response for answer in answers]
     return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]
 
 

@@ -1,0 +1,102 @@
+"""From a RouterConfig to what decides: who lets requests in, and who orders the pods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from router.admission import Admission, AdmissionParameters
+from router.config import RouterConfig
+from router.flow import FlowControl
+from router.flow_config import fairness_of, flow_of
+from router.flow_metrics import FlowMetrics
+from router.ledger import Ledger
+from router.plugins.build import build_pipeline
+from router.pods import PodSet
+from router.routing import Ranker
+from router.schedule import Scheduler
+from router.sessions import SessionParameters, Sessions
+
+
+def entrance(
+    config: RouterConfig, objectives: Mapping[str, int], pods: PodSet, registry: CollectorRegistry
+) -> tuple[Admission, FlowControl | None]:
+    """Who sheds requests: admission by priority, or flow control, which then does it alone.
+
+    Args:
+        objectives: Priority by objective, beside those of the flags.
+
+    Raises:
+        ConfigError: Flow control is configured wrongly.
+    """
+    priorities = dict(config.priorities) | dict(objectives)
+    picker = config.picker
+    found = None
+    if picker is not None:
+        found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
+    if picker is None or found is None:
+        load_age_max_s = config.load_age_max_s or AdmissionParameters().load_age_max_s
+        return Admission(AdmissionParameters(priorities, load_age_max_s=load_age_max_s), pods.board), None
+    admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), pods.board)
+    if found[0].evicts and (config.compat == "off" or not config.responses_full):
+        picker.flow.fail(
+            "enableEviction", "needs --responses full and --compat answers: else no door can end a request"
+        )
+    metrics = FlowMetrics(registry)
+    flow = FlowControl(
+        *found,
+        pods,
+        metrics,
+        priority_of=admission.priority_of,
+        fairness_of=fairness_of(picker),
+    )
+    metrics.watch(lambda: len(flow), lambda: flow.size_bytes, flow.saturation)
+    return admission, flow
+
+
+def ranker(config: RouterConfig) -> Ranker | None:
+    """The configuration file's pipeline; None: the cost policy orders the pods.
+
+    Raises:
+        ConfigError: A plugin is wrong.
+    """
+    if config.picker is None or not config.picker.picks:
+        return None
+    return build_pipeline(
+        config.picker,
+        block_tokens=config.index.block_tokens,
+        strict=config.compat == "strict",
+        random=np.random.default_rng(),
+    )
+
+
+def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker | None) -> Scheduler:
+    """Who picks.
+
+    Args:
+        ranker: Orders the pods; None: their cost does.
+    """
+    sessions = None
+    if config.session_header or config.session_cookie:
+        parameters = SessionParameters(
+            config.session_header, config.session_cookie, stay_s=config.session_stay_s
+        )
+        sessions = Sessions(parameters)
+    return Scheduler(
+        pods.board,
+        ledger,
+        np.random.default_rng(),
+        block_tokens=config.index.block_tokens,
+        sessions=sessions,
+        ranker=ranker,
+    )
+
+
+def plugin_states(ranker: Ranker | None, flow: FlowControl | None) -> dict[str, Any]:
+    """What plugins and flow control remember, for people."""
+    states = dict(ranker.state()) if ranker is not None else {}
+    return states if flow is None else {**states, "flow-control": {"state": flow.state()}}

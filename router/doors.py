@@ -1,0 +1,248 @@
+"""The router's listeners: what answers requests in, bound ports with every door behind them out.
+
+Knows which service is served where; knows nothing of how a pod is picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from indexer.peer_service import PEER_SERVICE, PeerDoor
+from router._pb import endpoint_picker_pb2_grpc
+from router.access_log import AccessLogDoor
+from router.check import CheckDoor
+from router.check_http import CheckHttpDoor
+from router.config import RouterConfig
+from router.debug_http import Authorize, DebugServer
+from router.debug_pages import DebugPages
+from router.evictions import Evictions
+from router.explain import Explain
+from router.explain_service import ExplainDoor
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc_bytes import add_ext_proc
+from router.gateway_pick import GatewayPick
+from router.grpc_listen import check_free, listen
+from router.health import (
+    ACCESS_LOG_SERVICE,
+    CHECK_SERVICE,
+    EXPLAIN_SERVICE,
+    EXT_PROC_SERVICE,
+    PICK_SERVICE,
+    Health,
+)
+from router.http_listen import HttpServer
+from router.metrics import RouterMetrics
+from router.outcomes import Outcomes
+from router.pick_service import PickDoor
+from router.pods import PodSet
+from router.profiling import Profiling
+from router.reference_wiring import reference_door
+from router.rewrite import RewriteRules
+from router.route import Router
+from router.slow_streams import SlowStreams
+from router.stream_metrics import StreamMetrics
+
+# Envoy holds one access log stream open per worker thread.
+_ACCESS_LOG_STREAMS = 64
+_EXT_PROC_METHOD = f"/{EXT_PROC_SERVICE}/Process"
+_HEALTH_THREADS = 8
+_STOP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DoorParts:
+    """What the doors are made of; `distrust` hears of a pod that did not answer, and why."""
+
+    router: Router
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    pods: PodSet
+    explain: Explain
+    health: Health
+    rewrites: RewriteRules
+    distrust: Callable[[str, str], None]
+    registry: CollectorRegistry
+    pages: DebugPages
+    peers: PeerDoor
+    evictions: Evictions | None = None
+
+
+def check_ports(config: RouterConfig) -> None:
+    """Tries the ports before anything is built for them.
+
+    Raises:
+        ListenError: One is in use.
+    """
+    check_free("--grpc-port", config.host, config.grpc_port)
+    check_free("--grpc-health-port", config.host, config.grpc_health_port)
+    check_free("--metrics-port", config.host, config.metrics_port)
+    if config.check_port is not None:
+        check_free("--check-port", config.host, config.check_port)
+
+
+class Doors:
+    """All listeners of one router: bound when made, serving from `start` on.
+
+    Raises:
+        ListenError: A port is in use.
+        ConfigError: A parser or a reporter of the configuration file is wrong.
+    """
+
+    def __init__(self, config: RouterConfig, parts: DoorParts) -> None:
+        self._config = config
+        self._gateway = GatewayPick(
+            parts.router, parts.metrics, config.fallback_endpoints, explains=config.explain_header
+        )
+        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
+        self._slow = SlowStreams(_EXT_PROC_METHOD, config.max_streams, cut)
+        self._check_http = self._listen_http(parts.metrics)
+        self._grpc, self._grpc_port = self._listen(parts)
+        self._grpc_health, self._health_port = listen(
+            "--grpc-health-port",
+            config.host,
+            config.grpc_health_port,
+            threads=_HEALTH_THREADS,
+            requests_max=4 * _HEALTH_THREADS,
+            message_bytes_max=0,
+            services=(parts.health.add_to,),
+        )
+        self._debug = self._listen_debug(parts)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The bound ports by flag."""
+        ports = {"grpc": self._grpc_port, "grpc-health": self._health_port, "metrics": self._debug.port}
+        return ports if self._check_http is None else {**ports, "check": self._check_http.port}
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._grpc.start()
+        self._grpc_health.start()
+        self._debug.start()
+        if self._check_http is not None:
+            self._check_http.start()
+
+    def relieve(self) -> None:
+        """Cuts off requests that come too slowly while others need their places."""
+        self._slow.relieve()
+
+    def drain(self) -> None:
+        """Has gateways connect anew, and so elsewhere, where they keep connections for many requests."""
+        if self._check_http is not None:
+            self._check_http.drain()
+
+    def close(self) -> None:
+        """Ends serving; idempotent."""
+        if self._check_http is not None:
+            self._check_http.close()
+        for server in (self._grpc, self._grpc_health):
+            # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+            server.stop(grace=0).wait(_STOP_S)
+        self._debug.close()
+
+    def _listen(self, parts: DoorParts) -> tuple[Any, int]:
+        config = self._config
+        ext_proc, check = self._gateway_doors(parts)
+        picks = PickDoor(parts.router, parts.outcomes, parts.metrics, parts.pods)
+        explain = ExplainDoor(parts.explain)
+        access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
+        # The generated functions have no types.
+        add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
+        return listen(
+            "--grpc-port",
+            config.host,
+            config.grpc_port,
+            threads=config.max_streams + _ACCESS_LOG_STREAMS,
+            # A request phase is over in a millisecond, so a short queue is better than a refusal.
+            requests_max=(1 if config.responses_full else 4) * config.max_streams + _ACCESS_LOG_STREAMS,
+            message_bytes_max=config.max_request_bytes,
+            receive_bytes_max=config.receive_bytes_max,
+            send_bytes_max=config.send_bytes_max,
+            credentials=_credentials(config),
+            interceptors=self._interceptors(parts),
+            services=(
+                lambda server: add_ext_proc(ext_proc, server),
+                check.add_to,
+                picks.add_to,
+                lambda server: add_explain(explain, server),
+                access_log.add_to,
+                parts.peers.add_to,
+                parts.health.add_to,
+            ),
+            service_names=(
+                EXT_PROC_SERVICE,
+                CHECK_SERVICE,
+                PICK_SERVICE,
+                EXPLAIN_SERVICE,
+                ACCESS_LOG_SERVICE,
+                PEER_SERVICE,
+                "grpc.health.v1.Health",
+            ),
+        )
+
+    def _interceptors(self, parts: DoorParts) -> list[grpc.ServerInterceptor]:
+        if not self._config.stream_metrics:
+            return [self._slow]
+        return [StreamMetrics(_EXT_PROC_METHOD, parts.registry), self._slow]
+
+    def _listen_debug(self, parts: DoorParts) -> DebugServer:
+        config = self._config
+        pages = parts.pages.pages() | (dict(Profiling().pages()) if config.profiling else {})
+        tls = None
+        if config.metrics_tls is not None:
+            from router.tls import MetricsTls
+
+            tls = MetricsTls(config.metrics_tls).context
+        return DebugServer(
+            config.host,
+            config.metrics_port,
+            parts.registry,
+            pages,
+            tls=tls,
+            authorize=_metrics_auth(config) if config.metrics_auth else None,
+        )
+
+    def _listen_http(self, metrics: RouterMetrics) -> HttpServer | None:
+        config = self._config
+        if config.check_port is None:
+            return None
+        door = CheckHttpDoor(self._gateway, metrics, config.max_request_bytes)
+        return door.listen(
+            "--check-port", config.host, config.check_port, connections_max=4 * config.max_streams
+        )
+
+    def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:
+        config, outcomes, metrics = self._config, parts.outcomes, parts.metrics
+        gateway = self._gateway
+        check = CheckDoor(gateway, metrics, config.max_request_bytes)
+        if config.compat == "off":
+            options = ExtProcOptions(config.max_request_bytes, config.responses_full)
+            return ExtProcDoor(gateway, outcomes, metrics, options), check
+        reference = reference_door(
+            config, parts.rewrites, gateway, outcomes, metrics, parts.pods, parts.evictions
+        )
+        return reference, check
+
+
+def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+    if config.tls is None:
+        return None
+    # What makes certificates takes its time to load, and most routers have none.
+    from router.tls import grpc_credentials
+
+    return grpc_credentials(config.tls)
+
+
+def _metrics_auth(config: RouterConfig) -> Authorize:
+    # The official client takes a second to load, and most routers ask nobody.
+    from router.kube.client import KubeClient
+    from router.kube.metrics_auth import MetricsAuth
+
+    kubeconfig = config.kube.kubeconfig if config.kube is not None else None
+    return MetricsAuth(KubeClient(kubeconfig)).refusal

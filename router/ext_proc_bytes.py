@@ -1,0 +1,102 @@
+"""ext_proc's most frequent answers as bytes, and a service that sends bytes as they are.
+
+A routing result or an echoed chunk goes in, a serialised ProcessingResponse comes out, in protobuf's encoding
+(protobuf.dev/programming-guides/encoding): written here, a chunk is copied once and not once for each of the
+five messages around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from router.envoy_headers import REQUEST_ID_HEADER
+from router.ext_proc_messages import CHUNK_BYTES_MAX, content_length_answer, request_headers_answer
+from router.health import EXT_PROC_SERVICE
+from router.protobuf_bytes import tag, varint
+
+Answer: TypeAlias = pb.ProcessingResponse | bytes
+
+
+def _tag(message: str, name: str) -> bytes:
+    return tag(pb.DESCRIPTOR.message_types_by_name[message].fields_by_name[name].number)
+
+
+_BODY = _tag("StreamedBodyResponse", "body")
+_END_OF_STREAM = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
+# From the inside out, behind them what is answered.
+_AROUND = (
+    _tag("BodyMutation", "streamed_response"),
+    _tag("CommonResponse", "body_mutation"),
+    _tag("BodyResponse", "response"),
+)
+REQUEST_BODY = (*_AROUND, _tag("ProcessingResponse", "request_body"))
+RESPONSE_BODY = (*_AROUND, _tag("ProcessingResponse", "response_body"))
+
+
+def routed_bytes(
+    destination: str, made_request_id: str | None, removed: tuple[str, ...], body_bytes: int
+) -> bytes:
+    """The routing result on the headers' answer.
+
+    Args:
+        removed: Names of the request's headers that no pod is to see.
+        body_bytes: Size of the body that follows; 0: nothing is said of it.
+    """
+    routed = (
+        _routed(destination, removed)
+        if made_request_id is None
+        else _routed.__wrapped__(destination, removed, made_request_id)
+    )
+    # Two messages in a row are read as one.
+    return routed + _content_length(body_bytes) if body_bytes else routed
+
+
+def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: bool) -> Iterator[bytes]:
+    """A body as answers of at most 62,000 bytes; an empty one is one answer too.
+
+    Args:
+        around: REQUEST_BODY or RESPONSE_BODY.
+    """
+    for start in range(0, max(1, len(body)), CHUNK_BYTES_MAX):
+        is_last = start + CHUNK_BYTES_MAX >= len(body)
+        chunk = body if is_last and not start else body[start : start + CHUNK_BYTES_MAX]
+        behind = _END_OF_STREAM if end_of_stream and is_last else b""
+        front = _BODY + varint(len(chunk)) if chunk else b""
+        size = len(front) + len(chunk) + len(behind)
+        for tag_around in around:
+            head = tag_around + varint(size)
+            front = head + front
+            size += len(head)
+        yield b"".join((front, chunk, behind))
+
+
+def add_ext_proc(door: Any, server: grpc.Server) -> None:
+    """Registers a door whose `Process` answers messages or their bytes."""
+    process: Any = grpc.stream_stream_rpc_method_handler(
+        door.Process, request_deserializer=pb.ProcessingRequest.FromString, response_serializer=_serialized
+    )
+    handler = grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
+    server.add_generic_rpc_handlers((handler,))
+
+
+def _serialized(answer: Answer) -> bytes:
+    if isinstance(answer, bytes):
+        return answer
+    data: bytes = answer.SerializeToString()
+    return data
+
+
+@lru_cache(maxsize=4096)
+def _routed(destination: str, removed: tuple[str, ...], made_request_id: str | None = None) -> bytes:
+    made = {} if made_request_id is None else {REQUEST_ID_HEADER: made_request_id}
+    return _serialized(request_headers_answer(destination, made, removed))
+
+
+@lru_cache(maxsize=4096)
+def _content_length(body_bytes: int) -> bytes:
+    return _serialized(content_length_answer(body_bytes))

@@ -1,0 +1,135 @@
+"""Flow control that takes requests back: a full pool, a batch request in flight, another waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from router.errors import ConfigError
+from tests.integration.hermetic_support import DATA, Scene, message, scene
+from tests.integration.router_server_support import get
+from tests.wire.router_wire_support import Stream, set_headers, wait_until
+
+DESTINATION = "x-gateway-destination-endpoint"
+CONFIG: dict[str, Any] = DATA["configs"]["flow-control-concurrency-1"]
+BATCH = {
+    "apiVersion": "llm-d.ai/v1alpha2",
+    "kind": "InferenceObjective",
+    "metadata": {"name": "batch"},
+    "spec": {"priority": -1},
+}
+
+
+def evicting(**flow: Any) -> dict[str, Any]:
+    """One pod with one place; requests below priority 0 may be taken back."""
+    pod = {
+        "name": "pod-0",
+        "ip": "192.168.1.1",
+        "waiting_queue": 0,
+        "kv_cache_usage": 0.0,
+        "active_models": [],
+        "waiting_models": [],
+        "max_active_models": 0,
+    }
+    config = {**CONFIG, "flowControl": {**CONFIG["flowControl"], "enableEviction": True, **flow}}
+    return {"config": config, "pods": [pod], "resources": [BATCH]}
+
+
+def asked(name: str, **headers: str) -> list[pb.ProcessingRequest]:
+    """A request's messages."""
+    named = {"x-request-id": name, **{key.replace("_", "-"): value for key, value in headers.items()}}
+    return [
+        message({"type": "request_headers", "headers": named, "end_of_stream": False}),
+        message({"type": "request_body", "end_of_stream": True, "body": '{"model":"m","prompt":"p"}'}),
+    ]
+
+
+def waiting(played: Scene) -> int:
+    """Requests that wait, as the page of plugins' states tells."""
+    states = json.loads(get(played.router, "/debug/plugins/state")[1])["plugins"]
+    return int(states["flow-control"]["state"]["waiting"])
+
+
+def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> None:
+    """The one in flight gets 429 with the protocol's reason; the waiting one gets its pod and stays."""
+    with (
+        scene(evicting(), tmp_path) as played,
+        grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
+    ):
+        batch, chat = (Stream(pb_grpc.ExternalProcessorStub(channel)) for _ in range(2))
+        batch.send(*asked("batch-1", x_llm_d_inference_objective="batch"))
+        assert set_headers(batch.receive())[DESTINATION] == played.pods[0].address
+        assert batch.receive().WhichOneof("response") == "request_body"
+        chat.send(*asked("chat-1"))
+        evicted = batch.receive().immediate_response
+        assert (evicted.status.code, evicted.body) == (429, b"request evicted by flow control")
+        assert {one.header.key: one.header.raw_value for one in evicted.headers.set_headers} == {
+            "x-llm-d-request-dropped-reason": b"evicted"
+        }
+        assert set_headers(chat.receive())[DESTINATION] == played.pods[0].address
+        assert batch.rest() == []
+        chat.rest()
+        wait_until(lambda: played.router.requests_in_flight == 0, "the ends")
+        assert b'error_code="RateLimitError"' in get(played.router, "/metrics")[1]
+
+
+def test_only_what_is_below_zero_is_taken_back(tmp_path: Path) -> None:
+    """Of two requests of priority 0 the second waits, as without eviction, until the first is over."""
+    with (
+        scene(evicting(), tmp_path) as played,
+        grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
+    ):
+        first, second = (Stream(pb_grpc.ExternalProcessorStub(channel)) for _ in range(2))
+        first.send(*asked("first"))
+        assert set_headers(first.receive())[DESTINATION] == played.pods[0].address
+        first.receive()
+        second.send(*asked("second"))
+        wait_until(lambda: waiting(played) == 1, "the queue")
+        first.send(
+            message({"type": "response_headers", "headers": {"content-type": "application/json"}}),
+            message({"type": "response_body", "end_of_stream": True, "body": "{}"}),
+        )
+        kinds = [first.receive().WhichOneof("response") for _ in range(2)]
+        assert kinds == ["response_headers", "response_body"]
+        assert set_headers(second.receive())[DESTINATION] == played.pods[0].address
+        first.rest()
+        second.rest()
+
+
+def test_a_batch_request_nobody_waits_for_is_served_to_its_end(tmp_path: Path) -> None:
+    """Its response passes as any other's, through the thread that could have been interrupted."""
+    with (
+        scene(evicting(), tmp_path) as played,
+        grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
+    ):
+        batch = Stream(pb_grpc.ExternalProcessorStub(channel))
+        batch.send(
+            *asked("batch-1", x_llm_d_inference_objective="batch"),
+            message({"type": "response_headers", "headers": {"content-type": "text/event-stream"}}),
+            *(message({"type": "response_body", "body": f"data: {n}\n\n"}) for n in range(20)),
+            message({"type": "response_body", "end_of_stream": True, "body": "data: [DONE]\n\n"}),
+        )
+        answers = batch.rest()
+        assert [one.WhichOneof("response") for one in answers[:3]] == [
+            "request_headers",
+            "request_body",
+            "response_headers",
+        ]
+        chunks = [one.response_body.response.body_mutation.streamed_response for one in answers[3:]]
+        assert b"".join(chunk.body for chunk in chunks).startswith(b"data: 0\n\ndata: 1\n\n")
+        assert [chunk.end_of_stream for chunk in chunks] == [False] * 20 + [True]
+
+
+def test_eviction_needs_a_door_that_can_end_requests(tmp_path: Path) -> None:
+    """Where responses do not pass here, the configuration is refused with what it needs."""
+    with (
+        pytest.raises(ConfigError, match=r"enableEviction: needs --responses full"),
+        scene(evicting(), tmp_path, "--responses", "skip"),
+    ):
+        pass

@@ -1,0 +1,104 @@
+"""Ten thousand idle streams against a router process: bounded memory, clear refusals, others still served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+
+from tests.integration.router_server_support import fake_pods, write_pods
+from tests.integration.test_router_process import FREE_PORTS, grpc_port, process
+from tests.unit.router_support import TINY
+from tests.wire.router_wire_support import body, headers, set_headers
+
+IDLE = 10_000
+PLACES = 64
+# Other services have so many on the same port.
+OTHER_PLACES = 64
+MEMORY_MIB = 100
+DESTINATION = "x-gateway-destination-endpoint"
+GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+async def picked(stub: Any) -> bool:
+    """Whether a plain request gets a pod."""
+    call = stub.Process(timeout=20)
+    try:
+        await call.write(headers(path="/v1/completions"))
+        await call.write(body(GOOD))
+        await call.done_writing()
+        return DESTINATION in set_headers(await call.read())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return False
+
+
+async def until_picked(stub: Any) -> None:
+    """Waits until a request gets a pod."""
+    for _ in range(400):
+        if await picked(stub):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("no request was picked for within 20 s")
+
+
+async def open_idle(stub: Any) -> list[Any]:
+    """Opens streams on which nothing is ever sent; returns when all are taken or refused."""
+    calls: list[Any] = []
+    while len(calls) < IDLE:
+        calls += [stub.Process() for _ in range(200)]
+        await asyncio.sleep(0.02)
+    for _ in range(1000):
+        if sum(not call.done() for call in calls) <= PLACES + OTHER_PLACES:
+            return calls
+        await asyncio.sleep(0.05)
+    raise AssertionError("not refused within 50 s")
+
+
+async def flood(port: int, pid: int) -> tuple[Counter[grpc.StatusCode | None], float]:
+    """Opens the idle streams, has plain requests served meanwhile, and tells how the streams fared."""
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as attacker,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as client,
+    ):
+        stub = pb_grpc.ExternalProcessorStub(client)
+        await until_picked(stub)
+        before_mib = resident_mib(pid)
+        calls = await open_idle(pb_grpc.ExternalProcessorStub(attacker))
+        await until_picked(stub)
+        grown_mib = resident_mib(pid) - before_mib
+        codes = Counter([await call.code() if call.done() else None for call in calls])
+        for call in calls:
+            call.cancel()
+        await until_picked(stub)
+    return codes, grown_mib
+
+
+@pytest.mark.timeout(300)
+def test_idle_streams_cost_neither_memory_nor_other_requests(tmp_path: Path) -> None:
+    """So many as there are places stay open or are cut off for others; all beyond are refused by name."""
+    with fake_pods(1) as (pod,):
+        pods_file = write_pods(tmp_path / "pods.yaml", [pod.address])
+        argv = ["--pods-file", str(pods_file), *FREE_PORTS, "--refresh-metrics-interval", "100ms"]
+        argv += ["--responses", "full", "--max-streams", str(PLACES)]
+        with process(*argv) as started:
+            codes, grown_mib = asyncio.run(flood(grpc_port(started), started.pid))
+            assert started.poll() is None
+        still_open, refused = codes.pop(None, 0), codes.pop(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        cut_off = codes.pop(grpc.StatusCode.CANCELLED, 0)
+        assert not codes
+        assert still_open + refused + cut_off == IDLE
+        assert still_open <= PLACES + OTHER_PLACES
+        assert grown_mib < MEMORY_MIB

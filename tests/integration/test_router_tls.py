@@ -1,0 +1,210 @@
+"""TLS of the router's ports: self-signed and from files, renewed without a restart, behind a real Envoy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+import urllib3
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.errors import ConfigError
+from router.local.envoy_config import EnvoySettings, bootstrap
+from router.local.stack import envoy_command
+from router.server import RouterServer
+from router.tls import MetricsTls, grpc_credentials, self_signed
+from router.tls_options import MetricsTlsOptions, TlsOptions
+from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
+from tests.unit.router_support import TINY
+from tests.wire.router_wire_support import wait_until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def write_certificate(authority: trustme.CA, directory: Path, number: int = 0) -> None:
+    """A certificate of this authority; each number has another time of change."""
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    issued.cert_chain_pems[0].write_to_path(directory / "tls.crt")
+    issued.private_key_pem.write_to_path(directory / "tls.key")
+    for name in ("tls.crt", "tls.key"):
+        os.utime(directory / name, (10**9 + number, 10**9 + number))
+
+
+@contextmanager
+def secured(directory: Path, **settings: Any) -> Iterator[RouterServer]:
+    """A router with one pod."""
+    with (
+        fake_pods(1) as pods,
+        running_router(write_pods(directory / "pods.yaml", [pods[0].address]), **settings) as router,
+    ):
+        wait_until(lambda: len(ready_pods(router)) == 1, "the pod")
+        yield router
+
+
+def is_alive(router: RouterServer, trusted: bytes) -> bool:
+    """Whether the gRPC port answers on a new connection that trusts this certificate."""
+    credentials = grpc.ssl_channel_credentials(trusted)
+    # Channels to one address share a connection, and with it the certificate of an old one.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.secure_channel(f"localhost:{router.ports['grpc']}", credentials, options) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="liveness"), timeout=20
+        )
+    return bool(answer.status == SERVING)
+
+
+def shown_certificate(router: RouterServer) -> bytes:
+    """The certificate that the gRPC port shows, as PEM."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", router.ports["grpc"])) as plain,
+        context.wrap_socket(plain) as secure,
+    ):
+        certificate = secure.getpeercert(binary_form=True)
+    assert certificate is not None
+    return ssl.DER_cert_to_PEM_cert(certificate).encode()
+
+
+def page(router: RouterServer, context: ssl.SSLContext | None, path: str = "/healthz") -> int:
+    """Status of a page of the metrics port on a new connection."""
+    scheme = "http" if context is None else "https"
+    with urllib3.PoolManager(ssl_context=context, retries=False, timeout=20) as http:
+        return http.request("GET", f"{scheme}://127.0.0.1:{router.ports['metrics']}{path}").status
+
+
+def test_without_files_the_certificate_is_the_routers_own(tmp_path: Path) -> None:
+    """Whoever is given it can check it; every start makes another; plaintext is not answered."""
+    with secured(tmp_path, tls=TlsOptions()) as router:
+        shown = shown_certificate(router)
+        assert is_alive(router, shown)
+        with (
+            grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,
+            pytest.raises(grpc.RpcError),
+        ):
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert self_signed()[1] != self_signed()[1]
+
+
+def test_renewed_files_are_taken_over(tmp_path: Path) -> None:
+    """New connections see the new certificate, unless that was switched off."""
+    old, new = trustme.CA(), trustme.CA()
+    for reloads, expected in ((True, new), (False, old)):
+        write_certificate(old, tmp_path)
+        with secured(tmp_path, tls=TlsOptions(tmp_path, reloads)) as router:
+            assert is_alive(router, old.cert_pem.bytes())
+            write_certificate(new, tmp_path, number=1)
+            assert is_alive(router, expected.cert_pem.bytes())
+
+
+def test_files_that_are_none_end_the_start(tmp_path: Path) -> None:
+    """Missing, no PEM, or a key that is another's: named, instead of a port that fails every connection."""
+    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+        grpc_credentials(TlsOptions(tmp_path))
+    (tmp_path / "tls.crt").write_text("no certificate")
+    (tmp_path / "tls.key").write_text("no key")
+    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+        grpc_credentials(TlsOptions(tmp_path))
+    write_certificate(trustme.CA(), tmp_path)
+    trustme.CA().issue_cert("x").private_key_pem.write_to_path(tmp_path / "tls.key")
+    with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
+        MetricsTls(MetricsTlsOptions(tmp_path))
+
+
+def test_the_metrics_port_follows_its_files_and_asks_clients(tmp_path: Path) -> None:
+    """Only who shows a certificate of the authority is answered; renewed files count at once."""
+    server, clients = trustme.CA(), trustme.CA()
+    write_certificate(server, tmp_path)
+    clients.cert_pem.write_to_path(tmp_path / "ca.crt")
+    options = MetricsTlsOptions(tmp_path, tmp_path / "ca.crt")
+    with secured(tmp_path, metrics_tls=options) as router:
+        known, stranger = ssl.create_default_context(), ssl.create_default_context()
+        for context in (known, stranger):
+            server.configure_trust(context)
+        clients.issue_cert("client").configure_cert(known)
+        assert page(router, known) == 200
+        for refused in (stranger, None):
+            with pytest.raises(urllib3.exceptions.HTTPError):
+                page(router, refused)
+        renewed = trustme.CA()
+        write_certificate(renewed, tmp_path, number=1)
+        with pytest.raises(urllib3.exceptions.HTTPError):
+            page(router, known)
+        renewed.configure_trust(known)
+        assert page(router, known) == 200
+        (tmp_path / "tls.crt").write_text("broken")
+        assert page(router, known) == 200
+
+
+def test_envoy_asks_over_tls(tmp_path: Path) -> None:
+    """A gateway that trusts the router's own certificate has its requests picked for."""
+    with (
+        fake_pods(2) as pods,
+        running_router(
+            write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods]), tls=TlsOptions()
+        ) as router,
+    ):
+        wait_until(lambda: len(ready_pods(router)) == 2, "pods")
+        (tmp_path / "router.pem").write_bytes(shown_certificate(router))
+        with envoy_over_tls(tmp_path, router, [("127.0.0.1", pod.port) for pod in pods]) as port:
+            body = json.dumps({"model": TINY, "prompt": "hello " * 50}).encode()
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            response = urllib3.request("POST", url, body=body, retries=False, timeout=30)
+            assert (response.status, response.json()) == (200, {"ok": True})
+            decision = router.explain.one(response.headers["x-request-id"])
+            assert decision is not None
+            assert response.headers["x-kvroute-pod"] == decision["pod"]
+
+
+@contextmanager
+def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, int]]) -> Iterator[int]:
+    """An Envoy that asks this router by ext_proc; yields its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    settings = EnvoySettings(
+        gateway=("127.0.0.1", port),
+        router_grpc=("127.0.0.1", router.ports["grpc"]),
+        pods=pods,
+        door="ext_proc",
+    )
+    config = bootstrap(settings)
+    (cluster,) = (one for one in config["static_resources"]["clusters"] if one["name"] == "router")
+    cluster["transport_socket"] = {
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "sni": "localhost",
+            "common_tls_context": {
+                "validation_context": {
+                    "trusted_ca": {"filename": str(directory / "router.pem")},
+                    "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": "localhost"}}],
+                }
+            },
+        },
+    }
+    (directory / "envoy.json").write_text(json.dumps(config))
+    command = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
+    with subprocess.Popen([*command, "--log-level", "error", "--concurrency", "1"]) as process:
+        try:
+            wait_until(lambda: _listens(port), "Envoy")
+            yield port
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,47 @@
+"""Usage that responses tell as metadata: one form for expressions, whichever API told it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from router.attribute_reporter import AttributeReporter
+from router.config_file import parse_config
+
+
+def reporter(**expressions: str) -> AttributeReporter:
+    """A reporter of these attributes."""
+    attributes = [
+        {"key": {"namespace": "envoy.lb", "name": name}, "expression": text}
+        for name, text in expressions.items()
+    ]
+    config = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [{"type": "request-attribute-reporter", "parameters": {"attributes": attributes}}],
+    }
+    made = AttributeReporter.of(parse_config(yaml.safe_dump(config), "c.yaml", Path()))
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (b'{"prompt_tokens":3,"completion_tokens":4,"total_tokens":9}', (3, 4, 9)),
+        (b'{"input_tokens":3,"output_tokens":4}', (3, 4, 7)),
+        (b'{"input_tokens":3,"prompt_tokens":5,"output_tokens":4,"total_tokens":1}', (5, 4, 1)),
+    ],
+)
+def test_every_apis_usage_has_the_same_names(usage: bytes, expected: tuple[int, int, int]) -> None:
+    """Responses and messages call their counts otherwise; a sum that is not told is made."""
+    made = reporter(a="usage.prompt_tokens", b="usage.completion_tokens", c="usage.total_tokens")
+    assert made.report(usage) == {"envoy.lb": dict(zip("abc", expected, strict=True))}
+
+
+def test_a_count_that_is_not_told_is_not_reported() -> None:
+    """An expression that needs it says nothing; the others do."""
+    made = reporter(a="usage.prompt_tokens", c="usage.total_tokens")
+    assert made.report(b'{"input_tokens":3}') == {"envoy.lb": {"a": 3}}

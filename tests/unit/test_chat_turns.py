@@ -1,0 +1,178 @@
+"""Conversations rendered turn by turn: the same text as the whole template's, or not at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tests.unit.test_chat_templates import MISTRAL
+from tokenization import TINY_DIRECTORY, PromptError
+from tokenization.chat_template import ChatTemplate
+from tokenization.turn_form import turn_form
+from tokenization.turns import Turns
+
+TINY = (TINY_DIRECTORY / "chat_template.jinja").read_text()
+CHATML = """\
+{%- for message in messages %}
+{%- if loop.first and messages[0]['role'] != 'system' %}
+{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+VARYING = """\
+{{- bos_token }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}
+{%- for message in messages -%}
+{%- set shown = message.content.strip() if enable_thinking else message.content %}
+{%- for word in shown.split(' ') %}{{ loop.index ~ word }}{% if loop.last %}.{% endif %}{% endfor %}
+{{- message }}|{% if not loop.first %}{{ messages[0].content | length }}{% endif %}
+{%- endfor %}{{ messages | length }}{{ messages[-1].role }}
+"""
+SOURCES = {"tiny": TINY, "mistral": MISTRAL, "chatml": CHATML, "varying": VARYING}
+LOOPS = "{% for message in messages %}{{ BODY }}{% endfor %}"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+# Kept over all examples, so that what one leaves behind can harm the next.
+REMEMBERING = {name: ChatTemplate(source, TOKENS) for name, source in SOURCES.items()}
+
+
+def whole(source: str, **variables: Any) -> str:
+    """What the template renders in one go, or the error that it raises."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    known = {**TOKENS, "tools": None, "documents": None, **variables}
+    try:
+        return environment.from_string(source).render(known)
+    except (jinja2.TemplateError, TypeError) as error:
+        return type(error).__name__
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Messages out of few roles and texts, so that they meet again; some carry more than that."""
+    roles = st.sampled_from(["system", "user", "assistant"])
+    texts = st.one_of(st.sampled_from(["", "a", "True", " b c ", "{{ x }}"]), st.text(max_size=5))
+    plain = st.fixed_dictionaries({"role": roles, "content": texts})
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    more = st.fixed_dictionaries({"role": roles, "content": texts, "tool_calls": st.just([call])})
+    return draw(st.lists(st.one_of(plain, plain, plain, more), min_size=1, max_size=6))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(deadline=None, max_examples=150)
+@given(
+    messages=conversations(),
+    kwargs=st.dictionaries(
+        st.sampled_from(["enable_thinking", "other"]), st.sampled_from([True, False, 1, 0, "1", None, [1]])
+    ),
+    opens=st.booleans(),
+)
+def test_turn_by_turn_is_as_in_one_go(
+    name: str, messages: list[dict[str, Any]], kwargs: dict[str, Any], opens: bool
+) -> None:
+    """Whatever was rendered before, a conversation's text is that of the whole template, errors too."""
+    expected = whole(SOURCES[name], messages=messages, add_generation_prompt=opens, **kwargs)
+    try:
+        got = REMEMBERING[name].render(messages, add_generation_prompt=opens, template_kwargs=kwargs)
+    except PromptError:
+        got = "TemplateError"
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_these_templates_are_taken_apart(name: str) -> None:
+    """The templates above are rendered turn by turn, else this file would prove nothing."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    assert turn_form(environment, SOURCES[name], "mark") is not None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
+        "{% set messages = messages[1:] %}{% for message in messages %}{{ message }}{% endfor %}",
+        "{% for message in messages %}{{ message }}{% endfor %}{% set x = 1 %}{{ x }}",
+        "{% for message in messages %}{{ message }}{% else %}none{% endfor %}",
+        "{% for message in messages if message.role == 'user' %}{{ message }}{% endfor %}",
+        "{% for message in messages[1:] %}{{ message }}{% endfor %}",
+        "{% for a, b in messages %}{{ a }}{% endfor %}",
+        "{% for m in messages %}{{ m }}{% endfor %}{% for m in messages %}{{ m }}{% endfor %}",
+        "{% macro show(m) %}{{ m }}{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
+        "{% if messages %}{% for m in messages %}{{ m }}{% endfor %}{% endif %}",
+        *(
+            LOOPS.replace("BODY", body)
+            for body in (
+                "loop.last",
+                "loop.index0",
+                "loop.previtem",
+                "loop.cycle('a', 'b')",
+                "loop['last']",
+                "messages[-1].content",
+                "messages[loop.index0 - 1]",
+                "messages | length",
+                "message.content | random",
+                "lipsum()",
+                "cycler('a', 'b').next()",
+                "strftime_now('%d')",
+                "messages.append(1)",
+                "self",
+            )
+        ),
+        "{% for m in messages %}{% for p in [1] %}{{ p }}{% endfor %}{{ loop.last }}{% endfor %}",
+        "{% for m in messages %}{% for p in messages %}{{ p }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set messages = [] %}{{ m }}{% endfor %}",
+    ],
+)
+def test_what_is_not_surely_apart_stays_whole(source: str) -> None:
+    """A template whose turns know of one another, or of anything that changes, is never taken apart."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    assert turn_form(environment, source, "mark") is None
+
+
+def test_a_turn_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn of a conversation renders its new messages, and no others."""
+    environment = ImmutableSandboxedEnvironment()
+    turns = Turns.of(environment, "{% for m in messages %}{{ m.content }};{% endfor %}")
+    assert turns is not None
+    rendered: list[int] = []
+    render = jinja2.Template.render
+
+    def counted(template: jinja2.Template, variables: dict[str, Any]) -> str:
+        rendered.append(len(variables.get("kvroute_turns", ())))
+        return render(template, variables)
+
+    monkeypatch.setattr(jinja2.Template, "render", counted)
+    talk = [{"role": "user", "content": str(number)} for number in range(10)]
+    for length in (4, 4, 6, 10):
+        text = turns.render({"messages": talk[:length]}, {})
+        assert text == "".join(f"{number};" for number in range(length))
+    # The two ends, once, and the turns.
+    assert rendered == [0, 0, 4, 2, 4]
+
+
+def test_memory_is_bounded() -> None:
+    """What is remembered stays below its bytes, and what was forgotten is rendered anew."""
+    environment = ImmutableSandboxedEnvironment()
+    form = turn_form(environment, "{% for m in messages %}{{ m.content }};{% endfor %}", "mark")
+    assert form is not None
+    turns = Turns(form, "mark", capacity_bytes=20_000)
+    for round_number in range(3):
+        for number in range(100):
+            text = f"{number % 50} " * 100
+            assert turns.render({"messages": [{"role": "user", "content": text}]}, {}) == f"{text};", (
+                round_number
+            )
+    memory = turns._memory
+    kept = [*memory._young.items(), *memory._old.items()]
+    assert 0 < sum(len(key[2]) + len(turn) for key, turn in kept) <= 20_000

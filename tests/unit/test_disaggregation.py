@@ -1,0 +1,101 @@
+"""Prefill and decode on different pods: whose work a request is, and when it is whose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from router.board import PodWork
+from router.config_file import parse_config
+from router.plugins.build import build_pipeline
+from router.plugins.labels import ROLE_LABEL
+from router.schedule import Scheduler
+from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+DISAGGREGATED: dict[str, Any] = {
+    "apiVersion": "llm-d.ai/v1alpha1",
+    "kind": "EndpointPickerConfig",
+    "plugins": [
+        {"type": "always-disagg-pd-decider"},
+        {
+            "type": "disagg-profile-handler",
+            "parameters": {"deciders": {"prefill": "always-disagg-pd-decider"}},
+        },
+        {"type": "prefill-filter"},
+        {"type": "decode-filter"},
+    ],
+    "schedulingProfiles": [
+        {"name": "prefill", "plugins": [{"pluginRef": "prefill-filter"}]},
+        {"name": "decode", "plugins": [{"pluginRef": "decode-filter"}]},
+    ],
+}
+
+
+def disaggregated() -> Bench:
+    """A pod that prefills, A, and one that decodes, B."""
+    config = parse_config(yaml.safe_dump(DISAGGREGATED), "c.yaml", Path())
+    roles = {A: "prefill", B: "decode"}
+    pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
+    made = Bench().with_pods(*pods)
+    made.router._scheduler = Scheduler(
+        made.pods.board,
+        made.ledger,
+        np.random.default_rng(3),
+        block_tokens=16,
+        ranker=build_pipeline(config, block_tokens=16, strict=False, random=np.random.default_rng(3)),
+    )
+    return made
+
+
+def test_the_pod_that_prefills_is_charged_with_the_prefill() -> None:
+    """Its queue grows by what its own cache lacks; the decoding pod's by the request, once that is done."""
+    made, text = disaggregated(), long_text(100)
+    prompt = made.keys(text)
+    made.index.hold(A, prompt[:10])
+    decision = made.router.route(completion("r", text), 0.0)
+    assert (decision.primary.pod, decision.prefill_pod) == (B, A)
+    tokens = decision.prompt_tokens - 160
+    assert made.ledger.work(A) == PodWork(awaiting=1, awaiting_tokens=tokens, held_tokens=tokens)
+    assert made.ledger.work(B) == PodWork()
+    made.outcomes.stored(B, prompt, 1.0)
+    assert made.ledger.work(A).awaiting == 1
+    made.outcomes.stored(A, prompt, 1.0)
+    assert made.ledger.work(A) == PodWork()
+    assert made.ledger.work(B) == PodWork(decoding=1, held_tokens=tokens)
+    made.outcomes.ended("r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
+    assert (made.ledger.work(B), len(made.ledger)) == (PodWork(), 0)
+    assert made.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0.0
+    shown = made.explain.one("r")
+    assert shown is not None
+    assert (shown["pod"], shown["prefill_pod"]) == (B, A)
+
+
+def test_a_prefill_that_is_never_announced_is_handed_over_at_the_first_token() -> None:
+    """News of the destination ends the prefill elsewhere; an end does, too."""
+    made = disaggregated()
+    for request_id, told in (("first", "token"), ("ends", "end")):
+        made.router.route(completion(request_id, long_text(50, seed=len(told))), 0.0)
+        assert made.ledger.work(A).awaiting == 1
+        if told == "token":
+            assert made.outcomes.first_token(request_id, "response", 1.0, pod=B)
+            assert (made.ledger.work(A).awaiting, made.ledger.work(B).decoding) == (0, 1)
+        made.outcomes.ended(request_id, "response", 2.0, pod=B)
+        assert (made.ledger.work(A), made.ledger.work(B)) == (PodWork(), PodWork())
+
+
+def test_a_decoding_engine_need_not_know_what_is_still_prefilled() -> None:
+    """Its account of its requests ends none that is elsewhere, nor one that came only just."""
+    made = disaggregated()
+    made.router.route(completion("r", long_text(50)), 0.0)
+    made.outcomes.reconcile(B, 0, 10.0, 10.0)
+    assert "r" in made.ledger
+    made.outcomes.first_token("r", "response", 20.0, pod=B)
+    made.outcomes.reconcile(B, 0, 21.0, 21.0)
+    assert "r" in made.ledger
+    made.outcomes.reconcile(B, 0, 30.0, 30.0)
+    assert "r" not in made.ledger

@@ -1,0 +1,77 @@
+"""Where compiled kernels are kept, beside what the file system allows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from indexer import kernel_cache
+from indexer.kernel_cache import cache_directory
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The answer is remembered for a process; here each test asks for itself, with a temporary directory."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(kernel_cache, "gettempdir", lambda: str(tmp_path / "temporary"))
+    cache_directory.cache_clear()
+    yield
+    cache_directory.cache_clear()
+
+
+def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a kernel, as an image brings it, on what is then a read-only root."""
+    image = tmp_path / "image"
+    directory = cache_directory(str(image))
+    assert directory is not None
+    (Path(directory) / "part").mkdir()
+    (Path(directory) / "part" / "kernel.nbi").write_bytes(b"compiled")
+    cache_directory.cache_clear()
+    writable = kernel_cache._is_writable
+    # By permissions root could not be kept from writing.
+    monkeypatch.setattr(
+        kernel_cache, "_is_writable", lambda path: not path.is_relative_to(image) and writable(path)
+    )
+    return image
+
+
+def test_a_writable_directory_is_used_as_it_is(tmp_path: Path) -> None:
+    """The kernels lie in a directory of their sources' state below the chosen one, which is made."""
+    directory = cache_directory(str(tmp_path / "chosen"))
+    assert directory is not None
+    assert Path(directory).parent == tmp_path / "chosen" / "kvroute-kernels"
+
+
+def test_kernels_of_a_read_only_image_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an image brings is found again in a private directory that can be written, start after start."""
+    image = _shipped(tmp_path, monkeypatch)
+    copy = cache_directory(str(image))
+    assert copy is not None
+    assert (Path(copy) / "part" / "kernel.nbi").read_bytes() == b"compiled"
+    assert Path(copy).is_relative_to(tmp_path / "temporary")
+    assert Path(copy).parent.stat().st_mode & 0o077 == 0
+    (Path(copy) / "part" / "another.nbi").write_bytes(b"for another processor")
+    cache_directory.cache_clear()
+    assert cache_directory(str(image)) == copy
+    assert (Path(copy) / "part" / "another.nbi").exists()
+
+
+def test_kernels_that_others_may_have_put_there_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of that name which others can write into is left alone."""
+    image = _shipped(tmp_path, monkeypatch)
+    planted = tmp_path / "temporary" / f"kvroute-kernels-{os.geteuid()}"
+    planted.mkdir()
+    planted.chmod(0o777)
+    assert cache_directory(str(image)) is None
+
+
+def test_without_a_place_to_write_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the chosen nor the temporary directory can be written: kernels are compiled at each start."""
+    image = _shipped(tmp_path, monkeypatch)
+    monkeypatch.setattr(kernel_cache, "gettempdir", lambda: "/proc/none")
+    assert cache_directory(str(image)) is None

@@ -1,0 +1,359 @@
+"""Configurations as the reference's guides and tests write them: they start, or say what there is instead."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config import parse_flags
+from router.config_file import parse_config
+from router.errors import ConfigError
+from router.flow_config import flow_of
+from router.plugins.build import build_pipeline
+from router.plugins.labels import HeaderLabelScorer
+from router.plugins.testkit import endpoint, request, scores
+
+HEAD: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+PODS = ["--pods-file", "/pods.yaml"]
+
+
+def plugins(*types: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Plugins by type, or as they are."""
+    return [{"type": one} if isinstance(one, str) else one for one in types]
+
+
+def profile(name: str, *references: str | tuple[str, float]) -> dict[str, Any]:
+    """A scheduling profile."""
+    return {
+        "name": name,
+        "plugins": [
+            {"pluginRef": one} if isinstance(one, str) else {"pluginRef": one[0], "weight": one[1]}
+            for one in references
+        ],
+    }
+
+
+def disagg(**parameters: Any) -> dict[str, Any]:
+    """The handler of disaggregated serving."""
+    return {"type": "disagg-profile-handler", "parameters": parameters}
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "optimized baseline": {
+        "plugins": plugins(
+            "queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer", "no-hit-lru-scorer"
+        ),
+        "schedulingProfiles": [
+            profile(
+                "default",
+                ("queue-scorer", 2),
+                ("kv-cache-utilization-scorer", 2),
+                ("prefix-cache-scorer", 3),
+                ("no-hit-lru-scorer", 2),
+            )
+        ],
+    },
+    "tiers, one producer for each": {
+        "plugins": plugins(
+            "token-producer",
+            {
+                "type": "approx-prefix-cache-producer",
+                "name": "cpu-prefix-cache-producer",
+                "parameters": {"autoTune": False, "lruCapacityPerServer": 1000},
+            },
+            "queue-scorer",
+            {"type": "prefix-cache-scorer", "name": "gpu"},
+            {
+                "type": "prefix-cache-scorer",
+                "name": "cpu",
+                "parameters": {"prefixMatchInfoProducerName": "cpu-prefix-cache-producer"},
+            },
+        ),
+        "schedulingProfiles": [profile("default", ("queue-scorer", 2), ("gpu", 1.0), ("cpu", 1.0))],
+    },
+    "prefill and decode apart": {
+        "plugins": plugins(
+            "disagg-headers-handler",
+            disagg(deciders={"prefill": "always-disagg-pd-decider"}),
+            "always-disagg-pd-decider",
+            "prefill-filter",
+            "decode-filter",
+            "prefix-cache-scorer",
+            "queue-scorer",
+            "active-request-scorer",
+            "max-score-picker",
+        ),
+        "schedulingProfiles": [
+            profile(
+                "prefill",
+                "prefill-filter",
+                ("prefix-cache-scorer", 3),
+                ("queue-scorer", 2),
+                "max-score-picker",
+            ),
+            profile("decode", "decode-filter", ("active-request-scorer", 2), "max-score-picker"),
+        ],
+    },
+    "the older form of the same": {
+        "plugins": plugins(
+            "prefill-header-handler",
+            "prefill-filter",
+            "decode-filter",
+            {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16}},
+            {
+                "type": "pd-profile-handler",
+                "parameters": {"deciderPluginName": "prefix-based-pd-decider"},
+            },
+        ),
+        "schedulingProfiles": [profile("prefill", "prefill-filter"), profile("decode", "decode-filter")],
+    },
+    "encode apart, too": {
+        "plugins": plugins(
+            "encode-filter",
+            "prefill-filter",
+            "decode-filter",
+            "always-disagg-multimodal-decider",
+            {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16}},
+            disagg(
+                deciders={
+                    "encode": "always-disagg-multimodal-decider",
+                    "prefill": "prefix-based-pd-decider",
+                }
+            ),
+        ),
+        "schedulingProfiles": [
+            profile("encode", "encode-filter"),
+            profile("prefill", "prefill-filter"),
+            profile("decode", "decode-filter"),
+        ],
+    },
+    "decode only": {
+        "plugins": plugins("decode-filter", "max-score-picker", "disagg-profile-handler"),
+        "schedulingProfiles": [profile("decode", "decode-filter", "max-score-picker")],
+    },
+    "flow control": {
+        "featureGates": ["flowControl"],
+        "plugins": plugins(
+            "queue-scorer",
+            "round-robin-fairness-policy",
+            "fcfs-ordering-policy",
+            {
+                "type": "concurrency-detector",
+                "parameters": {"maxConcurrency": 132, "concurrencyMode": "requests", "headroom": 0.0},
+            },
+        ),
+        "flowControl": {
+            "saturationDetector": {"pluginRef": "concurrency-detector"},
+            "maxBytes": "10Gi",
+            "maxRequests": "1k",
+            "defaultRequestTTL": "60s",
+            "enableEviction": True,
+            "priorityBands": [
+                {
+                    "priority": priority,
+                    "maxRequests": most,
+                    "fairnessPolicyRef": "round-robin-fairness-policy",
+                    "orderingPolicyRef": "fcfs-ordering-policy",
+                }
+                for priority, most in ((100, "500"), (0, "200"), (-10, "50"))
+            ],
+        },
+    },
+    "payload unseen": {
+        "plugins": plugins("passthrough-parser", "active-request-scorer", "session-affinity-scorer"),
+        "requestHandler": {"parsers": [{"pluginRef": "passthrough-parser"}]},
+        "schedulingProfiles": [profile("default", "active-request-scorer", "session-affinity-scorer")],
+    },
+    "precise, with a tokenizer": {
+        "plugins": plugins(
+            {
+                "type": "token-producer",
+                "parameters": {"modelName": "m", "vllm": {"url": "http://localhost:9999", "timeout": "3s"}},
+            },
+            {
+                "type": "precise-prefix-cache-producer",
+                "parameters": {
+                    "tokenProcessorConfig": {
+                        "blockSizeTokens": 64,
+                        "hashSeed": "42",
+                        "hashAlgorithm": "xxh64",
+                    },
+                    "indexerConfig": {
+                        "kvBlockIndexConfig": {
+                            "inMemoryConfig": {"size": 100000000, "podCacheSize": 10},
+                            "enableMetrics": True,
+                        },
+                        "kvCacheBackendConfigs": [{"name": "cpu", "weight": 0.5}],
+                    },
+                    "kvEventsConfig": {
+                        "topicFilter": "kv@",
+                        "concurrency": 8,
+                        "engineType": "vllm",
+                        "discoverPods": True,
+                        "podDiscoveryConfig": {
+                            "podLabelSelector": "llm-d.ai/inference-serving=true",
+                            "socketPort": 5600,
+                            "replaySocketPort": 5700,
+                        },
+                    },
+                    "speculativeIndexing": True,
+                    "speculativeTTL": "3s",
+                },
+            },
+            {
+                "type": "prefix-cache-scorer",
+                "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer"},
+            },
+            "endpoint-notification-source",
+        ),
+        "schedulingProfiles": [profile("default", ("prefix-cache-scorer", 2))],
+        "dataLayer": {
+            "sources": [
+                {
+                    "pluginRef": "endpoint-notification-source",
+                    "extractors": [{"pluginRef": "precise-prefix-cache-producer"}],
+                }
+            ]
+        },
+    },
+}
+
+
+def started(text: str) -> None:
+    """As far as a router goes before it opens anything."""
+    config, _ = parse_flags([*PODS, "--config-text", text])
+    assert config.picker is not None
+    build_pipeline(config.picker, block_tokens=16, strict=False, random=np.random.default_rng())
+    flow_of(config.picker, 1.0)
+
+
+def complaint(text: str) -> str:
+    """What is said of a configuration; "" of one that is understood."""
+    try:
+        started(text)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_configuration_is_understood(name: str) -> None:
+    """Every plugin is made, every profile wired, every section read."""
+    config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml", Path())
+    made = build_pipeline(config, block_tokens=16, strict=True, random=np.random.default_rng())
+    assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
+    flow = flow_of(config, 1.0)
+    assert (flow is not None and flow[0].evicts) == (name == "flow control")
+    assert parse_flags([*PODS, "--config-text", yaml.safe_dump(HEAD | KNOWN[name])])[0].picker is not None
+
+
+def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
+    """Block size, weights, topics, lifetimes and ports are taken over; a flag's tokenizer counts first."""
+    text = yaml.safe_dump(HEAD | KNOWN["precise, with a tokenizer"])
+    selector = ["--endpoint-selector", "app=m", "--endpoint-target-ports", "8000"]
+    config, _ = parse_flags([*selector, "--config-text", text])
+    index = config.index
+    assert (index.block_tokens, index.topic_prefix, index.speculative_ttl_s) == (64, "kv@", 3.0)
+    assert index.tier_weights["cpu"] == 0.5
+    assert config.kube is not None
+    assert (config.kube.events_port, config.kube.replay_port) == (5600, 5700)
+    assert dict(config.tokenizers)["m"] == "http://localhost:9999"
+    config, _ = parse_flags([*PODS, "--config-text", text, "--tokenizer", "m=pods"])
+    assert dict(config.tokenizers)["m"] == "pods"
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "complaint"),
+    [
+        ("precise-prefix-cache-producer", {"tokenizersPoolConfig": {}}, "tokenizersPoolConfig"),
+        (
+            "precise-prefix-cache-producer",
+            {"indexerConfig": {"tokenizersPoolConfig": {"modelName": "m"}}},
+            "tokenizersPoolConfig: is not understood; give --tokenizer",
+        ),
+        (
+            "precise-prefix-cache-producer",
+            {"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {"address": "x"}}}},
+            "redisConfig: is not understood; give --backend redis",
+        ),
+        (
+            "precise-prefix-cache-producer",
+            {"tokenProcessorConfig": {"hashAlgorithm": "xxhash"}},
+            "hashAlgorithm: 'xxhash' is not understood",
+        ),
+        (
+            "precise-prefix-cache-producer",
+            {"kvEventsConfig": {"zmqEndpoint": "ipc://x"}},
+            "events_bind: must begin with tcp://",
+        ),
+        ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: must be a string"),
+        ("token-producer", {"udsTokenizerConfig": {"socket": "x"}}, "give --tokenizer MODEL=unix:PATH"),
+        ("token-producer", {"vllm": {"port": 1}}, "port"),
+        ("latency-scorer", {}, "there is ttft-cost-scorer"),
+        ("topology-affinity-scorer", {}, "there is label-selector-filter"),
+        ("burst-prefix-cache-producer", {}, "there is precise-prefix-cache-producer"),
+        ("pd-profile-handler", {}, "needs the profiles decode and prefill"),
+        ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: must be a string"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_at_its_place(
+    kind: str, parameters: dict[str, Any], complaint: str
+) -> None:
+    """File, line and field are named, and what there is instead."""
+    text = yaml.safe_dump(HEAD | {"plugins": [{"type": kind, "parameters": parameters}]})
+    with pytest.raises(ConfigError, match=rf"--config-text:\d+: .*{complaint}"):
+        started(text)
+
+
+def test_a_header_and_a_label_that_say_the_same_belong_together() -> None:
+    """1 for the same value, 0 for another, for none, and for all without the header."""
+    plugin = HeaderLabelScorer("x-tenant", "tenant")
+    pods = [endpoint("a", labels={"tenant": "one"}), endpoint("b", labels={"tenant": "two"}), endpoint("c")]
+    assert scores(plugin, request(headers={"x-tenant": "one"}), pods) == {"a": 1.0, "b": 0.0, "c": 0.0}
+    assert scores(plugin, request(), pods) == {"a": 0.0, "b": 0.0, "c": 0.0}
+
+
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["1e400", "-1", "0", "10Gi", "5s", "default", "queue-scorer", ".nan"])
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(max_size=5), st.integers(), max_size=2)
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to everything within a value."""
+    inner: list[tuple[Any, ...]] = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        inner += places(item, (*path, key))
+    return inner
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(KNOWN)), st.data())
+def test_a_known_configuration_with_something_odd_in_it_is_read_or_refused(
+    name: str, data: st.DataObject
+) -> None:
+    """Whatever stands in whatever place: no error but one that names file and line."""
+    config = copy.deepcopy(HEAD | KNOWN[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        *path, last = data.draw(st.sampled_from(places(config)))
+        parent: Any = config
+        for key in path:
+            parent = parent[key]
+        parent[last] = data.draw(ODD)
+    told = complaint(yaml.safe_dump(config))
+    assert not told or re.match(r"--config-text:\d+: |IndexerConfig", told)

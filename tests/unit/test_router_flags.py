@@ -1,0 +1,219 @@
+"""Every flag of the reference picker: done, taken with a word, or refused with a reason."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from indexer import IndexerConfig
+from router.config import RouterConfig, parse_flags
+from router.errors import ConfigError
+from router.flags.reference import told_in_vain
+from router.logs import JsonFormatter
+from router.print_config import printed_config
+from router.server import main
+from router.tls_options import MetricsTlsOptions, TlsOptions, tls_options
+
+PODS = ["--pods-file", "/pods.yaml"]
+# Flag and value -> the setting that it makes.
+DONE = {
+    "--grpc-port=1": ("grpc_port", 1),
+    "--grpc-health-port=2": ("grpc_health_port", 2),
+    "--metrics-port=3": ("metrics_port", 3),
+    "--refresh-metrics-interval=50ms": ("refresh_interval_s", 0.05),
+    "--metrics-staleness-threshold=2s": ("load_age_max_s", 2.0),
+    "--secure-serving": ("tls", TlsOptions()),
+    "--secure-serving=false": ("tls", None),
+    "--metrics-endpoint-auth=true": ("metrics_auth", True),
+    "--metrics-cert-dir=/m": ("metrics_tls", MetricsTlsOptions(Path("/m"))),
+    "--drain-timeout=1m": ("drain_timeout_s", 60.0),
+    "--grpc-max-recv-msg-size=10MiB": ("receive_bytes_max", 10 << 20),
+    "--grpc-max-send-msg-size=25MB": ("send_bytes_max", 25_000_000),
+    "--tracing": ("tracing", True),
+    "--enable-pprof=0": ("profiling", False),
+    "--enable-grpc-stream-metrics": ("stream_metrics", True),
+    "--emit-endpoint-scores": ("emit_endpoint_scores", True),
+    "--disable-endpoint-subset-filter": ("subset_filter", False),
+}
+TAKEN = (
+    "--allow-experimental-plugins",
+    "--ha-enable-leader-election",
+    "--health-checking",
+    "--refresh-prometheus-metrics-interval=5s",
+    "--zap-devel=true",
+    "--zap-stacktrace-level=error",
+    "--zap-time-encoding=rfc3339",
+)
+REFUSED = (
+    "--total-queued-requests-metric=a",
+    "--total-running-requests-metric=a",
+    "--kv-cache-usage-percentage-metric=a",
+    "--lora-info-metric=a",
+    "--cache-info-metric=a",
+)
+
+
+@pytest.mark.parametrize("flag", DONE)
+def test_a_flag_of_the_reference_makes_its_setting(flag: str) -> None:
+    """By its name there, with values in the forms that Go's flags take."""
+    config, _ = parse_flags([*PODS, flag])
+    name, value = DONE[flag]
+    assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("flag", TAKEN)
+def test_a_needless_flag_is_taken_and_told(flag: str) -> None:
+    """It changes nothing, and the log says why."""
+    config, flags = parse_flags([*PODS, flag])
+    assert config == RouterConfig(pods_file=Path("/pods.yaml"))
+    (line,) = told_in_vain(flags)
+    assert line.startswith(f"{flag.partition('=')[0]}={flag.partition('=')[2] or 'true'}: not needed here: ")
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_an_old_metric_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference refuses them, too; here the pod's label says what its engine calls its metrics."""
+    with pytest.raises(SystemExit):
+        parse_flags([*PODS, flag])
+    assert "llm-d.ai/engine-type" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pool-name",
+        "--pool-namespace",
+        "--pool-group",
+        "--endpoint-selector",
+        "--endpoint-target-ports",
+        "--config-file",
+        "--config-text",
+        "--cert-path",
+        "--enable-cert-reload",
+        "--tls-min-version",
+        "--tls-cipher-suites",
+        "--metrics-client-ca-file",
+        "--zap-log-level",
+        "--zap-encoder",
+        "-v",
+        "--v",
+        *(name.partition("=")[0] for name in (*DONE, *TAKEN)),
+    ],
+)
+def test_no_flag_of_the_reference_is_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help names every flag that the reference's command line has."""
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    assert f"{flag} " in capsys.readouterr().out.replace(",", " ").replace("\n", " \n")
+
+
+def test_a_flag_is_not_guessed_from_its_beginning() -> None:
+    """What is cut short could be another flag of a later version."""
+    with pytest.raises(SystemExit):
+        parse_flags([*PODS, "--secure"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--cert-path=/c"], "--cert-path: needs --secure-serving"),
+        (["--metrics-client-ca-file=/c"], "--metrics-client-ca-file: needs --metrics-cert-dir"),
+        (["--tls-min-version=VersionTLS13"], "takes TLS 1.2 and 1.3 and cannot be told another bound"),
+        (["--tls-min-version=VersionTLS10"], "cannot be told another bound"),
+        (["--tls-cipher-suites=TLS_X"], "'TLS_X' is not understood; there are TLS_ECDHE"),
+        (
+            ["--tls-cipher-suites=TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"],
+            "start with GRPC_SSL_CIPHER_SUITES=ECDHE-RSA-AES128-GCM-SHA256",
+        ),
+    ],
+)
+def test_what_grpc_cannot_do_is_refused_with_what_to_do(flags: list[str], problem: str) -> None:
+    """A bound that would silently not hold ends the start."""
+    with pytest.raises(ConfigError, match=problem):
+        parse_flags([*PODS, "--secure-serving=false", *flags])
+
+
+def test_suites_that_the_environment_names_are_taken() -> None:
+    """In any order; those of TLS 1.3 are always on and need not be there."""
+    suites = "TLS_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,TLS_RSA_WITH_AES_128_GCM_SHA256"
+    _, flags = parse_flags([*PODS, "--secure-serving"])
+    flags.tls_cipher_suites = tuple(suites.split(","))
+    environment = {"GRPC_SSL_CIPHER_SUITES": "AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256"}
+    assert tls_options(flags, environment) == TlsOptions()
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "3GiB", "1.5Mi", "ten", ""])
+def test_a_senseless_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC's limits are 32-bit numbers."""
+    with pytest.raises(SystemExit):
+        parse_flags([*PODS, f"--grpc-max-recv-msg-size={size}"])
+    assert "must be a size below 2GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("debug", logging.DEBUG),
+        ("INFO", logging.INFO),
+        ("error", logging.ERROR),
+        ("0", logging.INFO),
+        ("4", 10),
+    ],
+)
+def test_log_levels_have_zaps_names(level: str, expected: int) -> None:
+    """By name in any case, or as verbosity."""
+    assert parse_flags([*PODS, f"--zap-log-level={level}"])[1].zap_log_level == expected
+
+
+def test_a_log_line_is_one_json_object() -> None:
+    """Line ends, quotes and traces of errors do not break it."""
+    try:
+        raise ValueError('a\n"b"')
+    except ValueError as error:
+        info = (ValueError, error, error.__traceback__)
+    record = logging.LogRecord("n", logging.WARNING, "f", 1, 'said %s\n"', ("x",), info)
+    line = JsonFormatter().format(record)
+    told = yaml.safe_load(line)
+    assert "\n" not in line
+    assert (told["level"], told["logger"], told["msg"]) == ("warning", "n", 'said x\n"')
+    assert 'ValueError: a\n"b"' in told["stacktrace"]
+
+
+def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Defaults, flags and file in one text, numbers with their units; the process ends without serving."""
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nfeatureGates: [flowControl]\n"
+        "plugins: [{type: queue-scorer}, {type: prefix-cache-scorer, parameters: {matchLengthWeight: 0.5}}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer, weight: 2}]}]\n"
+        "flowControl: {defaultRequestTTL: 5s}\n"
+    )
+    assert (
+        main(["--pods-file=/pods.yaml", f"--config-file={config}", "--drain-timeout=90s", "--print-config"])
+        == 0
+    )
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["drain_timeout_s"] == "90 s"
+    assert told["max_request_bytes"] == f"{8 << 20} bytes"
+    assert told["prefill_tokens_per_s"] == "15000 tokens/s"
+    assert told["index"]["block_tokens"] == "16 tokens"
+    assert told["index"]["capacity_blocks"] == "8000000 blocks"
+    assert told["index"]["capacity_bytes"] == f"{512 << 20} bytes"
+    assert told.keys() == {field.name for field in fields(RouterConfig)}
+    assert told["compat"] == "answers"
+    assert told["picker"]["feature_gates"]["flowControl"] is True
+    assert told["picker"]["plugins"][1]["parameters"] == {"matchLengthWeight": 0.5}
+    assert told["picker"]["profiles"][0]["plugins"] == [{"name": "queue-scorer", "weight": 2.0}]
+    assert told["picker"]["flow_control"] == {"defaultRequestTTL": "5s"}
+
+
+def test_a_password_is_not_printed() -> None:
+    """The address of a shared index may hold one."""
+    index = IndexerConfig(backend="redis", redis_url="redis://:secret@host", hash_seed=1)
+    printed = printed_config(RouterConfig(pods_file=Path("/p"), index=index))
+    assert "secret" not in printed
+    assert yaml.safe_load(printed)["index"]["redis_url"] == "<hidden>"

@@ -1,0 +1,241 @@
+"""Hostile ext_proc streams on a real gRPC server: any messages, idle and half-closed streams, floods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc_messages import BodyMode
+from router.gateway_pick import GatewayPick
+from router.grpc_listen import listen
+from router.parsers import Parsers
+from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
+from router.rewrite import RewriteRules
+from router.slow_streams import SlowStreams
+from tests.unit.router_support import TINY, Bench, ready_pod
+from tests.wire.router_wire_support import Stream, body, headers, set_headers, wait_until
+
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+DESTINATION = "x-gateway-destination-endpoint"
+GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()
+DOORS = ("ours", "reference")
+
+
+class Served:
+    """One door on a real server."""
+
+    def __init__(self, bench: Bench, channel: grpc.Channel, slow: SlowStreams) -> None:
+        self.bench = bench
+        self.slow = slow
+        self.stub = pb_grpc.ExternalProcessorStub(channel)
+        self.cut = 0
+
+    def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
+        """One whole stream."""
+        return list(self.stub.Process(iter(messages), timeout=20))
+
+    def works(self) -> bool:
+        """Whether a plain request is still picked for."""
+        answers = self.exchange([headers(path="/v1/completions"), body(GOOD)])
+        return DESTINATION in set_headers(answers[0])
+
+
+@contextmanager
+def served(kind: str, *, streams: int = 32, patience_s: float = 0.0) -> Iterator[Served]:
+    """Two pods behind one door, with places for so many streams."""
+    bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
+    picks, random = GatewayPick(bench.router, bench.metrics), np.random.default_rng(1)
+    if kind == "ours":
+        door: Any = ExtProcDoor(
+            picks, bench.outcomes, bench.metrics, ExtProcOptions(1 << 20, responses_full=True)
+        )
+    else:
+        parts = ReferenceParts(
+            picks=picks,
+            outcomes=bench.outcomes,
+            metrics=bench.metrics,
+            pods=bench.pods,
+            parsers=Parsers(),
+            rewrites=RewriteRules([], random),
+            reporter=None,
+            random=random,
+        )
+        door = ReferenceDoor(parts, ReferenceOptions(1 << 20))
+    told: list[None] = []
+    slow = SlowStreams(METHOD, streams, lambda: told.append(None), patience_s=patience_s)
+    server, port = listen(
+        "--grpc-port",
+        "127.0.0.1",
+        0,
+        threads=streams,
+        requests_max=streams,
+        message_bytes_max=1 << 20,
+        interceptors=[slow],
+        services=(lambda server: add_ext_proc(door, server),),
+    )
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Served(bench, channel, slow)
+    finally:
+        server.stop(None).wait()
+
+
+BYTES = st.binary(max_size=200) | st.sampled_from(
+    [
+        GOOD,
+        b"{",
+        b"[]",
+        b'{"model": 1}',
+        b'{"model": "m", "model": "n", "prompt": "x"}',
+        b"\xff\xfe",
+        b"9" * 400,
+    ]
+)
+TEXTS = st.text(max_size=30)
+PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/messages", "/x", "", "\x00"]) | TEXTS
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
+    """Any message of a stream, sensible or not."""
+    kind = draw(
+        st.sampled_from(
+            [
+                "request_headers",
+                "request_body",
+                "request_trailers",
+                "response_headers",
+                "response_body",
+                "response_trailers",
+                "nothing",
+            ]
+        )
+    )
+    message = pb.ProcessingRequest()
+    if kind == "nothing":
+        return message
+    part = getattr(message, kind)
+    part.SetInParent()
+    if kind.endswith("_headers"):
+        named = {":path": draw(PATHS)} | draw(st.dictionaries(TEXTS, TEXTS, max_size=4))
+        for name, value in named.items():
+            part.headers.headers.add(key=name, raw_value=value.encode())
+        part.headers.headers.add(key="x-bytes", raw_value=draw(st.binary(max_size=20)))
+    if kind.endswith("_body"):
+        part.body = draw(BYTES)
+    if not kind.endswith("_trailers"):
+        part.end_of_stream = draw(st.booleans())
+    if draw(st.booleans()):
+        modes = st.sampled_from([BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED, 4, 77])
+        message.protocol_config.request_body_mode = draw(modes)
+        message.protocol_config.response_body_mode = draw(modes)
+    hint = draw(st.none() | st.lists(st.text(max_size=12), max_size=3))
+    if hint is not None:
+        namespace = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        namespace.update({"x-gateway-destination-endpoint-subset": hint})
+    return message
+
+
+def check_order(answers: Sequence[pb.ProcessingResponse]) -> None:
+    """An error ends a stream; the request's answers come before the response's, headers once and first."""
+    kinds = [answer.WhichOneof("response") for answer in answers]
+    assert None not in kinds
+    if "immediate_response" in kinds:
+        assert kinds.index("immediate_response") == len(kinds) - 1
+        refusal = answers[-1].immediate_response
+        assert 400 <= refusal.status.code <= 599
+        assert refusal.body
+    assert kinds.count("request_headers") <= 1
+    if "request_body" in kinds and "request_headers" in kinds:
+        assert kinds.index("request_headers") < kinds.index("request_body")
+    for answer in answers:
+        for phase in ("request_body", "response_body"):
+            chunk = getattr(answer, phase).response.body_mutation.streamed_response.body
+            assert len(chunk) <= 62_000
+
+
+@pytest.mark.parametrize("kind", DOORS)
+def test_no_stream_breaks_the_door(kind: str) -> None:
+    """Whatever is sent in whatever order: well-formed answers, a clean end, nothing left in the ledger."""
+    with served(kind) as door:
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(messages(), max_size=8))
+        def play(sent: list[pb.ProcessingRequest]) -> None:
+            check_order(door.exchange(sent))
+            wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
+
+        play()
+        assert door.works()
+
+
+@pytest.mark.parametrize("kind", DOORS)
+def test_a_stream_that_is_closed_half_way_ends(kind: str) -> None:
+    """After headers, after part of the body, after the request: no answer is owed, no place is held."""
+    start, part, whole = headers(path="/v1/completions"), body(GOOD[:5], end=False), body(GOOD)
+    with served(kind, streams=4) as door:
+        for sent in ([], [start], [start, part], [start, whole]):
+            for _ in range(6):
+                check_order(door.exchange(sent))
+        wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
+        assert door.works()
+
+
+@pytest.mark.parametrize("kind", DOORS)
+def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
+    """Idle streams hold their places until these are needed; then the oldest go; who was answered stays."""
+    with served(kind, streams=8) as door:
+        answered, *idle = (Stream(door.stub) for _ in range(7))
+        answered.send(headers(path="/v1/completions"), body(GOOD))
+        assert DESTINATION in set_headers(answered.receive())
+        answered.receive()
+        for stream in idle:
+            stream.send(headers(path="/v1/completions"))
+        assert door.slow.relieve() == 0
+        idle.append(Stream(door.stub))
+        idle[-1].send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
+        wait_until(lambda: door.slow.relieve() == 2, "a crowd that is thinned out")
+        wait_until(lambda: sum(not stream.is_open for stream in idle) == 2, "their ends")
+        for stream in [stream for stream in idle if not stream.is_open]:
+            with pytest.raises(grpc.RpcError) as caught:
+                stream.receive()
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+        assert answered.is_open
+        assert idle[-1].is_open
+        wait_until(door.works, "a place")
+        assert door.slow.relieve() == 0
+        idle[-1].send(body(GOOD[5:]))
+        assert DESTINATION in set_headers(idle[-1].receive())
+        for stream in (answered, *idle):
+            if stream.is_open:
+                stream.rest()
+
+
+@pytest.mark.parametrize("kind", DOORS)
+def test_a_header_flood_is_refused_or_bounded(kind: str) -> None:
+    """Thousands of headers within a message's limit are read; beyond it gRPC refuses; others are served."""
+    with served(kind) as door:
+        flood = headers(path="/v1/completions")
+        for number in range(5000):
+            flood.request_headers.headers.headers.add(key=f"x-{number % 1000}", raw_value=b"v" * 10)
+        answers = door.exchange([flood, body(GOOD)])
+        assert DESTINATION in set_headers(answers[0])
+        for _ in range(3):
+            flood.request_headers.headers.headers.add(key="x-long", raw_value=b"v" * (1 << 20))
+        with pytest.raises(grpc.RpcError) as caught:
+            door.exchange([flood])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert door.works()

@@ -1,0 +1,154 @@
+"""An Anthropic Messages body as the chat body that vLLM's server makes of it before it renders a prompt.
+
+Decoded JSON in, decoded JSON out. Only what this needs is checked; what vLLM's releases treat differently is
+refused as not supported, so that no wrong ids are ever taken for right ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenization.errors import PromptError, UnsupportedPromptError
+
+Body = Mapping[str, Any]
+
+# Changes with every request; vLLM takes it out of system prompts.
+_BILLING = "x-anthropic-billing-header"
+_TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
+_IMAGE = "image"
+
+
+def messages_as_chat(body: Body) -> dict[str, Any]:
+    """The chat completions body with the same prompt.
+
+    Raises:
+        PromptError: A field has the wrong type.
+        UnsupportedPromptError: vLLM's releases do not agree on what becomes of a part of it.
+    """
+    messages = [*_system(body.get("system")), *_turns(body.get("messages"))]
+    chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
+    chat["messages"] = messages
+    if (tools := body.get("tools")) is not None:
+        # A tool choice changes the grammar, not the prompt; only "none" would, which this API has not.
+        chat["tools"] = [_tool(tool) for tool in _objects(tools, "tools")]
+    config = body.get("output_config")
+    if isinstance(config, dict) and config.get("effort") is not None:
+        chat["reasoning_effort"] = config["effort"]
+    return chat
+
+
+def _system(system: object) -> Iterator[dict[str, Any]]:
+    if not system:
+        return
+    if isinstance(system, str):
+        yield {"role": "system", "content": system}
+        return
+    texts = [_text(block, "system") for block in _objects(system, "system") if block.get("type") == "text"]
+    if text := "".join(text for text in texts if not text.startswith(_BILLING)):
+        yield {"role": "system", "content": text}
+
+
+def _turns(messages: object) -> Iterator[dict[str, Any]]:
+    for at, message in enumerate(_objects(messages, "messages")):
+        role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
+        if role == "system":
+            raise UnsupportedPromptError(
+                f"{where}: where a system message within a conversation goes depends on the release", where
+            )
+        if role not in ("user", "assistant"):
+            raise PromptError(f"{where}.role must be user or assistant", where)
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        else:
+            yield from _turn(role, _objects(content, f"{where}.content"), where)
+
+
+def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            if text := _text(block, where):
+                parts.append({"type": "text", "text": text})
+        elif kind == _IMAGE:
+            parts.append(_image())
+        elif kind == "thinking":
+            thoughts.append(_text(block, where, "thinking"))
+        elif kind == "tool_use":
+            calls.append(_call(block, where))
+        elif kind == "tool_result" and role == "user":
+            # Results stand in front of whatever else the user says in the same turn.
+            yield from _result(block, where)
+        elif kind != "redacted_thinking":
+            raise UnsupportedPromptError(f"{where}: blocks of this type are not supported here", where)
+    if not (parts or calls or thoughts):
+        return
+    turn: dict[str, Any] = {"role": role}
+    if thoughts:
+        turn["reasoning"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    if parts:
+        turn["content"] = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+    yield turn
+
+
+def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
+    content = block.get("content")
+    images = 0
+    if isinstance(content, list):
+        texts = []
+        for item in _objects(content, f"{where}.content"):
+            if item.get("type") == "text":
+                texts.append(_text(item, where))
+            elif item.get("type") == _IMAGE:
+                images += 1
+            else:
+                raise UnsupportedPromptError(f"{where}: results of this type are not supported here", where)
+        content = "\n".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise PromptError(f"{where}: a result's content must be a string or a list of blocks", where)
+    yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
+    if images:
+        yield {"role": "user", "content": [_image() for _ in range(images)]}
+
+
+def _call(block: Body, where: str) -> dict[str, Any]:
+    name, given = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not (given is None or isinstance(given, dict)):
+        raise PromptError(f"{where}: a tool_use block has a name, and an object as its input", where)
+    function = {"name": name, "arguments": json.dumps(given or {})}
+    return {"id": block.get("id") or "", "type": "function", "function": function}
+
+
+def _tool(tool: Body) -> dict[str, Any]:
+    schema = tool.get("input_schema")
+    if not isinstance(tool.get("name"), str) or not isinstance(schema, dict):
+        raise UnsupportedPromptError("tools of the provider's own have no form here", "tools")
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _image() -> dict[str, Any]:
+    """Its content is of no use: a prompt is known up to its first image."""
+    return {"type": "image_url", "image_url": {"url": ""}}
+
+
+def _text(block: Body, where: str, name: str = "text") -> str:
+    text = block.get(name)
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise PromptError(f"{where}: {name} must be a string", where)
+    return text
+
+
+def _objects(value: object, where: str) -> Sequence[Body]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise PromptError(f"{where} must be a list of objects", where)
+    return value

@@ -1,0 +1,149 @@
+"""What a chat template shows of a conversation, most of its turns from memory: messages in, text out.
+
+The next turn of a long conversation then costs a look at each message, and only its new ones are rendered.
+For templates that show each message on its own, see `turn_form`; knows no tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jinja2 import Environment
+
+from tokenization.turn_form import FIRST, MESSAGES, TURNS, TurnForm, turn_form
+
+_CAPACITY_BYTES = 64 << 20
+_ENTRY_BYTES = 300
+_SETTINGS_MAX = 256
+# Values of which equal ones are shown alike, if their types are the same.
+_PLAIN_TYPES = (str, int, bool, type(None))
+_PLAIN_FORM = ("role", "content")
+
+# A setting's number, a role and a content.
+_Key: TypeAlias = tuple[int, str, str]
+# A number, and what stands in front of the messages and behind them; None: that depends on them.
+_Setting: TypeAlias = tuple[int, tuple[str, str] | None]
+
+
+class Turns:
+    """Renders with one template; safe to share between threads.
+
+    Args:
+        form: The template in its parts.
+        mark: What divides the turns.
+        capacity_bytes: Most memory for what is remembered.
+    """
+
+    def __init__(self, form: TurnForm, mark: str, capacity_bytes: int = _CAPACITY_BYTES) -> None:
+        self._form = form
+        self._mark = mark
+        self._memory = _Memory(capacity_bytes)
+        self._settings: dict[object, _Setting] = {}
+        self._made = 0
+
+    @classmethod
+    def of(cls, environment: Environment, source: str) -> Turns | None:
+        """For a template's source; None where it does not show each message on its own."""
+        mark = secrets.token_hex(16)
+        form = turn_form(environment, source, mark)
+        return cls(form, mark) if form is not None else None
+
+    def render(self, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """As the whole template would render; None where that has to be asked.
+
+        Args:
+            variables: The template's, `messages` among them.
+            options: Those of them that may differ from request to request, without the messages.
+        """
+        messages = variables[MESSAGES]
+        setting = self._setting(variables, options, messages)
+        if setting is None:
+            return None
+        number, ends = setting
+        before, behind = self._ends(variables) if ends is None else ends
+        keys = [
+            # Only of a message of this form role and content are all that there is, down to the order.
+            (number, message["role"], content)
+            if tuple(message) == _PLAIN_FORM and type(content := message["content"]) is str
+            else None
+            for message in messages
+        ]
+        if keys[0] is not None:
+            keys[0] = (~number, *keys[0][1:])
+        turns = self._memory.get(keys)
+        missing = [at for at, turn in enumerate(turns) if turn is None]
+        if missing:
+            given = {**variables, TURNS: [messages[at] for at in missing], FIRST: messages[0]}
+            *shown, rest = self._form.turns.render(given).split(self._mark)
+            if len(shown) != len(missing) or rest:
+                return None
+            for at, turn in zip(missing, shown, strict=True):
+                turns[at] = turn
+                self._memory.put(keys[at], turn)
+        return "".join((before, *turns, behind))  # type: ignore[arg-type]
+
+    def _setting(
+        self, variables: Mapping[str, Any], options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> _Setting | None:
+        """What turns depend on beside their message: its number, and both ends where they are fixed."""
+        for value in options.values():
+            if type(value) not in _PLAIN_TYPES:
+                return None
+        of_first = None
+        if self._form.names_first:
+            role, content = messages[0].get("role"), messages[0].get("content")
+            if tuple(messages[0]) != _PLAIN_FORM or type(content) is not str:
+                return None
+            of_first = role, content
+        # True and 1 are equal and look different.
+        key = (of_first, *((name, type(value), value) for name, value in options.items()))
+        setting = self._settings.get(key)
+        if setting is None:
+            ends = self._ends(variables) if self._form.is_fixed else None
+            if len(self._settings) >= _SETTINGS_MAX:
+                self._settings = {}
+            self._made += 1
+            setting = self._settings[key] = (self._made, ends)
+        return setting
+
+    def _ends(self, variables: Mapping[str, Any]) -> tuple[str, str]:
+        return self._form.before.render(variables), self._form.behind.render(variables)
+
+
+class _Memory:
+    """Turns by their keys. What was not asked for while half the bytes were used up is forgotten."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._half_bytes = capacity_bytes // 2
+        self._used_bytes = 0
+        self._young: dict[_Key, str] = {}
+        self._old: dict[_Key, str] = {}
+        self._lock = threading.Lock()
+
+    def get(self, keys: Sequence[_Key | None]) -> list[str | None]:
+        """What is remembered; None for what is not."""
+        turns: list[str | None] = list(map(self._young.get, keys))  # type: ignore[arg-type]
+        if self._old and None in turns:
+            old = self._old
+            for at, key in enumerate(keys):
+                if turns[at] is None and key is not None and (turn := old.get(key)) is not None:
+                    turns[at] = turn
+                    self.put(key, turn)
+        return turns
+
+    def put(self, key: _Key | None, turn: str) -> None:
+        """Remembers a turn; None: one that has no key."""
+        if key is None:
+            return
+        size_bytes = sys.getsizeof(turn) + sys.getsizeof(key[2]) + _ENTRY_BYTES
+        with self._lock:
+            if key in self._young or size_bytes > self._half_bytes:
+                return
+            if self._used_bytes + size_bytes > self._half_bytes:
+                self._old, self._young, self._used_bytes = self._young, {}, 0
+            self._young[key] = turn
+            self._used_bytes += size_bytes
