@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOAD_TIMEOUT_S = 120.0
 # The access log's last flush belongs to the requests of a stretch.
 _SETTLE_S = 0.3
+# What the pods hold from the start is announced and applied when nobody is busy with it any more.
+_CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,25 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         supervisor.start(plan.children)
         if events is not None:
             await_pods(plan, supervisor.check)
-        yield GatewayStack((plan.gateway_url, f"{HOST}:{base}"), supervisor, events)
+        stack = GatewayStack((plan.gateway_url, f"{HOST}:{base}"), supervisor, events)
+        if events is not None:
+            _await_calm(lambda: stack.cpu_s("router") + process_cpu_s(events.pid))
+        yield stack
     finally:
         supervisor.stop()
         if events is not None:
             events.kill()
             events.communicate()
+
+
+def _await_calm(cpu_s: Callable[[], float]) -> None:
+    deadline_s, calm = time.monotonic() + _CALM_TIMEOUT_S, 0
+    while calm < _CALM_LOOKS:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the router is still busy with what the pods hold from the start")
+        before_s, then_s = cpu_s(), time.monotonic()
+        time.sleep(_SETTLE_S)
+        calm = calm + 1 if cpu_s() - before_s < _CALM_CORES * (time.monotonic() - then_s) else 0
 
 
 def run_load(module: str, target: str, bodies: Path, clients: int, seconds: float) -> dict[str, float]:

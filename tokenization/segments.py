@@ -20,6 +20,7 @@ from tokenization.cuts import component, exact_cuts
 from tokenization.errors import TokenizerLoadError
 from tokenization.prefix_memory import Prefix, PrefixMemory
 from tokenization.segment_memory import SegmentMemory, TokenIds
+from tokenization.shares import encode_together
 from tokenization.tries import trie_pattern
 
 # Long enough that looking up costs nothing beside encoding, short enough that an edit costs little.
@@ -109,8 +110,7 @@ class SegmentEncoder:
             with self._lock:
                 known = {piece: self._memory.get(piece) for piece in batch}
             unknown = [piece for piece, ids in known.items() if ids is None]
-            # In batches the library gives the GIL back; one text it would encode with the GIL held.
-            encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+            encodings = encode_together(self._tokenizer, unknown)
             fresh = {piece: _array(encoding.ids) for piece, encoding in zip(unknown, encodings, strict=True)}
             with self._lock:
                 for piece, ids in fresh.items():
