@@ -13,7 +13,15 @@ PORT ?= 8080
 BASE_PORT ?= 18000
 UP_ARGS ?=
 
-.PHONY: help setup up test test-kind check format bench lock proto clean
+# Container images. PYTHON_BASE_IMAGE and TORCH_INDEX_URL: see docker/*.Dockerfile; without-torch ends before torch.
+IMAGE_PREFIX ?= kvroute
+IMAGE_TAG ?= dev
+MODEL_SERVER_TARGET ?= model-server
+PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
+BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
+  $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
+
+.PHONY: help setup up test test-kind images wheelhouse check format bench lock proto clean
 
 help:
 	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
@@ -21,6 +29,8 @@ help:
 	@echo "make test       all tests that need no cluster"
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
+	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
+	@echo "make wheelhouse what these images install, into docker/wheelhouse, to build them offline"
 	@echo "make bench      what a pick costs at the gateway; kvroute bench: the rest"
 	@echo "make setup      .venv with the kvroute command, from requirements.lock"
 	@echo "make lock       resolve requirements.lock anew; make proto: generate the gRPC stubs anew"
@@ -52,6 +62,17 @@ test: setup
 test-kind: setup
 	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)
 
+images:
+	docker build --file docker/router.Dockerfile --tag $(IMAGE_PREFIX)/router:$(IMAGE_TAG) $(BUILD_ARGS) .
+	docker build --file docker/model-server.Dockerfile --tag $(IMAGE_PREFIX)/model-server:$(IMAGE_TAG) \
+	  --target $(MODEL_SERVER_TARGET) $(BUILD_ARGS) .
+
+# In the base image: what is needed depends on its Python's exact version.
+wheelhouse:
+	docker run --rm --volume $(CURDIR)/docker:/docker --workdir /docker --env PIP_INDEX_URL $(PYTHON_IMAGE) \
+	  python3 -m pip --disable-pip-version-check download --quiet --no-deps --only-binary :all: --require-hashes \
+	  --dest wheelhouse --requirement build.txt --requirement router.txt --requirement model-server.txt
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,9 +85,17 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks.pick
 
+# Extracts of requirements.lock.
+IMAGE_LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --constraints requirements.lock --custom-compile-command "make lock"
+
 lock: setup
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
 	  --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
+	$(IMAGE_LOCK) pyproject.toml --extra cel --extra hub --extra redis --extra tracing --output-file docker/router.txt
+	$(IMAGE_LOCK) pyproject.toml --extra hub --extra model-server --excludes docker/model-server.excludes \
+	  --output-file docker/model-server.txt
+	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt
 
 proto: setup
 	for package in router:endpoint_picker router:tokenizer indexer:indexer; do \

@@ -1,38 +1,105 @@
-"""A kind cluster for the tests beside this file, or a printed reason why there is none.
+"""What the tests beside this file share: a cluster, the images in it, a release of the chart, and figures.
 
 Needs docker, kind, kubectl and helm on PATH. KIND_NODE_IMAGE and KIND_CONFIG choose the node image and the
-cluster's configuration; without them kind takes its own.
+cluster's configuration (without them kind takes its own); KIND_CLUSTER names a cluster of an earlier run to
+use and to keep, which is made if there is none. What a run measured, and what was the matter with a failed
+test, lies in KIND_RESULTS (default: kind-results).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-CLUSTER = "kvroute-test"
-TOOLS = ("docker", "kind", "kubectl", "helm")
+from tests.kind.cluster import NODE_PORTS, Cluster, running_cluster
+from tests.kind.evidence import collect
+from tests.kind.figures import Figures
+from tests.kind.images import build_images, load_images
+from tests.kind.release import Release, base_values
+from tests.kind.tools import missing_tools
+from tests.kind.traffic import Conversation
+
+_FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
-def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Path of a kubeconfig for a fresh cluster, which is deleted at the end."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)} on PATH")
-    docker = subprocess.run(["docker", "info"], capture_output=True, text=True)
-    if docker.returncode != 0:
-        pytest.skip(f"needs a running docker daemon: {docker.stderr.strip().splitlines()[-1:]}")
-    path = tmp_path_factory.mktemp("kind") / "kubeconfig"
-    chosen = [("--image", os.environ.get("KIND_NODE_IMAGE")), ("--config", os.environ.get("KIND_CONFIG"))]
-    options = [part for option, value in chosen if value for part in (option, value)]
-    name = ["--name", CLUSTER, "--kubeconfig", str(path)]
-    subprocess.run(["kind", "create", "cluster", *name, *options, "--wait", "180s"], check=True)
+def results() -> Path:
+    """Where a run's figures and evidence go."""
+    return Path(os.environ.get("KIND_RESULTS", "kind-results")).absolute()
+
+
+@pytest.fixture(scope="session")
+def figures(results: Path) -> Iterator[Figures]:
+    """Collects what is measured; written at the end."""
+    figures = Figures()
+    yield figures
+    figures.write(results)
+
+
+@pytest.fixture(scope="session")
+def images() -> None:
+    """The images, in docker."""
+    if reason := missing_tools():
+        pytest.skip(reason)
+    build_images()
+
+
+@pytest.fixture(scope="session")
+def cluster(images: None, tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Iterator[Cluster]:
+    """A cluster with the images in it."""
+    started_s = time.monotonic()
+    with running_cluster(tmp_path_factory.mktemp("kind")) as cluster:
+        figures.add("create_s", time.monotonic() - started_s, "cluster created")
+        started_s = time.monotonic()
+        load_images(cluster)
+        figures.add("load_s", time.monotonic() - started_s, "images loaded into its node")
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def installed(cluster: Cluster, figures: Figures) -> Iterator[Release]:
+    """The chart with two routers and two model servers, in a namespace of its own."""
+    namespace = f"kvroute-{os.getpid()}"
+    release = Release(cluster, cluster.kubectl(namespace), NODE_PORTS[0])
+    started_s = time.monotonic()
     try:
-        yield path
+        release.install(base_values(namespace))
+        figures.add("install_s", time.monotonic() - started_s, "`helm install --wait` of all")
+        release.expose()
+        while Conversation(release.url).ask().failed and time.monotonic() < started_s + 300:
+            time.sleep(0.1)
+        figures.add(
+            "first_request_s", time.monotonic() - started_s, "from `helm install` to the first answer"
+        )
+        yield release
     finally:
-        subprocess.run(["kind", "delete", "cluster", *name], check=True)
+        release.discard()
+
+
+@pytest.fixture
+def release(installed: Release) -> Release:
+    """The release at its base: two routers and two model servers, each followed and exact."""
+    installed.scale("model-server", 2)
+    installed.scale("router", 2)
+    installed.await_settled(routers=2, model_servers=2)
+    return installed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Remembers whether a test failed, for `_evidence`."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _evidence(request: pytest.FixtureRequest, results: Path) -> Iterator[None]:
+    """Collects logs, events and decisions of every namespace when a test failed."""
+    yield
+    if request.node.stash.get(_FAILED, False) and "cluster" in request.fixturenames:
+        collect(request.getfixturevalue("cluster"), results / request.node.name.replace("/", "_"))

@@ -1,0 +1,122 @@
+"""One kind cluster for all tests: KIND_NODE_IMAGE, KIND_CONFIG and KIND_CLUSTER in, a reachable cluster out.
+
+The nodes see this machine's installed torch, so that no image has to carry it, and three of the first node's
+ports are open on this machine's loopback address.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.kind.tools import Kubectl, run
+
+# Ports of Services of type NodePort.
+NODE_PORTS = (30080, 30081, 30082)
+# Where the nodes see this machine's Python packages.
+PACKAGES = "/opt/host-packages"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that is up.
+
+    Attributes:
+        name: As kind knows it.
+        kubeconfig: A file of its own, never the user's.
+        urls: Base URL on this machine for each of NODE_PORTS.
+    """
+
+    name: str
+    kubeconfig: Path
+    urls: dict[int, str]
+
+    @property
+    def node(self) -> str:
+        """The container that is the first node."""
+        return f"{self.name}-control-plane"
+
+    def kubectl(self, namespace: str = "default") -> Kubectl:
+        """kubectl in a namespace."""
+        return Kubectl(self.kubeconfig, namespace)
+
+    def in_node(self, *command: str) -> str:
+        """Runs a program in the first node."""
+        return run("docker", "exec", self.node, *command)
+
+    def kill_container(self, container_id: str) -> None:
+        """Kills a container as a crash would: without a word, and it may be started again."""
+        # "containerd://ID"; the node's own ctr, because not every node image has crictl.
+        container = container_id.rpartition("/")[2]
+        self.in_node("ctr", "--namespace", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container)
+
+
+def mounts_torch() -> bool:
+    """Whether this machine's torch runs in the images: they have Python 3.11 on Linux."""
+    return sys.platform == "linux" and sys.version_info[:2] == (3, 11)
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    """Makes a cluster that is deleted at the end; or takes KIND_CLUSTER, which is kept.
+
+    Args:
+        folder: For its files.
+    """
+    kept = os.environ.get("KIND_CLUSTER")
+    name = kept or f"kvroute-test-{os.getpid()}"
+    kubeconfig = folder / "kubeconfig"
+    named = ("--name", name, "--kubeconfig", str(kubeconfig))
+    try:
+        if kept and kept in run("kind", "get", "clusters").split():
+            run("kind", "export", "kubeconfig", *named)
+        else:
+            _create(folder, named)
+        yield Cluster(name, kubeconfig, {port: _url(name, port) for port in NODE_PORTS})
+    finally:
+        if not kept:
+            run("kind", "delete", "cluster", *named)
+
+
+def _create(folder: Path, named: tuple[str, ...]) -> None:
+    given = os.environ.get("KIND_CONFIG")
+    config = yaml.safe_load(Path(given).read_text()) if given else {}
+    path = folder / "kind.yaml"
+    path.write_text(yaml.safe_dump(_with_mounts_and_ports(config)))
+    image = os.environ.get("KIND_NODE_IMAGE")
+    chosen = ("--image", image) if image else ()
+    run("kind", "create", "cluster", *named, *chosen, "--config", str(path), "--wait", "180s")
+
+
+def _with_mounts_and_ports(config: dict[str, Any]) -> dict[str, Any]:
+    nodes = config.get("nodes") or [{"role": "control-plane"}]
+    packages = {"hostPath": sysconfig.get_path("purelib"), "containerPath": PACKAGES, "readOnly": True}
+    ports = [
+        {"containerPort": port, "hostPort": _free_port(), "listenAddress": "127.0.0.1"} for port in NODE_PORTS
+    ]
+    nodes = [
+        {**node, "extraMounts": [*node.get("extraMounts", ()), *([packages] if mounts_torch() else ())]}
+        for node in nodes
+    ]
+    nodes[0] = {**nodes[0], "extraPortMappings": [*nodes[0].get("extraPortMappings", ()), *ports]}
+    return {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", **config, "nodes": nodes}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _url(name: str, port: int) -> str:
+    return f"http://{run('docker', 'port', f'{name}-control-plane', f'{port}/tcp').splitlines()[0]}"

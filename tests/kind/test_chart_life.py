@@ -1,0 +1,65 @@
+"""A release from its first day to its last: default values, `helm test`, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kind.cluster import NODE_PORTS, Cluster
+from tests.kind.release import Release
+from tests.kind.tools import ToolError, eventually
+from tests.kind.traffic import Conversation
+
+pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
+
+# Made by Kubernetes in every namespace, or about what was there.
+_NOT_OURS = ("configmap/kube-root-ca.crt", "serviceaccount/default", "event/", "event.events.k8s.io/")
+
+
+@pytest.fixture
+def fresh(cluster: Cluster) -> Iterator[Release]:
+    """A release with default values, but for the images, in an empty namespace."""
+    kubectl = cluster.kubectl(f"kvroute-{os.getpid()}-fresh")
+    release = Release(cluster, kubectl, NODE_PORTS[1])
+    try:
+        release.install()
+        yield release
+    finally:
+        release.discard()
+
+
+def test_default_values_answer_and_leave_nothing(fresh: Release) -> None:
+    """As it is it answers a chat completion; `helm test` passes; `helm uninstall` takes all away."""
+    fresh.expose()
+    answer = eventually("an answer", lambda: _answered(fresh))
+    assert answer
+    assert "Phase:          Succeeded" in fresh.helm("test", "kvroute", "--timeout", "5m")
+    fresh.helm("uninstall", "kvroute", "--wait", "--timeout", "5m")
+    fresh.kubectl("delete", "service", "gateway-of-tests")
+    eventually("nothing is left", lambda: not _left(fresh))
+
+
+def test_the_release_passes_its_own_test(release: Release) -> None:
+    """`helm test` sends a conversation and sees that it stuck, with two routers as well."""
+    assert "Phase:          Succeeded" in release.helm("test", "kvroute", "--timeout", "5m")
+
+
+def test_a_typo_in_the_values_is_refused(release: Release) -> None:
+    """An unknown value stops `helm upgrade` before anything is changed; the message has its path."""
+    with pytest.raises(ToolError, match=r"modelServers.*replica"):
+        release.install({"modelServers": {"replica": 3}})
+
+
+def _answered(release: Release) -> str | None:
+    answer = Conversation(release.url).ask()
+    return None if answer.failed else answer.text
+
+
+def _left(release: Release) -> list[str]:
+    """Every object of any kind in the release's namespace that Kubernetes did not make by itself."""
+    listed = release.kubectl("api-resources", "--verbs=list", "--namespaced", "--output", "name")
+    kinds = ",".join(kind for kind in listed.split() if not kind.startswith("events"))
+    found = release.kubectl("get", kinds, "--output", "name", "--ignore-not-found")
+    return [name for name in found.split() if not name.startswith(_NOT_OURS)]

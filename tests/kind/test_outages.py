@@ -1,0 +1,66 @@
+"""What may be lost or replaced without a failed request: a router, the API server, all pods in turn."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.kind.figures import Figures
+from tests.kind.release import Release, base_values, merged
+from tests.kind.tools import eventually
+from tests.kind.traffic import Load, steady_load
+
+pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
+
+
+def test_a_killed_router_costs_no_request(release: Release, figures: Figures) -> None:
+    """One of two routers dies at once, without a word: every request is answered all the same."""
+    with steady_load(release.url, think_s=0.05) as load:
+        _await_answers(load, 40)
+        router = release.pods("router")[0]
+        release.cluster.kill_container(router["status"]["containerStatuses"][0]["containerID"])
+        killed_s = time.monotonic()
+        _await_answers(load, len(load.answers) + 40)
+        release.await_settled(routers=2, model_servers=2)
+        gap_s = load.longest_gap_s(killed_s)
+    load.assert_none_failed()
+    figures.add("failover_gap_s", gap_s, "longest time without an answer after a router was killed")
+
+
+def test_a_restarted_api_server_costs_no_request(release: Release) -> None:
+    """The API server dies under load: requests go on, and what changes after it came back is seen."""
+    system = release.cluster.kubectl("kube-system")
+    name = f"kube-apiserver-{release.cluster.node}"
+
+    def container() -> str:
+        found: str = system.get("pod", name)["status"]["containerStatuses"][0]["containerID"]
+        return found
+
+    with steady_load(release.url) as load:
+        _await_answers(load, 20)
+        before = container()
+        release.cluster.kill_container(before)
+        _await_answers(load, len(load.answers) + 20)
+        eventually("the API server is back", lambda: container() != before)
+        release.kubectl("delete", "pod", release.names("model-server")[0], "--wait=false")
+        release.await_settled(routers=2, model_servers=2)
+    load.assert_none_failed()
+
+
+def test_a_rolling_upgrade_costs_no_request(release: Release) -> None:
+    """Every router and every model server is replaced by `helm upgrade` under load."""
+    before = {*release.names("router"), *release.names("model-server")}
+    rolled = {"podAnnotations": {"kvroute.dev/rolled": str(time.time_ns())}}
+    with steady_load(release.url) as load:
+        _await_answers(load, 20)
+        base = base_values(release.kubectl.namespace)
+        release.install(merged(base, {"router": rolled, "modelServers": rolled}))
+        release.await_settled(routers=2, model_servers=2)
+        _await_answers(load, len(load.answers) + 20)
+    assert not before & {*release.names("router"), *release.names("model-server")}
+    load.assert_none_failed()
+
+
+def _await_answers(load: Load, count: int) -> None:
+    eventually(f"{count} requests were answered", lambda: len(load.answers) >= count)
