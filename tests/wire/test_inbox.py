@@ -19,7 +19,7 @@ BIND = "tcp://127.0.0.1:*"
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     """A running indexer that pods connect to."""
-    running = Watched(events_bind=BIND, replay_attempts=2, undeclared_pods=2)
+    running = Watched(events_bind=BIND, replay_attempts=4, undeclared_pods=2)
     yield running
     running.indexer.close()
 
