@@ -16,6 +16,8 @@ from model_server.restrict import CANDIDATES, is_restricted, left_of_all, left_o
 
 # Below this, dividing by the temperature overflows; it is greedy for all practical purposes.
 _GREEDY_BELOW = 1e-5
+# From here on all tokens are equally probable; at an infinite one a forbidden token's would be no number.
+_HOTTEST = 1e30
 _CHUNK = 128  # tokens
 
 
@@ -70,8 +72,8 @@ def _draw_from_top(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    temperatures = torch.tensor([[row.params.temperature] for row in rows], device=logits.device)
-    return (logits / temperatures).softmax(dim=-1)
+    temperatures = [[min(row.params.temperature, _HOTTEST)] for row in rows]
+    return (logits / torch.tensor(temperatures, device=logits.device)).softmax(dim=-1)
 
 
 def _invert(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -103,3 +103,13 @@ def test_the_ends_of_any_vocabulary_are_reached(
     monkeypatch.setattr("model_server.sampler.uniform", lambda seed, position: extreme)
     row = SamplingRow(SamplingParams(max_tokens=1), 1, 0)
     assert sample(torch.zeros(1, size), [row]) == [size - 1 if extreme else 0]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 3.4028235677973366e38, 1e300])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -> None:
+    """A token whose logit is minus infinity is never chosen, also at temperatures beyond float32."""
+    logits = torch.full((1, VOCAB_SIZE), float("-inf"))
+    logits[0, 700] = 1.0
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k)
+    assert sample(logits, [SamplingRow(params, 1, 0)]) == [700]
