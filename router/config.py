@@ -114,11 +114,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     flags = router_parser().parse_args(argv)
     picker = _picker(flags)
     pods_file, watch, kube = _discovery(flags, picker)
-    compat = flags.compat or (picker and (picker.compat or "answers")) or "off"
-    if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError(
-            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
-        )
+    compat = _compat(flags, picker)
     index, tokenizers = _index(flags), {_TINY_MODEL: str(TINY_DIRECTORY)}
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
@@ -166,6 +162,15 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         stream_metrics=flags.enable_grpc_stream_metrics,
     )
     return config, flags
+
+
+def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
+    compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
+    if compat == "off" and picker is not None and picker.picks:
+        raise ConfigError(
+            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
+        )
+    return compat
 
 
 def _index(flags: argparse.Namespace) -> IndexerConfig:

@@ -27,6 +27,8 @@ _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
+_EPP, _OURS = "llm_d_epp_", "kvroute_router_"
+
 _Labelled = TypeVar("_Labelled", Counter, Histogram)
 
 
@@ -34,80 +36,10 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(name, text, labels, registry=registry)
-
-        def cached(metric: _Labelled) -> Callable[..., _Labelled]:
-            # To look a child up by its labels costs more than to count; these labels have few values.
-            return lru_cache(maxsize=256)(metric.labels)
-
-        def histogram(
-            name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
-        ) -> Histogram:
-            return Histogram(name, text, labels, buckets=tuple(buckets), registry=registry)
-
-        epp, ours = "llm_d_epp_", "kvroute_router_"
-        self._requests = counter(epp + "request_total", "Requests that were given a pod.", _MODEL_LABELS)
-        self._errors = counter(
-            epp + "request_error_total", "Requests answered with an error.", (*_MODEL_LABELS, "error_code")
-        )
-        self._attempts = counter(
-            epp + "scheduler_attempts_total",
-            "Picks by outcome.",
-            ("status", "target_model_name", "endpoint_name", "namespace", "port"),
-        )
-        self._picking = histogram(
-            epp + "scheduler_e2e_duration_seconds", "Time from a parsed request to its pick.", _SECONDS
-        )
-        self._input = histogram(epp + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
-        self._picks = cached(
-            counter(
-                ours + "picks_total",
-                "Picks; `degraded` says why the cache's view was not used.",
-                ("degraded",),
-            )
-        )
-        self._predicted = counter(
-            ours + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."
-        )
-        self._best = counter(ours + "best_cached_tokens_total", "Cached tokens on the pod that held most.")
-        self._compared = counter(
-            ours + "compared_predicted_cached_tokens_total",
-            "Predictions of requests whose delivery was told.",
-        )
-        self._delivered = counter(
-            ours + "delivered_cached_tokens_total", "Cached tokens that pods said they served."
-        )
-        self._prefill_ends = cached(
-            histogram(
-                ours + "prefill_end_seconds",
-                "Dispatch to end of prefill, by who told.",
-                _TTFT_SECONDS,
-                ("source",),
-            )
-        )
-        self._ends = cached(
-            counter(ours + "request_ends_total", "Ended requests, by who told.", ("source", "outcome"))
-        )
-        self._late = cached(
-            histogram(
-                ours + "told_late_seconds",
-                "How late an event was told: by the source's own account, or after the first to tell.",
-                _TTFT_SECONDS,
-                ("event", "source"),
-            )
-        )
-        self._dropped = cached(
-            counter(
-                ours + "dropped_messages_total",
-                "Messages from outside that made no sense.",
-                ("door", "reason"),
-            )
-        )
-        self._logged = cached(
-            counter(ours + "access_log_entries_total", "Access log entries by what they joined.", ("join",))
-        )
-        self._open = Gauge(ours + "open_requests", "Requests inside a door.", ("door",), registry=registry)
+        make = _Maker(registry)
+        self._make_picks(make)
+        self._make_outcomes(make)
+        self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
         self._attempted: dict[tuple[str, str], Counter] = {}
@@ -180,6 +112,76 @@ class RouterMetrics:
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
 
+    def _make_picks(self, make: _Maker) -> None:
+        self._requests = make.counter(
+            _EPP + "request_total", "Requests that were given a pod.", _MODEL_LABELS
+        )
+        self._errors = make.counter(
+            _EPP + "request_error_total", "Requests answered with an error.", (*_MODEL_LABELS, "error_code")
+        )
+        self._attempts = make.counter(
+            _EPP + "scheduler_attempts_total",
+            "Picks by outcome.",
+            ("status", "target_model_name", "endpoint_name", "namespace", "port"),
+        )
+        self._picking = make.histogram(
+            _EPP + "scheduler_e2e_duration_seconds", "Time from a parsed request to its pick.", _SECONDS
+        )
+        self._input = make.histogram(_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
+        self._picks = _cached(
+            make.counter(
+                _OURS + "picks_total",
+                "Picks; `degraded` says why the cache's view was not used.",
+                ("degraded",),
+            )
+        )
+        self._predicted = make.counter(
+            _OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."
+        )
+        self._best = make.counter(
+            _OURS + "best_cached_tokens_total", "Cached tokens on the pod that held most."
+        )
+        self._compared = make.counter(
+            _OURS + "compared_predicted_cached_tokens_total",
+            "Predictions of requests whose delivery was told.",
+        )
+        self._delivered = make.counter(
+            _OURS + "delivered_cached_tokens_total", "Cached tokens that pods said they served."
+        )
+
+    def _make_outcomes(self, make: _Maker) -> None:
+        self._prefill_ends = _cached(
+            make.histogram(
+                _OURS + "prefill_end_seconds",
+                "Dispatch to end of prefill, by who told.",
+                _TTFT_SECONDS,
+                ("source",),
+            )
+        )
+        self._ends = _cached(
+            make.counter(_OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome"))
+        )
+        self._late = _cached(
+            make.histogram(
+                _OURS + "told_late_seconds",
+                "How late an event was told: by the source's own account, or after the first to tell.",
+                _TTFT_SECONDS,
+                ("event", "source"),
+            )
+        )
+        self._dropped = _cached(
+            make.counter(
+                _OURS + "dropped_messages_total",
+                "Messages from outside that made no sense.",
+                ("door", "reason"),
+            )
+        )
+        self._logged = _cached(
+            make.counter(
+                _OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)
+            )
+        )
+
     def _of_model(self, named: str, model: str, priority: int) -> tuple[Counter, Histogram]:
         children = self._model_children.get((named, model, priority))
         if children is None:
@@ -204,6 +206,26 @@ class RouterMetrics:
     def requests_inside(self) -> int:
         """Requests inside the doors now."""
         return sum(inside.requests for inside in list(self._insides.values()))
+
+
+class _Maker:
+    """Makes metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def histogram(
+        self, name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=tuple(buckets), registry=self._registry)
+
+
+def _cached(metric: _Labelled) -> Callable[..., _Labelled]:
+    # To look a child up by its labels costs more than to count; these labels have few values.
+    return lru_cache(maxsize=256)(metric.labels)
 
 
 class Inside:

@@ -26,9 +26,7 @@ from router.engine_watch import EngineWatch
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.flags.reference import told_in_vain
-from router.health import (
-    Health,
-)
+from router.health import Health
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.metric_twins import MetricTwins
@@ -119,33 +117,7 @@ class RouterServer:
             traces=self._traces,
         )
         self.health = Health()
-        pages = DebugPages(
-            self._source,
-            self.pods,
-            self.index,
-            self._ledger,
-            self._rates,
-            self.explain,
-            self.health,
-            lambda: plugin_states(self._ranker, self._flow),
-        )
-        self._doors = Doors(
-            config,
-            DoorParts(
-                router=self.router,
-                outcomes=self._outcomes,
-                metrics=self._metrics,
-                pods=self.pods,
-                explain=self.explain,
-                health=self.health,
-                rewrites=self._rewrites,
-                distrust=self.watch.distrust,
-                registry=registry,
-                pages=pages,
-                peers=PeerDoor(self.index.exports),
-                evictions=self._flow.evictions if self._flow is not None else None,
-            ),
-        )
+        self._doors = self._made_doors(registry)
         self._stopping = threading.Event()
         self._reconciler = Reconciler(self._outcomes)
         self._parity_due_s = 0.0
@@ -194,6 +166,35 @@ class RouterServer:
         self._tokenizers.close()
         if self._traces is not None:
             self._traces.close()
+
+    def _made_doors(self, registry: CollectorRegistry) -> Doors:
+        pages = DebugPages(
+            self._source,
+            self.pods,
+            self.index,
+            self._ledger,
+            self._rates,
+            self.explain,
+            self.health,
+            lambda: plugin_states(self._ranker, self._flow),
+        )
+        return Doors(
+            self._config,
+            DoorParts(
+                router=self.router,
+                outcomes=self._outcomes,
+                metrics=self._metrics,
+                pods=self.pods,
+                explain=self.explain,
+                health=self.health,
+                rewrites=self._rewrites,
+                distrust=self.watch.distrust,
+                registry=registry,
+                pages=pages,
+                peers=PeerDoor(self.index.exports),
+                evictions=self._flow.evictions if self._flow is not None else None,
+            ),
+        )
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()

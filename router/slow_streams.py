@@ -17,6 +17,8 @@ from typing import Any
 
 import grpc
 
+from router.stream_interceptor import Serve, StreamInterceptor
+
 _log = logging.getLogger(__name__)
 
 # From this share of the places on there is a crowd; it is thinned out down to the second one.
@@ -36,7 +38,7 @@ class _Waiting:
     opened_s: float
 
 
-class SlowStreams(grpc.ServerInterceptor):
+class SlowStreams(StreamInterceptor):
     """Watches the streams of one method.
 
     Args:
@@ -55,7 +57,7 @@ class SlowStreams(grpc.ServerInterceptor):
         patience_s: float = _PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._method = method
+        super().__init__(method)
         self._streams_max = streams_max
         self._cut = cut
         self._patience_s = patience_s
@@ -66,30 +68,16 @@ class SlowStreams(grpc.ServerInterceptor):
         self._is_crowded = False
         self._lock = Lock()
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """gRPC's."""
-        handler: Any = continuation(details)
-        if handler is None or details.method != self._method:
-            return handler  # type: ignore[no-any-return]
-        serve = handler.stream_stream
-
-        def watched(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            messages = _Messages(self, requests, _Waiting(context, self._clock()))
-            self._count(1)
-            try:
-                for answer in serve(messages, context):
-                    messages.is_answered = True
-                    yield answer
-            finally:
-                self._count(-1)
-
-        return grpc.stream_stream_rpc_method_handler(
-            watched, handler.request_deserializer, handler.response_serializer
-        )
+    def watch(self, serve: Serve, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """See `StreamInterceptor`."""
+        watched = _Messages(self, messages, _Waiting(context, self._clock()))
+        self._count(1)
+        try:
+            for answer in serve(watched, context):
+                watched.is_answered = True
+                yield answer
+        finally:
+            self._count(-1)
 
     def relieve(self) -> int:
         """Cuts off the oldest of those that wait, if there is a crowd; answers how many."""

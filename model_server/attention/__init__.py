@@ -9,20 +9,9 @@ import torch
 
 from model_server.attention.batch import Attention, KvLayout, Span, StepMeta
 from model_server.attention.sdpa import SdpaAttention
-from model_server.shapes import AttentionShape, KvGroupSpec, kv_groups, undivided
+from model_server.shapes import AttentionShape
 
-__all__ = [
-    "Attention",
-    "AttentionShape",
-    "KvGroupSpec",
-    "KvLayout",
-    "SdpaAttention",
-    "Span",
-    "StepMeta",
-    "kv_groups",
-    "new_attention",
-    "undivided",
-]
+__all__ = ["Attention", "KvLayout", "SdpaAttention", "Span", "StepMeta", "new_attention"]
 
 logger = logging.getLogger(__name__)
 

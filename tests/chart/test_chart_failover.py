@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +22,9 @@ from router.local.stack import envoy_command
 from router.server import RouterServer
 from tests.chart.helm import CHART, clusters, envoy_bootstrap
 from tests.integration.router_server_support import FakePod, fake_pods, running_router, write_pods
+from tests.loopback import HERE, free_port, listens
 from tests.unit.router_support import TINY
 
-HERE = "127.0.0.1"
 BODY = json.dumps({"model": TINY, "prompt": "hello " * 100}).encode()
 CLIENTS = 8
 DOORS: list[dict[str, Any]] = [
@@ -146,14 +145,14 @@ def deployed(directory: Path, envoy: dict[str, Any], *, victim: bool = False) ->
         for ports in routers:
             wait_until(partial(_ready, http, ports["metrics"]), "a router")
         bootstrap = envoy_bootstrap({"envoy": envoy})
-        gateway, status, admin = (_free_port() for _ in range(3))
+        gateway, status, admin = (free_port() for _ in range(3))
         _place(bootstrap, gateway, status, admin, routers, [pod.port for pod in pods])
         path = directory / "envoy.json"
         path.write_text(json.dumps(bootstrap))
         command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
         stack.enter_context(_ended(subprocess.Popen([*command, "--concurrency", "1"])))
         running = Deployed(gateway, status, admin, router, process, pods, http)
-        wait_until(lambda: _listens(gateway) and running.post() == 200, "Envoy")
+        wait_until(lambda: listens(gateway) and running.post() == 200, "Envoy")
         yield running
 
 
@@ -194,7 +193,7 @@ def _address(port: int) -> dict[str, Any]:
 
 @contextmanager
 def _router_process(pods_file: Path) -> Iterator[tuple[dict[str, int], subprocess.Popen[bytes]]]:
-    ports = {name: _free_port() for name in ("grpc", "grpc-health", "check", "metrics")}
+    ports = {name: free_port() for name in ("grpc", "grpc-health", "check", "metrics")}
     argv = [sys.executable, "-m", "router", "--pods-file", str(pods_file), "--host", HERE]
     argv += ["--grpc-port", str(ports["grpc"]), "--grpc-health-port", str(ports["grpc-health"])]
     argv += ["--check-port", str(ports["check"]), "--metrics-port", str(ports["metrics"])]
@@ -222,15 +221,4 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def _ready(http: urllib3.PoolManager, port: int) -> bool:
-    return _listens(port) and http.request("GET", f"http://{HERE}:{port}/ready").status == 200
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex((HERE, port)) == 0
-
-
-def _free_port() -> int:
-    with socket.create_server((HERE, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    return listens(port) and http.request("GET", f"http://{HERE}:{port}/ready").status == 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +22,9 @@ from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command
 from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
+from tests.loopback import HERE, free_port, listens
 from tests.wire.router_wire_support import wait_until
 
-HERE = "127.0.0.1"
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
 _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)
 
@@ -106,8 +105,8 @@ def _page(url: str) -> str:
 
 def _envoys_page(directory: Path, pod_port: int) -> str:
     """Metrics of an Envoy that has answered a request."""
-    gateway, admin = _free_port(), _free_port()
-    nowhere = (HERE, _free_port())
+    gateway, admin = free_port(), free_port()
+    nowhere = (HERE, free_port())
     settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)], router_check=nowhere)
     config = bootstrap(settings)
     config["admin"] = {"address": {"socket_address": {"address": HERE, "port_value": admin}}}
@@ -116,19 +115,8 @@ def _envoys_page(directory: Path, pod_port: int) -> str:
     command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
-            wait_until(lambda: _listens(gateway), "Envoy")
+            wait_until(lambda: listens(gateway), "Envoy")
             _page(f"http://{HERE}:{gateway}/")
             return _page(f"http://{HERE}:{admin}/stats/prometheus")
         finally:
             process.kill()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex((HERE, port)) == 0
-
-
-def _free_port() -> int:
-    with socket.create_server((HERE, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +9,7 @@ from indexer.errors import ConfigError, UnavailableError
 from indexer.redis_index import RedisIndex, RedisSettings
 from tests.contract.index_backends import TIERS, keys, redis_index
 from tests.contract.redis_server import RedisServer, running_redis, wait_until
+from tests.loopback import free_port
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 CHAIN = keys(range(101, 111))
@@ -160,23 +159,16 @@ def test_a_server_that_is_not_there_is_no_error(scheme: str, redis_server: Redis
     index.close()
 
 
-def test_a_server_across_the_network_is_like_a_local_one(free_port: int) -> None:
+def test_a_server_across_the_network_is_like_a_local_one() -> None:
     """TCP, a database of its own, a user and a password: all in the URL."""
-    with running_redis("--port", str(free_port), "--requirepass", "right") as server:
+    port = free_port()
+    with running_redis("--port", str(port), "--requirepass", "right") as server:
         for url in (
-            f"valkey://default:right@127.0.0.1:{free_port}/3",
-            f"redis://:right@127.0.0.1:{free_port}/4?protocol=3&decode_responses=yes",
+            f"valkey://default:right@127.0.0.1:{port}/3",
+            f"redis://:right@127.0.0.1:{port}/4?protocol=3&decode_responses=yes",
         ):
             index = redis_index(server, url=url)
             index.add(A, "gpu", CHAIN)
             assert cached(index) == len(CHAIN)
             index.close()
             index.close()
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port that nobody listened at a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

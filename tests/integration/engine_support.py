@@ -4,7 +4,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from model_server.attention import kv_groups
 from model_server.block_hash import event_hash
 from model_server.build import most_tokens
 from model_server.config import EngineConfig
@@ -12,6 +11,7 @@ from model_server.engine import Engine
 from model_server.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput
 from model_server.scheduler import Chunk
+from model_server.shapes import kv_groups
 
 VOCAB_SIZE = 50
 EOS = 0

@@ -26,6 +26,7 @@ from tests.integration.router_server_support import (
     running_router,
     write_pods,
 )
+from tests.loopback import free_port, listens
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
@@ -71,7 +72,7 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
         with running_router(pods_file, responses_full=responses == "full", **settings) as router:
             wait_until(lambda: len(ready_pods(router)) == 2, "pods")
-            port = _free_port()
+            port = free_port()
             envoy_settings = EnvoySettings(
                 gateway=("127.0.0.1", port),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
@@ -260,7 +261,7 @@ def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[subp
     command = [envoy_command(), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
-            wait_until(lambda: _listens(port), "Envoy")
+            wait_until(lambda: listens(port), "Envoy")
             yield process
         finally:
             process.terminate()
@@ -272,14 +273,3 @@ def _request(body: object) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n"
     return head.encode() + data
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])

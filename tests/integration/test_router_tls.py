@@ -25,6 +25,7 @@ from router.server import RouterServer
 from router.tls import MetricsTls, grpc_credentials, self_signed
 from router.tls_options import MetricsTlsOptions, TlsOptions
 from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
+from tests.loopback import listens
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
@@ -198,13 +199,8 @@ def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, 
     command = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
     with subprocess.Popen([*command, "--log-level", "error", "--concurrency", "1"]) as process:
         try:
-            wait_until(lambda: _listens(port), "Envoy")
+            wait_until(lambda: listens(port), "Envoy")
             yield port
         finally:
             process.terminate()
             process.wait(10)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -7,7 +7,6 @@ ports are open on this machine's loopback address.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from tests.kind.tools import Kubectl, run
+from tests.loopback import free_port
 
 # Ports of Services of type NodePort.
 NODE_PORTS = (30080, 30081, 30082)
@@ -101,7 +101,7 @@ def _with_mounts_and_ports(config: dict[str, Any]) -> dict[str, Any]:
     nodes = config.get("nodes") or [{"role": "control-plane"}]
     packages = {"hostPath": sysconfig.get_path("purelib"), "containerPath": PACKAGES, "readOnly": True}
     ports = [
-        {"containerPort": port, "hostPort": _free_port(), "listenAddress": "127.0.0.1"} for port in NODE_PORTS
+        {"containerPort": port, "hostPort": free_port(), "listenAddress": "127.0.0.1"} for port in NODE_PORTS
     ]
     nodes = [
         {**node, "extraMounts": [*node.get("extraMounts", ()), *([packages] if mounts_torch() else ())]}
@@ -109,13 +109,6 @@ def _with_mounts_and_ports(config: dict[str, Any]) -> dict[str, Any]:
     ]
     nodes[0] = {**nodes[0], "extraPortMappings": [*nodes[0].get("extraPortMappings", ()), *ports]}
     return {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", **config, "nodes": nodes}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _url(name: str, port: int) -> str:

@@ -18,9 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from model_server.attention import Attention, KvLayout, SdpaAttention, Span, undivided
+from model_server.attention import Attention, KvLayout, SdpaAttention, Span
 from model_server.lora import LoraBatch
 from model_server.models import Decoder
+from model_server.shapes import undivided
 
 BLOCK_TOKENS = 4
 VOCAB_SIZE = 97

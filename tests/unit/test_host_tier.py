@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model_server.attention import undivided
 from model_server.block_content import Announcer, BlockContent
 from model_server.block_copies import new_copies
 from model_server.events import BlockRemoved, BlockStored, KVEvent
 from model_server.host_tier import HostTier
+from model_server.shapes import undivided
 
 DEVICES = [
     "cpu",

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_server.attention import KvGroupSpec, KvLayout, kv_groups, undivided
+from model_server.attention import KvLayout
+from model_server.shapes import KvGroupSpec, kv_groups, undivided
 
 
 def test_a_model_of_one_kind_has_one_group() -> None:

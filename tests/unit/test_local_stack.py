@@ -20,13 +20,7 @@ from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.errors import ChildDiedError, LocalStackError, PortInUseError
 from router.local.stack import ChildPlan, StackOptions, StackPlan, envoy_command, plan_stack
 from router.local.supervisor import Supervisor, check_ports
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+from tests.loopback import free_port
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from model_server.attention import undivided
 from model_server.block_content import Announcer, BlockContent
 from model_server.blocks import BlockPool
 from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored
 from model_server.free_queue import Block, FreeQueue
+from model_server.shapes import undivided
 
 
 def digest(number: int) -> bytes:

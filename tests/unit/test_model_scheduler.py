@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from model_server.attention import undivided
 from model_server.block_content import Announcer
 from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
@@ -15,6 +14,7 @@ from model_server.live_request import LiveRequest
 from model_server.offload import Offload
 from model_server.requests import GenerationRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
+from model_server.shapes import undivided
 
 
 def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,13 +89,6 @@ def messages_of(address: str, watched: Watched, engine: str, model: str) -> list
             timeout=DEADLINE_S,
         )
         return [chunk.message for chunk in chunks]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def while_listed(

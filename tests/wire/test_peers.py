@@ -14,10 +14,10 @@ import trustme
 
 from indexer import StreamState, peer_client, recovery
 from indexer.tls import server_credentials
+from tests.loopback import free_port
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
 from tests.wire.peer_support import (
     false_peer,
-    free_port,
     indexer,
     messages_of,
     serving,
