@@ -36,6 +36,7 @@ class RouterConfig:
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         check_port: Of ext_authz in its HTTP form; None: there is none.
+        grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
@@ -70,6 +71,7 @@ class RouterConfig:
     grpc_health_port: int = 9003
     metrics_port: int = 9090
     check_port: int | None = 9004
+    grpc_transport: str = "native"
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
@@ -131,6 +133,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         grpc_health_port=flags.grpc_health_port,
         metrics_port=flags.metrics_port,
         check_port=flags.check_port or None,
+        grpc_transport=flags.grpc_transport,
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,

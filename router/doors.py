@@ -27,7 +27,7 @@ from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import check_free, listen
+from router.grpc_listen import GrpcListener, check_free, listen
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
@@ -47,17 +47,30 @@ from router.rewrite import RewriteRules
 from router.route import Router
 from router.slow_streams import SlowStreams
 from router.stream_metrics import StreamMetrics
+from router.stream_watch import StreamWatcher
 
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
-_EXT_PROC_METHOD = f"/{EXT_PROC_SERVICE}/Process"
 _HEALTH_THREADS = 8
-_STOP_S = 2.0
+# Larger requests may take long to tokenize; meanwhile others on the same connection are served.
+_INLINE_BYTES_MAX = 64 << 10
+_INLINE = (
+    f"/{EXT_PROC_SERVICE}/Process",
+    f"/{CHECK_SERVICE}/Check",
+    f"/{PICK_SERVICE}/PickEndpoint",
+    f"/{PICK_SERVICE}/ReportOutcome",
+    "/grpc.health.v1.Health/Check",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DoorParts:
-    """What the doors are made of; `distrust` hears of a pod that did not answer, and why."""
+    """What the doors are made of.
+
+    Attributes:
+        distrust: Told of a pod that did not answer, and why.
+        may_wait: Whether a pick may wait for its turn, or for another process.
+    """
 
     router: Router
     outcomes: Outcomes
@@ -70,6 +83,7 @@ class DoorParts:
     registry: CollectorRegistry
     pages: DebugPages
     peers: PeerDoor
+    may_wait: bool
     evictions: Evictions | None = None
 
 
@@ -100,10 +114,10 @@ class Doors:
             parts.router, parts.metrics, config.fallback_endpoints, explains=config.explain_header
         )
         cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
-        self._slow = SlowStreams(_EXT_PROC_METHOD, config.max_streams, cut)
+        self._slow = SlowStreams(config.max_streams, cut)
         self._check_http = self._listen_http(parts.metrics)
-        self._grpc, self._grpc_port = self._listen(parts)
-        self._grpc_health, self._health_port = listen(
+        self._grpc = self._listen(parts)
+        self._grpc_health = listen(
             "--grpc-health-port",
             config.host,
             config.grpc_health_port,
@@ -111,13 +125,14 @@ class Doors:
             requests_max=4 * _HEALTH_THREADS,
             message_bytes_max=0,
             services=(parts.health.add_to,),
+            inline={} if config.grpc_transport == "native" else None,
         )
         self._debug = self._listen_debug(parts)
 
     @property
     def ports(self) -> dict[str, int]:
         """The bound ports by flag."""
-        ports = {"grpc": self._grpc_port, "grpc-health": self._health_port, "metrics": self._debug.port}
+        ports = {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
         return ports if self._check_http is None else {**ports, "check": self._check_http.port}
 
     def start(self) -> None:
@@ -134,6 +149,7 @@ class Doors:
 
     def drain(self) -> None:
         """Has gateways connect anew, and so elsewhere, where they keep connections for many requests."""
+        self._grpc.drain()
         if self._check_http is not None:
             self._check_http.drain()
 
@@ -142,15 +158,17 @@ class Doors:
         if self._check_http is not None:
             self._check_http.close()
         for server in (self._grpc, self._grpc_health):
-            # gRPC never ends a call whose message it could not read, and would wait for it for ever.
-            server.stop(grace=0).wait(_STOP_S)
+            server.close()
         self._debug.close()
 
-    def _listen(self, parts: DoorParts) -> tuple[Any, int]:
+    def _listen(self, parts: DoorParts) -> GrpcListener:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
         picks = PickDoor(parts.router, parts.outcomes, parts.metrics, parts.pods)
         explain = ExplainDoor(parts.explain)
+        watchers: list[StreamWatcher] = [self._slow]
+        if config.stream_metrics:
+            watchers.append(StreamMetrics(parts.registry))
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
         # The generated functions have no types.
         add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
@@ -165,9 +183,9 @@ class Doors:
             receive_bytes_max=config.receive_bytes_max,
             send_bytes_max=config.send_bytes_max,
             credentials=_credentials(config),
-            interceptors=self._interceptors(parts),
+            inline=self._inline(parts.may_wait) if config.grpc_transport == "native" else None,
             services=(
-                lambda server: add_ext_proc(ext_proc, server),
+                lambda server: add_ext_proc(ext_proc, server, watchers),
                 check.add_to,
                 picks.add_to,
                 lambda server: add_explain(explain, server),
@@ -186,10 +204,10 @@ class Doors:
             ),
         )
 
-    def _interceptors(self, parts: DoorParts) -> list[grpc.ServerInterceptor]:
-        if not self._config.stream_metrics:
-            return [self._slow]
-        return [StreamMetrics(_EXT_PROC_METHOD, parts.registry), self._slow]
+    @staticmethod
+    def _inline(may_wait: bool) -> dict[str, int]:
+        # Whoever waits for its turn, or for another process, must not hold up its neighbours.
+        return {} if may_wait else dict.fromkeys(_INLINE, _INLINE_BYTES_MAX)
 
     def _listen_debug(self, parts: DoorParts) -> DebugServer:
         config = self._config

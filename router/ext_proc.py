@@ -58,19 +58,22 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._options = options
 
+    def exchange(self) -> _Exchange:
+        """One HTTP request's way, to be fed its messages one by one and closed."""
+        return _Exchange(self._picks, self._outcomes, self._metrics, self._options)
+
     def Process(  # noqa: N802 (the name is Envoy's)
         self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
     ) -> Iterator[Answer]:
         """Serves one HTTP request."""
-        exchange = _Exchange(self._picks, self._outcomes, self._metrics, self._options)
-        with self._metrics.inside(_DOOR):
-            try:
-                for message in request_iterator:
-                    yield from exchange.answers(message)
-                    if exchange.finished:
-                        return
-            finally:
-                exchange.close()
+        exchange = self.exchange()
+        try:
+            for message in request_iterator:
+                yield from exchange.answers(message)
+                if exchange.finished:
+                    return
+        finally:
+            exchange.close()
 
 
 class _Exchange:
@@ -93,6 +96,13 @@ class _Exchange:
         self._body = bytearray()
         self._is_routed = False
         self._response = ResponsePhase(outcomes)
+        self._inside = metrics.inside(_DOOR)
+        self._inside.__enter__()
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether nothing is left that could take its time."""
+        return self._is_routed
 
     def answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         """The answers to one message, in the order Envoy expects them."""
@@ -118,6 +128,7 @@ class _Exchange:
 
     def close(self) -> None:
         """The stream has ended, however it did."""
+        self._inside.__exit__(None, None, None)
         if self._options.responses_full:
             self._response.cut()
 

@@ -7,7 +7,7 @@ five messages around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -16,8 +16,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.ext_proc_messages import CHUNK_BYTES_MAX, content_length_answer, request_headers_answer
+from router.grpc_listen import GrpcListener
+from router.h2 import GrpcServer
+from router.h2.methods import ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.protobuf_bytes import tag, varint
+from router.stream_watch import StreamWatcher, watched
 
 Answer: TypeAlias = pb.ProcessingResponse | bytes
 
@@ -75,10 +79,18 @@ def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: boo
         yield b"".join((front, chunk, behind))
 
 
-def add_ext_proc(door: Any, server: grpc.Server) -> None:
-    """Registers a door whose `Process` answers messages or their bytes."""
+def add_ext_proc(door: Any, server: GrpcListener, watchers: Sequence[StreamWatcher] = ()) -> None:
+    """Registers a door: by its exchanges, where it has any and the server takes them, else by its `Process`.
+
+    Answers are messages or their bytes.
+    """
+    path = f"/{EXT_PROC_SERVICE}/Process"
+    read = pb.ProcessingRequest.FromString
+    if isinstance(server, GrpcServer) and hasattr(door, "exchange"):
+        server.add_exchange(path, ExchangeMethod(door.exchange, read, _serialized, watchers))
+        return
     process: Any = grpc.stream_stream_rpc_method_handler(
-        door.Process, request_deserializer=pb.ProcessingRequest.FromString, response_serializer=_serialized
+        watched(door.Process, watchers), request_deserializer=read, response_serializer=_serialized
     )
     handler = grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
     server.add_generic_rpc_handlers((handler,))

@@ -192,6 +192,7 @@ class RouterServer:
                 registry=registry,
                 pages=pages,
                 peers=PeerDoor(self.index.exports),
+                may_wait=self._flow is not None or self._ranker is not None or self._tokenizers.asks_others,
                 evictions=self._flow.evictions if self._flow is not None else None,
             ),
         )

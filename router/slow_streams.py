@@ -1,23 +1,18 @@
 """Streams whose request never comes: they are cut off, the oldest first, when places for streams get scarce.
 
-Each open ext_proc stream holds a thread. A client that sends its request slowly, or not at all, would hold
-one as long as it likes; here it does so only while nobody else needs it. Streams that have their answer, and
-those whose request is complete and waits for its turn, are never cut.
+A client that sends its request slowly, or not at all, would hold its place, and often a thread, as long as
+it likes; here it does so only while nobody else needs it. Streams that have their answer, and those whose
+request is complete and waits for its turn, are never cut.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
 from threading import Lock
-from typing import Any
 
-import grpc
-
-from router.stream_interceptor import Serve, StreamInterceptor
+from router.stream_watch import Cancellable
 
 _log = logging.getLogger(__name__)
 
@@ -26,23 +21,10 @@ _CROWDED, _RELIEVED = 0.9, 0.75
 _PATIENCE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A stream that waits for its client's next message, within its request.
-
-    Attributes:
-        opened_s: When the stream began; a client that sends byte by byte is no better than one that does not.
-    """
-
-    context: grpc.ServicerContext
-    opened_s: float
-
-
-class SlowStreams(StreamInterceptor):
+class SlowStreams:
     """Watches the streams of one method.
 
     Args:
-        method: "/package.Service/Method".
         streams_max: Streams that are served at once.
         cut: Told of each one that is cut off.
         patience_s: None is that was opened later than this ago.
@@ -50,34 +32,26 @@ class SlowStreams(StreamInterceptor):
 
     def __init__(
         self,
-        method: str,
         streams_max: int,
         cut: Callable[[], object],
         *,
         patience_s: float = _PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(method)
         self._streams_max = streams_max
         self._cut = cut
         self._patience_s = patience_s
         self._clock = clock
-        self._numbers = count()
         self._open = 0
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: set[_Watched] = set()
         self._is_crowded = False
         self._lock = Lock()
 
-    def watch(self, serve: Serve, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """See `StreamInterceptor`."""
-        watched = _Messages(self, messages, _Waiting(context, self._clock()))
-        self._count(1)
-        try:
-            for answer in serve(watched, context):
-                watched.is_answered = True
-                yield answer
-        finally:
-            self._count(-1)
+    def opened(self, stream: Cancellable) -> _Watched:
+        """See `StreamWatcher`."""
+        with self._lock:
+            self._open += 1
+        return _Watched(self, stream, self._clock())
 
     def relieve(self) -> int:
         """Cuts off the oldest of those that wait, if there is a crowd; answers how many."""
@@ -85,13 +59,13 @@ class SlowStreams(StreamInterceptor):
             is_crowded = self._open >= _CROWDED * self._streams_max
             surplus = int(self._open - _RELIEVED * self._streams_max)
             is_news, self._is_crowded = is_crowded and not self._is_crowded, is_crowded
-            waiting = list(self._waiting.values()) if is_crowded else []
+            waiting = list(self._waiting) if is_crowded else []
         latest_s = self._clock() - self._patience_s
         late = sorted((one for one in waiting if one.opened_s <= latest_s), key=lambda one: one.opened_s)
         victims = late[:surplus]
         for victim in victims:
             self._cut()
-            victim.context.cancel()
+            victim.stream.cancel()
         if is_news:
             _log.warning(
                 "%d of %d places for streams are taken; requests that come too slowly are cut off",
@@ -100,42 +74,50 @@ class SlowStreams(StreamInterceptor):
             )
         return len(victims)
 
-    def begin_wait(self, stream: _Waiting) -> int:
-        """A stream begins to wait for its client; answers a number for `end_wait`."""
-        number = next(self._numbers)
+    def note_wait(self, stream: _Watched, waits: bool) -> None:
+        """A stream begins to wait for its client, or ends it."""
         with self._lock:
-            self._waiting[number] = stream
-        return number
+            if waits:
+                self._waiting.add(stream)
+            else:
+                self._waiting.discard(stream)
 
-    def end_wait(self, number: int) -> None:
-        """It has a message, or has ended."""
+    def note_end(self, stream: _Watched) -> None:
+        """A stream has ended."""
         with self._lock:
-            del self._waiting[number]
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._open += change
+            self._waiting.discard(stream)
+            self._open -= 1
 
 
-class _Messages:
-    """A stream's messages; waiting for one is noted until the stream has had its first answer."""
+class _Watched:
+    """A stream.
 
-    __slots__ = ("_requests", "_stream", "_streams", "is_answered")
+    Attributes:
+        opened_s: When it began; a client that sends byte by byte is no better than one that does not.
+    """
 
-    def __init__(self, streams: SlowStreams, requests: Iterator[Any], stream: _Waiting) -> None:
+    __slots__ = ("_is_answered", "_streams", "opened_s", "stream")
+
+    def __init__(self, streams: SlowStreams, stream: Cancellable, opened_s: float) -> None:
         self._streams = streams
-        self._requests = requests
-        self._stream = stream
-        self.is_answered = False
+        self._is_answered = False
+        self.stream = stream
+        self.opened_s = opened_s
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def waits(self) -> None:
+        """See `OpenStream`."""
+        if not self._is_answered:
+            self._streams.note_wait(self, True)
 
-    def __next__(self) -> Any:
-        if self.is_answered:
-            return next(self._requests)
-        number = self._streams.begin_wait(self._stream)
-        try:
-            return next(self._requests)
-        finally:
-            self._streams.end_wait(number)
+    def serves(self) -> None:
+        """See `OpenStream`."""
+        if not self._is_answered:
+            self._streams.note_wait(self, False)
+
+    def answered(self) -> None:
+        """See `OpenStream`."""
+        self._is_answered = True
+
+    def closed(self, _code: str) -> None:
+        """See `OpenStream`."""
+        self._streams.note_end(self)

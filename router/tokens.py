@@ -89,6 +89,11 @@ class TokenizerRegistry:
                 remotes[model] = opened
         return cls(tokenizers, remotes, options)
 
+    @property
+    def asks_others(self) -> bool:
+        """Whether a model's tokens come from another process."""
+        return bool(self._remotes)
+
     def close(self) -> None:
         """Ends threads and connections."""
         self._pool.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -21,6 +22,7 @@ from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
+from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.pick_service import PickDoor
 from tests.unit.router_support import Bench
 
@@ -51,6 +53,36 @@ class Doors:
         return list(stub.Process(iter(messages), timeout=TIMEOUT_S))
 
 
+# Who serves the doors of a test (see `each_transport`), and what of them on the connection's own thread.
+_transport: ContextVar[str] = ContextVar("transport", default="native")
+_PATHS = (
+    f"/{EXT_PROC_SERVICE}/Process",
+    f"/{CHECK_SERVICE}/Check",
+    f"/{PICK_SERVICE}/PickEndpoint",
+    f"/{PICK_SERVICE}/ReportOutcome",
+)
+INLINE: dict[str, dict[str, int] | None] = {
+    "native": dict.fromkeys(_PATHS, 1 << 20),
+    "threads": {},
+    "grpcio": None,
+}
+
+
+@contextmanager
+def served_by(name: str) -> Iterator[None]:
+    """All listeners made meanwhile are of this transport: "native", "threads" or "grpcio"."""
+    token = _transport.set(name)
+    try:
+        yield
+    finally:
+        _transport.reset(token)
+
+
+def transport() -> str:
+    """Who serves now."""
+    return _transport.get()
+
+
 @contextmanager
 def doors(
     bench: Bench,
@@ -70,7 +102,7 @@ def doors(
     picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
-    server, port = listen(
+    server = listen(
         "--grpc-port",
         "127.0.0.1",
         0,
@@ -85,14 +117,15 @@ def doors(
             logs.add_to,
         ),
         credentials=credentials,
+        inline=INLINE[transport()],
     )
     server.start()
     try:
-        address = f"127.0.0.1:{port}"
+        address = f"127.0.0.1:{server.port}"
         with grpc.insecure_channel(address) as channel:
             yield Doors(bench, channel, address, distrusted)
     finally:
-        server.stop(None).wait()
+        server.close()
 
 
 class Stream:

@@ -9,6 +9,8 @@ from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from tests.unit.router_support import Bench, completion, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 A = ready_pod("10.0.0.1:8000")
 
 

@@ -15,6 +15,8 @@ from router.ext_proc import ExtProcOptions
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 TEXT = long_text(200)
 BODY = json.dumps({"model": TINY, "prompt": TEXT}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from envoy.service.auth.v3 import external_auth_pb2 as check_pb
 from envoy.service.auth.v3 import external_auth_pb2_grpc as check_grpc
 
@@ -22,6 +23,8 @@ from tests.wire.router_wire_support import (
     response_headers,
     set_headers,
 )
+
+pytestmark = pytest.mark.usefixtures("each_transport")
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 TEXT = long_text(200)

@@ -15,6 +15,8 @@ from router.ext_proc_messages import BodyMode
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import body, doors, headers, set_headers, streamed_bytes
 
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 COMPLETIONS = "/v1/completions"
 BODY = json.dumps({"model": TINY, "prompt": "hello"}).encode()

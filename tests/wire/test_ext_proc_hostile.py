@@ -25,9 +25,18 @@ from router.reference_door import ReferenceDoor, ReferenceOptions, ReferencePart
 from router.rewrite import RewriteRules
 from router.slow_streams import SlowStreams
 from tests.unit.router_support import TINY, Bench, ready_pod
-from tests.wire.router_wire_support import Stream, body, headers, set_headers, wait_until
+from tests.wire.router_wire_support import (
+    INLINE,
+    Stream,
+    body,
+    headers,
+    set_headers,
+    transport,
+    wait_until,
+)
 
-METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 DESTINATION = "x-gateway-destination-endpoint"
 GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()
 DOORS = ("ours", "reference")
@@ -74,23 +83,23 @@ def served(kind: str, *, streams: int = 32, patience_s: float = 0.0) -> Iterator
         )
         door = ReferenceDoor(parts, ReferenceOptions(1 << 20))
     told: list[None] = []
-    slow = SlowStreams(METHOD, streams, lambda: told.append(None), patience_s=patience_s)
-    server, port = listen(
+    slow = SlowStreams(streams, lambda: told.append(None), patience_s=patience_s)
+    server = listen(
         "--grpc-port",
         "127.0.0.1",
         0,
         threads=streams,
         requests_max=streams,
         message_bytes_max=1 << 20,
-        interceptors=[slow],
-        services=(lambda server: add_ext_proc(door, server),),
+        services=(lambda server: add_ext_proc(door, server, [slow]),),
+        inline=INLINE[transport()],
     )
     server.start()
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(bench, channel, slow)
     finally:
-        server.stop(None).wait()
+        server.close()
 
 
 BYTES = st.binary(max_size=200) | st.sampled_from(

@@ -23,6 +23,8 @@ from tests.wire.router_wire_support import (
     wait_until,
 )
 
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 A = ready_pod("10.0.0.1:8000")
 FULL = ExtProcOptions(responses_full=True)
 TEXT = long_text(100)

@@ -13,6 +13,8 @@ from router.client import PickerClient, PickError
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, doors
 
+pytestmark = pytest.mark.usefixtures("each_transport")
+
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 TEXT = long_text(200)
 MESSAGES = [{"role": "user", "content": TEXT}]

@@ -21,6 +21,7 @@ from router.reference_door import ReferenceDoor, ReferenceOptions, ReferencePart
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
+    INLINE,
     Stream,
     body,
     headers,
@@ -28,7 +29,10 @@ from tests.wire.router_wire_support import (
     response_headers,
     set_headers,
     streamed_bytes,
+    transport,
 )
+
+pytestmark = pytest.mark.usefixtures("each_transport")
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 DESTINATION = "x-gateway-destination-endpoint"
@@ -70,7 +74,7 @@ def door(options: ReferenceOptions | None = None) -> Iterator[Served]:
         random=random,
     )
     served = ReferenceDoor(parts, options or ReferenceOptions())
-    server, port = listen(
+    server = listen(
         "--grpc-port",
         "127.0.0.1",
         0,
@@ -78,13 +82,14 @@ def door(options: ReferenceOptions | None = None) -> Iterator[Served]:
         requests_max=16,
         message_bytes_max=8 << 20,
         services=(lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(served, server),),
+        inline=INLINE[transport()],
     )
     server.start()
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(bench, channel)
     finally:
-        server.stop(None).wait()
+        server.close()
 
 
 def test_a_buffered_request_is_answered_on_its_body() -> None:

@@ -1,0 +1,157 @@
+"""Calls: a stream's bytes in, answers and one end out. What all kinds of calls have in common.
+
+Knows nothing of sockets, nor of what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Protocol
+
+import grpc
+
+from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, refusal_block, trailers_block
+from router.h2.messages import MessageError, MessageReader, prefixed
+from router.h2.streams import Stream
+
+
+class Link(Protocol):
+    """The way to a call's client."""
+
+    peer: str
+
+    def send(self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None) -> None:
+        """Sends a part of an answer: what of it there is."""
+
+    def consumed(self, stream: Stream, size: int) -> None:
+        """The call has taken so many bytes."""
+
+    def cancel(self, stream: Stream) -> None:
+        """Gives the stream up."""
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Has a task done on another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What a call may take and give.
+
+    Attributes:
+        receive_bytes_max: Larger messages end the call.
+        send_bytes_max: Larger answers do.
+        inline_bytes_max: Of a call with more bytes nothing is served on its connection's own thread.
+    """
+
+    receive_bytes_max: int
+    send_bytes_max: int
+    inline_bytes_max: int
+
+
+class Call:
+    """One call; its own thread is that of its connection.
+
+    Args:
+        ended: Told once, when nothing more will be done for the call.
+
+    Attributes:
+        is_over: Whether it has ended towards its client.
+    """
+
+    def __init__(self, link: Link, stream: Stream, limits: CallLimits, ended: Callable[[], object]) -> None:
+        self._link = link
+        self._stream = stream
+        self._limits = limits
+        head: CallHead = stream.head
+        self._reader = MessageReader(head.encoding, limits.receive_bytes_max)
+        self._ended = ended
+        self._has_headers = False
+        self._lock = Lock()
+        self.is_over = False
+
+    def receive(self, data: bytes, is_over: bool) -> None:
+        """More of the stream; `is_over`: all of it."""
+        if self.is_over:
+            return
+        try:
+            for message, size in self._reader.feed(data):
+                self._message(message, size)
+            if is_over and not self.is_over:
+                if self._reader.is_within:
+                    raise MessageError(grpc.StatusCode.INTERNAL, "the stream ends within a message")
+                self._all_received()
+        except MessageError as error:
+            self._end(error.status, str(error))
+
+    def drained(self) -> None:
+        """What waited for the client's window is sent."""
+
+    def cancelled(self) -> None:
+        """The client is gone, or has given up."""
+        self._over()
+
+    def cancel(self) -> None:
+        """Ends the call, as if the client had."""
+        self._link.cancel(self._stream)
+        self.cancelled()
+
+    def _message(self, message: bytes, size: int) -> None:
+        """A message has come."""
+        raise NotImplementedError
+
+    def _all_received(self) -> None:
+        """No more will come."""
+        raise NotImplementedError
+
+    def _released(self) -> None:
+        """The call has ended towards its client; called once."""
+        self._ended()
+
+    def _framed(self, answer: bytes) -> bytes:
+        """An answer as it is sent.
+
+        Raises:
+            MessageError: It is too large.
+        """
+        if len(answer) > self._limits.send_bytes_max:
+            details = f"Sent message larger than max ({len(answer)} vs. {self._limits.send_bytes_max})"
+            raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        return prefixed(answer)
+
+    def _say(self, data: bytes, initial: Metadata = ()) -> None:
+        """Sends answers, already prefixed."""
+        self._link.send(self._stream, self._headers(initial), data, None)
+
+    def _end(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        metadata: Metadata = (),
+        *,
+        data: bytes = b"",
+        initial: Metadata = (),
+    ) -> None:
+        """Sends the last answers and the status."""
+        if self.is_over:
+            return
+        if code is not grpc.StatusCode.OK and not self._has_headers and not data and not initial:
+            self._link.send(self._stream, refusal_block(code, details, metadata), b"", None)
+        else:
+            trailers = trailers_block(code, details, metadata)
+            self._link.send(self._stream, self._headers(initial), data, trailers)
+        self._over()
+
+    def _headers(self, initial: Metadata) -> bytes | None:
+        if self._has_headers:
+            return None
+        self._has_headers = True
+        return HEADERS + metadata_block(initial) if initial else HEADERS
+
+    def _over(self) -> None:
+        with self._lock:
+            if self.is_over:
+                return
+            self.is_over = True
+        self._released()

@@ -1,0 +1,123 @@
+"""grpc.ServicerContext for the calls served here: what a servicer may ask and say of its call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+
+from router.h2.call_head import CallHead, Metadata
+
+
+class CallAborted(Exception):  # noqa: N818 (no error: it is what the servicer asked for)
+    """A servicer ended its call by abort()."""
+
+
+class CallCancelled(grpc.RpcError):
+    """The client is gone; raised to whoever waits for its messages."""
+
+
+class CallContext(grpc.ServicerContext):
+    """One call, as its servicer sees it.
+
+    Args:
+        cancel: Ends the call towards the client.
+
+    Attributes:
+        code, details, trailing: What the call ends with.
+        initial: Metadata to send in front of the first answer.
+    """
+
+    def __init__(self, head: CallHead, peer: str, cancel: Callable[[], object]) -> None:
+        self._head = head
+        self._peer = peer
+        self._cancel = cancel
+        self._end_s = None if head.timeout_s is None else time.monotonic() + head.timeout_s
+        self._callbacks: list[Callable[[], object]] = []
+        self._is_over = False
+        self.code = grpc.StatusCode.OK
+        self.details_text = ""
+        self.trailing: Metadata = ()
+        self.initial: Metadata = ()
+
+    def over(self) -> None:
+        """The call has ended; callbacks are called."""
+        self._is_over = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_active(self) -> bool:
+        """gRPC's."""
+        return not self._is_over
+
+    def time_remaining(self) -> float | None:  # type: ignore[override]
+        """gRPC's."""
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+
+    def cancel(self) -> bool:
+        """gRPC's."""
+        self._cancel()
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        """gRPC's."""
+        if self._is_over:
+            return False
+        self._callbacks.append(callback)
+        return True
+
+    def invocation_metadata(self) -> Metadata:
+        """gRPC's."""
+        return self._head.metadata
+
+    def peer(self) -> str:
+        """gRPC's."""
+        return self._peer
+
+    def peer_identities(self) -> Iterable[bytes] | None:
+        """gRPC's; there is no TLS here."""
+        return None
+
+    def peer_identity_key(self) -> str | None:
+        """gRPC's; there is no TLS here."""
+        return None
+
+    def auth_context(self) -> Mapping[str, bytes]:
+        """gRPC's; there is no TLS here."""
+        return {}
+
+    def set_compression(self, compression: grpc.Compression) -> None:
+        """gRPC's; answers are never compressed, which a server may choose."""
+
+    def disable_next_message_compression(self) -> None:
+        """gRPC's."""
+
+    def send_initial_metadata(self, initial_metadata: Any) -> None:
+        """gRPC's; sent with the first answer."""
+        self.initial = tuple(initial_metadata)
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """gRPC's."""
+        self.trailing = tuple(trailing_metadata)
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """gRPC's."""
+        self.code = code if code is not grpc.StatusCode.OK else grpc.StatusCode.UNKNOWN
+        self.details_text = details
+        raise CallAborted
+
+    def abort_with_status(self, status: Any) -> NoReturn:
+        """gRPC's."""
+        self.trailing = tuple(status.trailing_metadata or ())
+        self.abort(status.code, status.details)
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """gRPC's."""
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        """gRPC's."""
+        self.details_text = details

@@ -1,0 +1,91 @@
+"""Header blocks: HPACK in, what a call's head says out; and the few blocks that we send (RFC 7541).
+
+Gateways send the same fields with every call. A block that changes nothing in the decoder's table means the
+same as long as the table is the same, so it is decoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import hpack
+
+from router.h2.errors import H2Code, H2Error
+
+LIST_BYTES_MAX = 64 << 10
+_KNOWN_MAX = 64
+_KNOWN_BYTES_MAX = 4 << 10
+_STATUS_200 = b"\x88"
+
+Fields = list[tuple[bytes, bytes]]
+_Head = TypeVar("_Head")
+
+
+class HeaderBlocks(Generic[_Head]):
+    """One connection's blocks, read in the order in which they came.
+
+    Args:
+        read: Makes of a block's fields what they mean.
+    """
+
+    def __init__(self, read: Callable[[Fields], _Head]) -> None:
+        self._read = read
+        self._decoder = hpack.Decoder(max_header_list_size=LIST_BYTES_MAX)
+        self._known: dict[bytes, _Head] = {}
+
+    def head(self, block: bytes) -> _Head:
+        """What a block says.
+
+        Raises:
+            H2Error: It is not HPACK, or too long; the table is lost with it.
+        """
+        known = self._known.get(block)
+        if known is not None:
+            return known
+        size, newest, limit = self._table_state()
+        try:
+            fields = self._decoder.decode(block, raw=True)
+        except hpack.OversizedHeaderListError as error:
+            raise H2Error(H2Code.ENHANCE_YOUR_CALM, f"headers above {LIST_BYTES_MAX} bytes") from error
+        except (hpack.HPACKError, IndexError, ValueError) as error:
+            raise H2Error(H2Code.COMPRESSION_ERROR, "a header block is not HPACK") from error
+        head = self._read([(bytes(name), bytes(value)) for name, value in fields])
+        now_size, now_newest, now_limit = self._table_state()
+        if now_newest is not newest or (now_size, now_limit) != (size, limit):
+            self._known.clear()
+        elif len(block) <= _KNOWN_BYTES_MAX:
+            if len(self._known) == _KNOWN_MAX:
+                self._known.clear()
+            self._known[block] = head
+        return head
+
+    def _table_state(self) -> tuple[int, object, int]:
+        # Entries come in on the left and go on the right.
+        table = self._decoder.header_table
+        entries = table.dynamic_entries
+        return len(entries), entries[0] if entries else None, table.maxsize
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    """One field, said in full and not to be remembered."""
+    return b"\x00" + _sized(name) + _sized(value)
+
+
+def status_200(*fields: tuple[bytes, bytes]) -> bytes:
+    """A block with `:status: 200` and these fields."""
+    return _STATUS_200 + b"".join(field(name, value) for name, value in fields)
+
+
+def _sized(text: bytes) -> bytes:
+    """A string without Huffman coding behind its length, in the form of section 5.1 with seven bits."""
+    size = len(text)
+    if size < 127:
+        return bytes((size,)) + text
+    size -= 127
+    number = bytearray(b"\x7f")
+    while size >= 128:
+        number.append(size & 127 | 128)
+        size >>= 7
+    number.append(size)
+    return bytes(number) + text

@@ -1,0 +1,237 @@
+"""One connected client: its socket's bytes in, calls begun and fed, their answers written.
+
+A thread reads; whoever answers writes, one at a time. Knows which kind of call serves which kind of method.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import Protocol
+
+import grpc
+
+from router.h2.call_head import CallHead, call_head, refusal_block
+from router.h2.calls import Call, CallLimits
+from router.h2.connection import H2Connection
+from router.h2.errors import H2Code, H2Error
+from router.h2.exchange_call import ExchangeCall
+from router.h2.methods import ExchangeMethod, Methods
+from router.h2.streams import Drained, Event, Opened, Received, Stream
+from router.h2.threaded_call import ThreadedCall
+from router.h2.unary_call import UnaryCall
+
+_log = logging.getLogger(__name__)
+
+_RECEIVE_BYTES = 256 << 10
+# A frame's parts follow each other at once; whoever needs longer is no gateway.
+_FRAME_S = 10.0
+
+
+class Host(Protocol):
+    """The server, as far as its peers know it."""
+
+    methods: Methods
+    receive_bytes_max: int
+    streams_max: int
+
+    def begin_call(self) -> bool:
+        """Whether there is a place for one more call; it is taken then."""
+
+    def end_call(self) -> None:
+        """A place is free again."""
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Has a task done on another thread."""
+
+    def limits(self, path: str) -> CallLimits:
+        """Of calls of a method."""
+
+
+class Peer:
+    """One client; `serve` runs as long as it is connected.
+
+    Attributes:
+        peer: Its address in gRPC's form.
+    """
+
+    def __init__(self, host: Host, connection: socket.socket, address: str) -> None:
+        self.peer = address
+        self._host = host
+        self._socket = connection
+        self._lock = Lock()
+        # A whole message and its prefix have to fit, or none would ever be complete.
+        window_bytes = host.receive_bytes_max + (64 << 10)
+        self._connection = H2Connection(call_head, streams_max=host.streams_max, window_bytes=window_bytes)
+        self._is_lost = False
+        self._steps = 0
+        self._step_s: float | None = None
+
+    def serve(self) -> None:
+        """Reads until the connection ends, from whichever side."""
+        room = memoryview(bytearray(_RECEIVE_BYTES))
+        try:
+            self._flush()
+            while size := self._receive(room):
+                with self._lock:
+                    events = self._connection.receive(bytes(room[:size]))
+                    self._write_out()
+                self._check_pace()
+                for event in events:
+                    self._take(event)
+        except H2Error as error:
+            _log.warning("a gRPC client at %s broke HTTP/2: %s", self.peer, error)
+            with suppress(OSError):
+                self._say_goaway(error.code, str(error))
+        except OSError:
+            pass  # the client is gone, or too slow
+        finally:
+            self._lose()
+
+    def drain(self) -> None:
+        """Tells the client to make its next calls elsewhere, or on a new connection."""
+        with suppress(OSError), self._lock:
+            self._connection.goaway(is_early=True)
+            self._write_out()
+
+    def close(self) -> None:
+        """Ends the connection; its reader then ends by itself."""
+        with suppress(OSError):
+            self._say_goaway(H2Code.NO_ERROR, "the server ends")
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None) -> None:
+        """See `Link`; headers without data and trailers are all of the answer."""
+        connection = self._connection
+        try:
+            with self._lock:
+                if headers is not None:
+                    connection.send_headers(stream, headers, ends=not data and trailers is None)
+                connection.send_data(stream, data)
+                if trailers is not None:
+                    connection.send_trailers(stream, trailers)
+                self._write_out()
+        except OSError:
+            self._break()
+
+    def consumed(self, stream: Stream, size: int) -> None:
+        """See `Link`; told to the client with what is sent next, or at once where it may wait for that."""
+        try:
+            with self._lock:
+                self._connection.consumed(stream, size)
+                self._write_out()
+        except OSError:
+            self._break()
+
+    def cancel(self, stream: Stream) -> None:
+        """See `Link`."""
+        try:
+            with self._lock:
+                self._connection.reset(stream, H2Code.CANCEL)
+                self._write_out()
+        except OSError:
+            self._break()
+
+    def run(self, task: Callable[[], object]) -> None:
+        """See `Link`."""
+        self._host.run(task)
+
+    def _receive(self, room: memoryview) -> int:
+        """Bytes received; 0 at the connection's end."""
+        while True:
+            try:
+                return self._socket.recv_into(room)
+            except BlockingIOError:
+                # The kernel's timeout; a connection may be silent as long as it likes between frames.
+                if self._connection.is_within:
+                    raise _too_slow() from None
+
+    def _check_pace(self) -> None:
+        """Ends a connection that sends a frame, or a header block, byte by byte."""
+        connection = self._connection
+        if not connection.is_within or connection.steps != self._steps:
+            self._steps, self._step_s = connection.steps, None
+        elif self._step_s is None:
+            self._step_s = time.monotonic()
+        elif time.monotonic() - self._step_s > _FRAME_S:
+            raise _too_slow()
+
+    def _take(self, event: Event) -> None:
+        stream = event.stream
+        if isinstance(event, Received):
+            call: Call | None = stream.call
+            if call is not None:
+                call.receive(event.data, event.is_over)
+        elif isinstance(event, Opened):
+            stream.call = self._begin(stream)
+            if event.is_over and stream.call is not None:
+                stream.call.receive(b"", True)
+        elif stream.call is not None:
+            if isinstance(event, Drained):
+                stream.call.drained()
+            else:
+                stream.call.cancelled()
+
+    def _begin(self, stream: Stream) -> Call | None:
+        """The call for a new stream; None: it is refused, and answered."""
+        host, head = self._host, stream.head
+        assert isinstance(head, CallHead)
+        if head.refusal is not None:
+            self.send(stream, head.refusal, b"", None)
+            return None
+        method = host.methods.find(head.path)
+        if method is None:
+            self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            return None
+        if not host.begin_call():
+            self._refuse(stream, grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+            return None
+        limits, ended = host.limits(head.path), host.end_call
+        if isinstance(method, ExchangeMethod):
+            return ExchangeCall(self, stream, limits, ended, method)
+        if method.request_streaming or method.response_streaming:
+            return ThreadedCall(self, stream, limits, ended, method)
+        return UnaryCall(self, stream, limits, ended, method)
+
+    def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
+        self.send(stream, refusal_block(code, details), b"", None)
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._write_out()
+
+    def _write_out(self) -> None:
+        out = self._connection.take_out()
+        if out and not self._is_lost:
+            self._socket.sendall(b"".join(out))
+
+    def _say_goaway(self, code: H2Code, message: str) -> None:
+        with self._lock:
+            self._connection.goaway(code, message)
+            self._write_out()
+
+    def _break(self) -> None:
+        """Nothing can be written any more: the reader shall notice, too."""
+        self._is_lost = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _lose(self) -> None:
+        with self._lock:
+            self._is_lost = True
+            streams = list(self._connection.streams.values())
+            for stream in streams:
+                stream.is_closed = True
+        for stream in streams:
+            if stream.call is not None:
+                stream.call.cancelled()
+        self._socket.close()
+
+
+def _too_slow() -> H2Error:
+    return H2Error(H2Code.PROTOCOL_ERROR, f"a frame is not complete after {_FRAME_S:g} s")

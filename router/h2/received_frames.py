@@ -1,0 +1,70 @@
+"""Received bytes in, whole HTTP/2 frames out. Knows the preface and the frames' size, not what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from router.h2 import frames
+from router.h2.errors import H2Code, H2Error
+from router.h2.frames import FrameType
+
+# Type, flags, stream, payload.
+Frame = tuple[int, int, int, bytes]
+
+
+class FrameReader:
+    """One connection's bytes.
+
+    Attributes:
+        frame_bytes_max: Larger frames end the connection.
+    """
+
+    frame_bytes_max: Final = 1 << 16
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_begun = self._has_settings = False
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a part of a frame, or of the preface, has come, and the rest has not."""
+        return bool(self._rest) or not self._is_begun
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Frames that are complete with these bytes; to be read to the end.
+
+        Raises:
+            H2Error: A frame is too large, or the connection does not begin as HTTP/2 does.
+        """
+        if self._rest:
+            data = self._rest + data
+        at = 0 if self._is_begun else self._preface(data)
+        size = len(data)
+        while self._is_begun and size - at >= frames.HEAD_BYTES:
+            upper, lower, kind, flags, stream_id = frames.read_head(data, at)
+            length = upper << 16 | lower
+            if length > self.frame_bytes_max:
+                raise H2Error(H2Code.FRAME_SIZE_ERROR, f"a frame above {self.frame_bytes_max} bytes")
+            begin = at + frames.HEAD_BYTES
+            if size - begin < length:
+                break
+            at = begin + length
+            if not self._has_settings:
+                self._first(kind)
+            yield kind, flags, stream_id & frames.STREAM_IDS, data[begin:at]
+        self._rest = data[at:]
+
+    def _preface(self, data: bytes) -> int:
+        expected = frames.PREFACE
+        if data[: len(expected)] != expected[: len(data)]:
+            raise H2Error(H2Code.PROTOCOL_ERROR, "no HTTP/2 connection preface")
+        if len(data) < len(expected):
+            return 0
+        self._is_begun = True
+        return len(expected)
+
+    def _first(self, kind: int) -> None:
+        if kind != FrameType.SETTINGS:
+            raise H2Error(H2Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        self._has_settings = True

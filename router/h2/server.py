@@ -1,0 +1,196 @@
+"""The gRPC server: a port and methods in, served calls out. One thread reads each connection."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from router.errors import ListenError
+from router.h2.calls import CallLimits
+from router.h2.methods import ExchangeMethod, Methods
+from router.h2.peer import Peer
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_CONNECTIONS_MAX = 1024
+# A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
+_SOCKET_TIMEOUT_S = 10
+_KEEPALIVE_S = 60
+_RETRY_S = 1.0
+_REFUSALS_MAX = 4096
+_STOP_S = 2.0
+
+
+class GrpcServer:
+    """Bound when made, serving from `start` on. Takes servicers as grpc.Server does.
+
+    Args:
+        flag: The flag that chose the port, for the error.
+        threads: Calls on threads of their own at once: all but exchanges and inline methods.
+        requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
+        receive_bytes_max, send_bytes_max: Largest messages.
+        inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
+
+    Attributes:
+        port: The port listened on.
+
+    Raises:
+        ListenError: The address is in use or not ours.
+    """
+
+    def __init__(
+        self,
+        flag: str,
+        host: str,
+        port: int,
+        *,
+        threads: int,
+        requests_max: int,
+        receive_bytes_max: int,
+        send_bytes_max: int,
+        inline: Mapping[str, int],
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
+        self.port: int = self._listener.getsockname()[1]
+        self.methods = Methods()
+        self.receive_bytes_max = receive_bytes_max
+        self._calls_max = requests_max
+        # Told to clients; so much above what is served that they are refused rather than kept waiting.
+        self.streams_max = requests_max + _REFUSALS_MAX
+        self._limits = {
+            path: CallLimits(receive_bytes_max, send_bytes_max, size) for path, size in inline.items()
+        }
+        self._other_limits = CallLimits(receive_bytes_max, send_bytes_max, -1)
+        self._calls = 0
+        self._lock = threading.Lock()
+        self._peers: dict[Peer, threading.Thread] = {}
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """As grpc.Server's."""
+        self.methods.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """As grpc.Server's."""
+        self.methods.add_registered_method_handlers(service, handlers)
+
+    def add_exchange(self, path: str, method: ExchangeMethod) -> None:
+        """Serves a method's streams message by message."""
+        self.methods.add_exchange(path, method)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._acceptor.start()
+
+    def drain(self) -> None:
+        """Has clients connect anew, and so elsewhere, for their next calls."""
+        for peer in self._connected():
+            peer.drain()
+
+    def close(self) -> None:
+        """Ends serving, calls included. Idempotent."""
+        self._is_closed = True
+        # Closing alone would leave the acceptor waiting.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._acceptor.is_alive():
+            self._acceptor.join(_STOP_S)
+        peers = self._connected()
+        for peer in peers:
+            peer.close()
+        end_s = time.monotonic() + _STOP_S
+        for thread in peers.values():
+            thread.join(max(0.0, end_s - time.monotonic()))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin_call(self) -> bool:
+        """See `Host`."""
+        with self._lock:
+            is_free = self._calls < self._calls_max
+            self._calls += is_free
+        return is_free
+
+    def end_call(self) -> None:
+        """See `Host`."""
+        with self._lock:
+            self._calls -= 1
+
+    def run(self, task: Callable[[], object]) -> None:
+        """See `Host`."""
+        # While the server closes nobody waits for the answer any more.
+        with suppress(RuntimeError):
+            self._pool.submit(task)
+
+    def limits(self, path: str) -> CallLimits:
+        """See `Host`."""
+        return self._limits.get(path, self._other_limits)
+
+    def _connected(self) -> dict[Peer, threading.Thread]:
+        with self._lock:
+            return dict(self._peers)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                # Out of file descriptors, say: whoever waits is served when some are free again.
+                _log.exception("cannot accept a connection")
+                time.sleep(_RETRY_S)
+                continue
+            self._take(connection, address)
+
+    def _take(self, connection: socket.socket, address: Any) -> None:
+        name = f"ipv6:[{address[0]}]:{address[1]}" if ":" in address[0] else f"ipv4:{address[0]}:{address[1]}"
+        peer = Peer(self, connection, name)
+        thread = threading.Thread(target=self._serve, args=(peer,), name="grpc-peer", daemon=True)
+        try:
+            _set_up(connection)
+            with self._lock:
+                if self._is_closed or len(self._peers) >= _CONNECTIONS_MAX:
+                    raise OSError("too many connections")
+                self._peers[peer] = thread
+            thread.start()
+        except (OSError, RuntimeError) as error:
+            # The system has no more threads, say; those who are served already shall go on.
+            _log.warning("a gRPC connection from %s is not served: %s", name, error)
+            with self._lock:
+                self._peers.pop(peer, None)
+            connection.close()
+
+    def _serve(self, peer: Peer) -> None:
+        try:
+            peer.serve()
+        except Exception:
+            _log.exception("a gRPC connection failed")
+        finally:
+            with self._lock:
+                self._peers.pop(peer, None)
+
+
+def _set_up(connection: socket.socket) -> None:
+    # The kernel's own timeouts: Python's would ask twice for every message.
+    wait = struct.pack("ll", _SOCKET_TIMEOUT_S, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

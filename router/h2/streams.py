@@ -1,0 +1,74 @@
+"""A stream's state within its connection, and what a connection tells of it. Does nothing by itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """An open stream.
+
+    Attributes:
+        id: Its number.
+        head: What its header block said.
+        send_window_bytes: How much the peer takes now; below 0 after it made its windows smaller.
+        receive_window_bytes: How much the peer may send now.
+        unread_bytes: Received, and not yet taken by the call.
+        consumed_bytes: Taken by the call, and not yet given back to the peer's window.
+        pending: What waits for the peer's window, in order.
+        pending_bytes: Its size.
+        trailers: The block that ends it, once everything before it is sent.
+        is_remote_closed: Whether the peer has sent its last.
+        is_closed: Whether both sides are done, or either has reset it.
+        call: The call on it, whoever makes one.
+    """
+
+    id: int
+    head: Any
+    send_window_bytes: int
+    receive_window_bytes: int
+    unread_bytes: int = 0
+    consumed_bytes: int = 0
+    pending: deque[memoryview] = field(default_factory=deque)
+    pending_bytes: int = 0
+    trailers: bytes | None = None
+    is_remote_closed: bool = False
+    is_closed: bool = False
+    call: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new stream; `is_over` as in `Received`."""
+
+    stream: Stream
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """More of a stream's bytes; `is_over`: the last of them."""
+
+    stream: Stream
+    data: bytes
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The peer gave a stream up."""
+
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What waited for the peer's window is sent."""
+
+    stream: Stream
+
+
+Event = Opened | Received | Reset | Drained
