@@ -1,50 +1,72 @@
 """The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD`; what the router costs above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD native|grpcio`; what the router costs above this is
+what it does.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router import check_answers
 from router.check_messages import ok_answer
-from router.ext_proc_messages import request_headers_answer, streamed
+from router.ext_proc_bytes import REQUEST_BODY, add_ext_proc, streamed_bytes
+from router.ext_proc_messages import request_headers_answer
 from router.grpc_listen import listen
-from router.health import CHECK_SERVICE
+from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.http_listen import HttpServer
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
+_INLINE_BYTES = 64 << 10
 
 
-class _BareExtProc(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class _BareExtProc:
     def __init__(self, pod: str) -> None:
         self._answer = request_headers_answer(pod, {}, ())
+
+    def exchange(self) -> _BareExchange:
+        return _BareExchange(self._answer)
 
     def Process(  # noqa: N802 (the name is Envoy's)
         self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
     ) -> Iterator[pb.ProcessingResponse]:
-        body = b""
+        exchange = self.exchange()
         for message in request_iterator:
-            if message.WhichOneof("request") != "request_body":
-                continue
-            body += message.request_body.body
-            if message.request_body.end_of_stream:
-                yield self._answer
-                for answer in streamed(body, end_of_stream=True):
-                    yield pb.ProcessingResponse(request_body=answer)
+            yield from exchange.answers(message)
+            if exchange.finished:
                 return
 
 
-def main(port: int, check_port: int, pod: str) -> None:
+class _BareExchange:
+    is_routed = False
+
+    def __init__(self, answer: pb.ProcessingResponse) -> None:
+        self._answer = answer
+        self._body = b""
+        self.finished = False
+
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse | bytes]:
+        if message.WhichOneof("request") != "request_body":
+            return
+        self._body += message.request_body.body
+        if message.request_body.end_of_stream:
+            self.finished = True
+            yield self._answer
+            yield from streamed_bytes(REQUEST_BODY, self._body, end_of_stream=True)
+
+    def close(self) -> None:
+        pass
+
+
+def main(port: int, check_port: int, pod: str, transport: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -55,7 +77,8 @@ def main(port: int, check_port: int, pod: str) -> None:
         check, request_deserializer=external_auth_pb2.CheckRequest.FromString
     )
     handlers: Any = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": method})
-    server, _ = listen(
+    inline = {f"/{EXT_PROC_SERVICE}/Process": _INLINE_BYTES, f"/{CHECK_SERVICE}/Check": _INLINE_BYTES}
+    server = listen(
         "PORT",
         "127.0.0.1",
         port,
@@ -64,8 +87,9 @@ def main(port: int, check_port: int, pod: str) -> None:
         message_bytes_max=_MESSAGE_BYTES_MAX,
         services=(
             lambda server: server.add_generic_rpc_handlers((handlers,)),
-            lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(_BareExtProc(pod), server),
+            lambda server: add_ext_proc(_BareExtProc(pod), server),
         ),
+        inline=inline if transport == "native" else None,
     )
     http_answer = check_answers.ok_answer(pod, None, (), False)
     http = HttpServer(
@@ -80,8 +104,8 @@ def main(port: int, check_port: int, pod: str) -> None:
     )
     http.start()
     server.start()
-    server.wait_for_termination()
+    threading.Event().wait()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -43,14 +43,14 @@ class StackSetting:
     """What stands behind a figure.
 
     Attributes:
-        bare: The bare picker instead of the router.
+        bare: The bare picker instead of the router, by this gRPC transport; None: the router.
         with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
     """
 
     door: Door = "check"
     responses: Literal["skip", "full"] = "skip"
     pods: int = 16
-    bare: bool = False
+    bare: str | None = None
     with_events: bool = True
     base_port: int = 21_000
     router_flags: Sequence[str] = ()
@@ -111,7 +111,7 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     )
     if setting.bare:
         argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), str(base + 4)]
-        argv.append(f"{HOST}:{base + 101}")
+        argv += [f"{HOST}:{base + 101}", setting.bare]
         router = replace(router, argv=argv, ports=(base, base + 4), ready_url=None)
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
-over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run. `check` is Envoy's
-ext_authz over plain HTTP, `check_grpc` the same over gRPC, `extproc` ext_proc.
+over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run, `*_grpcio_floor_*` is
+grpcio's in the place of our own. `check` is Envoy's ext_authz over plain HTTP, `check_grpc` the same over
+gRPC, `extproc` ext_proc.
 """
 
 from __future__ import annotations
@@ -127,11 +128,13 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
     for name, door in _DOORS.items():
-        setting = StackSetting(door=door, bare=True)
-        with gateway_stack(setting, bodies["all"], directory) as stack:
-            rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+        for transport in ("native",) if name == "check" else ("native", "grpcio"):
+            setting = StackSetting(door=door, bare=transport)
+            with gateway_stack(setting, bodies["all"], directory) as stack:
+                rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]
-            report.figure(f"{name}_floor_cpu_ms", "ms", cpu, _shown(setting, rounds))
+            floor = "floor" if transport == "native" else "grpcio_floor"
+            report.figure(f"{name}_{floor}_cpu_ms", "ms", cpu, _shown(setting, rounds))
 
 
 def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
