@@ -26,7 +26,7 @@ from benchmarks.index_load import (
     two_pods,
 )
 from benchmarks.index_memory import measure_resident
-from benchmarks.index_stalls import measure_clear, measure_under_events
+from benchmarks.index_stalls import measure_clear, measure_growth, measure_under_events
 from benchmarks.memory_limits import Chill, measure_memory
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, each_us, read_options
@@ -57,6 +57,7 @@ def main() -> int:
     reference = fill(ReferenceIndex(10_000, Tiers()), 4 * CHAIN_BLOCKS, two_pods)
     _hot(options, f"{_NAME}_reference_us", reference, pods_holding="two", index="reference")
     measure_under_events(options)
+    measure_growth(options)
     measure_resident(options)
     if options.rivals:
         measure_rival(options, "match")

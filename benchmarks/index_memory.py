@@ -24,13 +24,14 @@ from indexer.tiers import Tiers
 from indexer.warm import warm_kernels
 
 _POOL_BLOCKS = 131_072
+_THOUSANDS = (300, 500, 750, 1000, 1200, 1500, 1800, 2000, 2500, 3000, 4000, 8000)
 _PAGE_BYTES = resource.getpagesize()
 _ROOT = Path(__file__).parents[1]
 
 
 def measure_resident(options: Options) -> None:
     """Prints bytes per block, per further holder, and whether the ceiling holds under churn."""
-    sizes = [options.of_size(blocks, 4096) for blocks in (1_000_000, 2_000_000, 4_000_000, 8_000_000)]
+    sizes = [options.of_size(thousands * 1000, 4096) for thousands in _THOUSANDS]
     per_block = {blocks: _child(blocks, 1, 0) / blocks for blocks in sizes}
     by_size = {str(blocks): round(value, 1) for blocks, value in per_block.items()}
     worst = [max(per_block.values())]

@@ -1,4 +1,4 @@
-"""How long readers of the index wait for its writers: matches while events stream in, or a pod is cleared."""
+"""How long readers of the index wait for its writers: as events stream in, a pod is cleared, tables grow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 from benchmarks.event_payloads import BLOCK_TOKENS, PROMPT_BLOCKS, Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import CHAIN_BLOCKS, PODS, Filled, fill, flat, two_pods
 from benchmarks.report import Options, each_us
+from indexer.flat_index import TURN_BLOCKS
+from indexer.flat_update import store_blocks
 from indexer.keys import BlockHasher
 
 _EVENTS_PER_S = 100_000
@@ -65,6 +67,34 @@ def measure_clear(options: Options, filled: Filled) -> None:
     blocks = filled.index.stats().blocks
     setting = {"blocks": blocks, "pods": len(PODS), "worst_before_ms": round(quiet / 1000, 3)}
     options.report.figure("clear_pod_stall_ms", "ms", worst, **setting, worst_of_all_ms=round(max(worst), 3))
+
+
+def measure_growth(options: Options) -> None:
+    """Prints the most CPU time under the lock to make room for a run of blocks while an index fills."""
+    blocks = options.of_size(4_000_000, 8 * TURN_BLOCKS)
+    rng = np.random.default_rng(5)
+    worst, all_us = [], []
+    for _ in range(options.rounds):
+        index, chain, run_us = flat(blocks), np.empty(TURN_BLOCKS, np.int64), []
+        pod = index.number(PODS[0])
+        for _ in range(blocks // TURN_BLOCKS):
+            keys, names = rng.integers(1, 2**64, (2, TURN_BLOCKS), np.uint64)
+            started_ns = time.thread_time_ns()
+            index.prepare(TURN_BLOCKS)
+            run_us.append((time.thread_time_ns() - started_ns) / 1000)
+            store_blocks(index.arrays, pod, 0, keys, names, chain)
+        worst.append(max(run_us) / 1000)
+        all_us += run_us
+    options.report.figure(
+        "growth_turn_ms",
+        "ms",
+        worst,
+        what="CPU time, the worst of each round",
+        blocks=blocks,
+        blocks_per_turn=TURN_BLOCKS,
+        p99_ms=round(float(np.percentile(all_us, 99)) / 1000, 3),
+        ns_per_block=round(float(np.mean(all_us)) * 1000 / TURN_BLOCKS, 1),
+    )
 
 
 def _clear(filled: Filled, pod: str, cleared: threading.Event) -> None:

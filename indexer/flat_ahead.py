@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import hash_bits, home_of
+from indexer.flat_buckets import behind, hash_bits, home_of
 from indexer.flat_layout import BlockArrays
 from indexer.jit import inlined
 
@@ -67,7 +67,5 @@ def _probable_slot(buckets: NDArray[np.uint64], key: np.uint64) -> int:
         entry = buckets[place]
         if entry >> _HALF == bits:
             return np.int64(entry & _LOW) - 1
-        place += 1
-        if place == len(buckets):
-            place = 0
+        place = behind(place, buckets)
     return -1

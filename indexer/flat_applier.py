@@ -18,6 +18,7 @@ from indexer.errors import PayloadError
 from indexer.events import KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
+    COPIED_BLOCKS,
     FURTHER_COPIES,
     LAST_COPIES,
     NOT_HELD,
@@ -142,7 +143,7 @@ class FlatApplier:
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
         awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
-        done.counts[STORED_BLOCKS] = done.counts[RUNS] = 0
+        done.counts[[STORED_BLOCKS, RUNS, COPIED_BLOCKS]] = 0
         with engine.index.lock:
             pod = PlainPod(
                 number=engine.index.number(self._holder),

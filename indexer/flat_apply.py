@@ -38,7 +38,8 @@ LAST_COPIES = 3
 FURTHER_COPIES = 4
 NOT_HELD = 5
 RUNS = 6
-COUNTS = 7
+COPIED_BLOCKS = 7
+COUNTS = 8
 
 
 class PlainPod(NamedTuple):
@@ -115,12 +116,12 @@ def apply_rows(
     """Applies events from row `done.counts[ROW]` on, up to row `last`.
 
     Args:
-        arrays: With room for `len(done.keys)` more blocks.
+        arrays: With room for `len(done.keys)` more blocks, and as many further copies.
         tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
         awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
 
     Returns:
-        ALL_DONE, NOT_PLAIN or NO_ROOM (in `done.keys`).
+        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored or copied as many blocks as there was room for.
     """
     counts = done.counts
     while counts[ROW] < last:
@@ -135,8 +136,12 @@ def apply_rows(
             if not _remove(arrays, pod, tier, named, counts):
                 return NOT_PLAIN
         elif event[rows.TOKEN_COUNT] == 0:
+            blocks = len(named) * pod.split
+            if counts[COPIED_BLOCKS] + blocks > len(done.keys):
+                return NO_ROOM if counts[COPIED_BLOCKS] else NOT_PLAIN
             if not _copy(arrays, pod, tier, named):
                 return NOT_PLAIN
+            counts[COPIED_BLOCKS] += blocks
         else:
             if counts[STORED_BLOCKS] + len(named) * pod.split > len(done.keys):
                 return NO_ROOM if counts[STORED_BLOCKS] else NOT_PLAIN

@@ -1,8 +1,9 @@
 """Kernels of the flat index: open-addressed buckets of (32 bits of hash, number), in the order of the hash.
 
-Linear probing with a home that grows with the hash: entries of a table lie sorted but for their
-displacement, so that a table can be rebuilt in a larger one in one pass, and a deletion closes its gap
-without tombstones.
+A table is one array: a few words that say how long it is, then its buckets, then what is reserved for more.
+Linear probing with a home that grows with the hash: entries lie sorted but for their displacement. So a
+deletion closes its gap without tombstones, and a table grows where it is, from its end and bit by bit: hashes
+from a frontier on have their homes in the longer table, those below still in the shorter one.
 """
 
 from __future__ import annotations
@@ -10,12 +11,35 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import inlined, kernel
+from indexer.flat_memory import reserved
+from indexer.jit import inlined, kernel, kernel_with_arrays
 
 GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+# The first words of a table: its length in buckets, the one from before it grew, and the frontier.
+_LENGTH = 0
+_SHORTER = 1
+_FRONTIER = 2
+# A line of the processor's cache.
+_HEADER = 8
+
+_FIRST_LENGTH = 1024
+# So many buckets are looked through at a time when a table grows.
+_TURN = 512
+
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
 _NOTHING = np.uint64(0)
+_HASHES = 1 << 32
+
+
+def empty_table(entries: int) -> NDArray[np.uint64]:
+    """A table that can grow until so many entries fit (see `room_for`); its memory is taken as it grows."""
+    buckets = max(_FIRST_LENGTH, 4 * entries // 3 + 1)
+    # In small pages: it touches new ones while others wait for it to grow.
+    table = reserved((_HEADER + buckets,), np.uint64, huge_pages=False)
+    table[[_LENGTH, _SHORTER]] = _FIRST_LENGTH
+    return table
 
 
 @inlined
@@ -25,42 +49,46 @@ def hash_bits(value: np.uint64) -> np.uint64:
 
 
 @inlined
-def home_of(bits: np.uint64, buckets: NDArray[np.uint64]) -> int:
-    """The bucket where entries with these hash bits begin."""
-    return np.int64((bits * np.uint64(len(buckets))) >> _HALF)
+def home_of(bits: np.uint64, table: NDArray[np.uint64]) -> int:
+    """Where entries with these hash bits begin."""
+    length = table[_LENGTH] if bits >= table[_FRONTIER] else table[_SHORTER]
+    return _HEADER + np.int64((bits * length) >> _HALF)
 
 
 @inlined
-def insert(buckets: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
-    """Enters `number` (> 0, 32 bits); there must be an empty bucket."""
-    place = home_of(bits, buckets)
-    while buckets[place] != _NOTHING:
-        place += 1
-        if place == len(buckets):
-            place = 0
-    buckets[place] = (bits << _HALF) | np.uint64(number)
+def behind(place: int, table: NDArray[np.uint64]) -> int:
+    """The place of the next bucket; behind the last comes the first."""
+    return place + 1 if place + 1 < _HEADER + np.int64(table[_LENGTH]) else _HEADER
+
+
+@inlined
+def insert(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
+    """Enters `number` (> 0, 32 bits); there must be room."""
+    place = home_of(bits, table)
+    while table[place] != _NOTHING:
+        place = behind(place, table)
+    table[place] = (bits << _HALF) | np.uint64(number)
 
 
 @kernel
-def delete(buckets: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
+def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
     """Takes an entry out, and closes the gap; it must be there."""
-    size = len(buckets)
+    # Read once: the compiler cannot know that no entry is written to these words.
+    length, shorter, frontier = table[_LENGTH], table[_SHORTER], table[_FRONTIER]
+    size = np.int64(length)
     wanted = (bits << _HALF) | np.uint64(number)
-    gap = home_of(bits, buckets)
-    while buckets[gap] != wanted:
-        gap += 1
-        if gap == size:
-            gap = 0
+    gap = home_of(bits, table)
+    while table[gap] != wanted:
+        gap = behind(gap, table)
     place = gap
     while True:
-        place += 1
-        if place == size:
-            place = 0
-        entry = buckets[place]
+        place = place + 1 if place + 1 < _HEADER + size else _HEADER
+        entry = table[place]
         if entry == _NOTHING:
             break
-        home = home_of(entry >> _HALF, buckets)
         # It may move to the gap if its home does not lie behind the gap, seen around the table.
+        hashed = entry >> _HALF
+        home = _HEADER + np.int64((hashed * (length if hashed >= frontier else shorter)) >> _HALF)
         distance = place - home
         if distance < 0:
             distance += size
@@ -68,15 +96,71 @@ def delete(buckets: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
         if room < 0:
             room += size
         if distance >= room:
-            buckets[gap] = entry
+            table[gap] = entry
             gap = place
-    buckets[gap] = _NOTHING
+    table[gap] = _NOTHING
 
 
 @kernel
-def rebuild(old: NDArray[np.uint64], new: NDArray[np.uint64]) -> None:
-    """Enters all of `old` in `new`, which is empty and large enough."""
-    for place in range(len(old)):
-        entry = old[place]
-        if entry != _NOTHING:
-            insert(new, entry >> _HALF, np.int64(entry & _LOW))
+def room_for(table: NDArray[np.uint64], entries: int, usual: int) -> None:
+    """Lets a table grow as far as it must for so many entries.
+
+    It begins to when two thirds are full, and has a quarter more buckets when three quarters would be. In
+    between as much of it has moved as entries have come: about ten for each one.
+
+    Args:
+        entries: No more than it was made for.
+        usual: There will mostly be no more entries than this: it does not grow beyond what they need.
+    """
+    while True:
+        shorter = np.int64(table[_SHORTER])
+        if table[_FRONTIER] == _NOTHING:
+            if 3 * entries <= 2 * shorter:
+                return
+            longer = np.int64(max(5 * shorter // 4, 3 * entries // 2 + 1))
+            if entries <= usual:
+                longer = np.int64(min(longer, 4 * usual // 3 + 1))
+            longer = np.int64(min(longer, len(table) - _HEADER))
+            if longer <= shorter:
+                return
+            table[_FRONTIER] = np.uint64(_HASHES)
+            _move(table, longer)
+        left: float = (9 * shorter - 12 * entries) / shorter
+        while table[_FRONTIER] > np.uint64(max(0.0, min(1.0, left)) * _HASHES):
+            _move(table, np.int64(table[_LENGTH]))
+        if table[_FRONTIER] != _NOTHING:
+            return
+
+
+@kernel_with_arrays
+def _move(table: NDArray[np.uint64], length: int) -> None:
+    """Moves some entries in front of the frontier to their homes in a table of this length.
+
+    From there to the next empty bucket, which may lie around the table's end, all is taken out and entered
+    again: so it does not matter which of these entries are in front of their homes.
+    """
+    size = np.int64(table[_LENGTH])
+    shorter = table[_SHORTER]
+    frontier = np.int64((table[_FRONTIER] * shorter) >> _HALF)
+    first = np.int64(max(0, frontier - _TURN))
+    span = frontier - first
+    place = _HEADER + frontier % size
+    while table[place] != _NOTHING and span < size:
+        span += 1
+        place = behind(place, table)
+    taken = np.empty(span, np.uint64)
+    count = 0
+    place = _HEADER + first
+    for _ in range(span):
+        if table[place] != _NOTHING:
+            taken[count] = table[place]
+            table[place] = _NOTHING
+            count += 1
+        place = behind(place, table)
+    table[_LENGTH] = np.uint64(length)
+    # The least hash that has its home there or behind.
+    table[_FRONTIER] = ((np.uint64(first) << _HALF) + shorter - np.uint64(1)) // shorter
+    if first == 0:
+        table[_SHORTER] = np.uint64(length)
+    for each in range(count):
+        insert(table, taken[each] >> _HALF, np.int64(taken[each] & _LOW))

@@ -173,7 +173,8 @@ class FlatCache:
         chain = np.empty(kept, np.int64)
         with index.lock:
             pod = index.number(self._holder)
-            arrays = index.prepare(max(kept, len(names), len(copies)))
+            # What the pod holds already gains a copy in each tier.
+            arrays = index.prepare(max(len(names), len(copies) + kept * len(index.tiers.names)))
             take_held(
                 arrays,
                 pod,

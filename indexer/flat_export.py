@@ -139,7 +139,7 @@ def take_held(
     name = 0
     for place in range(len(keys)):
         slot = chain[place]
-        for tier in range(arrays.rows.shape[1]):
+        for tier in range(arrays.rows.shape[0]):
             if (tiers[place] >> tier) & 1:
                 hold(arrays, slot, pod, tier, 1)
         for _ in range(name_counts[place]):

@@ -1,75 +1,47 @@
-"""Room in the flat index's arrays: those that cannot be reserved in advance are made anew, larger."""
+"""Room in the flat index's arrays: what must be done before a run of blocks, or before one more pod."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-from indexer.flat_buckets import rebuild
-from indexer.flat_further import rebuild_further
+from indexer.flat_buckets import room_for
 from indexer.flat_layout import (
-    ALIASES,
-    ALIASES_USED,
     BLOCKS,
+    BYTES_MAX,
     CAPACITY,
     FURTHER,
     NAMES,
-    ROWS,
     ROWS_USED,
+    RUN_MAX,
+    TIERS_USED,
     FlatArrays,
+    empty_rows,
 )
+from indexer.flat_update import evict_oldest, used_bytes
+from indexer.jit import kernel
 
 
-def for_blocks(arrays: FlatArrays, blocks: int) -> FlatArrays:
-    """Arrays in which any run of so many blocks fits.
+@kernel
+def for_blocks(arrays: FlatArrays, blocks: int) -> None:
+    """Makes room for a run of so many blocks, each with a name and further copies.
 
-    Each of them may need a slot's bucket, a name's bucket, an alias, a row and a count of further copies.
+    What runs before this one brought for blocks that were known already (names, holders, copies) may have
+    gone beyond the ceiling: the least recently used blocks leave for it.
     """
     counters = arrays.counters
-    if _is_full(counters[BLOCKS] + blocks, len(arrays.buckets)):
-        larger = _rebuilt(arrays.buckets, counters[BLOCKS] + blocks, counters[CAPACITY] + blocks)
-        arrays = arrays._replace(buckets=larger)
-    if _is_full(counters[NAMES] + blocks, len(arrays.name_buckets)):
-        larger = _rebuilt(arrays.name_buckets, counters[NAMES] + blocks, counters[CAPACITY] + blocks)
-        arrays = arrays._replace(name_buckets=larger)
-    if _is_full(counters[FURTHER] + blocks, len(arrays.further)):
-        old = arrays.further
-        arrays = arrays._replace(further=np.zeros((2 * (len(old) + blocks), 2), np.uint64))
-        rebuild_further(arrays, old)
-    if counters[ROWS] + blocks > len(arrays.rows):
-        arrays = arrays._replace(rows=_longer(arrays.rows, int(counters[ROWS_USED]), blocks))
-    if counters[ALIASES] + blocks > len(arrays.aliases):
-        arrays = arrays._replace(aliases=_longer(arrays.aliases, int(counters[ALIASES_USED]), blocks))
-    return arrays
+    while used_bytes(arrays) > counters[BYTES_MAX] and evict_oldest(arrays, 1):
+        pass
+    capacity = counters[CAPACITY]
+    room_for(arrays.buckets, min(counters[BLOCKS] + blocks, capacity), capacity)
+    room_for(arrays.name_buckets, counters[NAMES] + blocks, capacity + RUN_MAX)
+    room_for(arrays.further_buckets, counters[FURTHER] + blocks, capacity + RUN_MAX)
 
 
 def for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:
-    """Arrays whose rows have a bit for each of so many pods."""
-    tiers, words = arrays.rows.shape[1:]
+    """Arrays whose rows have a bit for each of so many pods; all rows are copied where they had not."""
+    tiers, _, words = arrays.rows.shape
     if pods <= words * 64:
         return arrays
-    rows = np.zeros((len(arrays.rows), tiers, 2 * words), np.uint64)
-    used = int(arrays.counters[ROWS_USED])
-    rows[:used, :, :words] = arrays.rows[:used]
+    counters = arrays.counters
+    rows = empty_rows(int(counters[CAPACITY]), int(counters[BYTES_MAX]), tiers, 2 * words)
+    used, tiers_used = int(counters[ROWS_USED]), int(counters[TIERS_USED])
+    rows[:tiers_used, :used, :words] = arrays.rows[:tiers_used, :used]
     return arrays._replace(rows=rows)
-
-
-def _is_full(entries: int, places: int) -> bool:
-    """Open addressing wants a quarter of its places empty."""
-    return bool(4 * entries > 3 * places)
-
-
-def _rebuilt(buckets: NDArray[np.uint64], entries: int, most: int) -> NDArray[np.uint64]:
-    """Buckets for half as many entries more, but for no more than there will mostly be at most."""
-    wanted = entries + entries // 2
-    if entries <= most:
-        wanted = min(wanted, most)
-    larger = np.zeros(4 * wanted // 3 + 1, np.uint64)
-    rebuild(buckets, larger)
-    return larger
-
-
-def _longer(array: NDArray[np.uint64], used: int, more: int) -> NDArray[np.uint64]:
-    longer = np.empty((2 * (len(array) + more), *array.shape[1:]), np.uint64)
-    longer[:used] = array[:used]
-    return longer

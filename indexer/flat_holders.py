@@ -59,7 +59,7 @@ def held_tiers(arrays: FlatArrays | BlockArrays, slot: int, pod: int) -> int:
         bit = np.uint64(pod) & _WORD_BITS
         tiers = 0
         for tier in range(arrays.counters[TIERS_USED]):
-            if (arrays.rows[row, tier, pod >> 6] >> bit) & _ONE != _NOTHING:
+            if (arrays.rows[tier, row, pod >> 6] >> bit) & _ONE != _NOTHING:
                 tiers |= 1 << tier
         return tiers
     for column in range(HOLDER, LAST_HOLDER + 1):
@@ -98,10 +98,10 @@ def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> Non
         arrays.pod_blocks[pod] += 1
     row = np.int64(slots[slot, HOLDER])
     bit = _ONE << (np.uint64(pod) & _WORD_BITS)
-    if arrays.rows[row, tier, pod >> 6] & bit != _NOTHING:
+    if arrays.rows[tier, row, pod >> 6] & bit != _NOTHING:
         add_further(arrays, slot, pod, tier, copies)
     else:
-        arrays.rows[row, tier, pod >> 6] |= bit
+        arrays.rows[tier, row, pod >> 6] |= bit
         if copies > 1:
             add_further(arrays, slot, pod, tier, copies - 1)
 
@@ -129,15 +129,15 @@ def _move_to_row(arrays: FlatArrays, slot: int) -> None:
         row = counters[ROWS_USED]
         counters[ROWS_USED] = row + 1
     else:
-        counters[ROW_FREE] = np.int64(arrays.rows[row, 0, 0])
+        counters[ROW_FREE] = np.int64(arrays.rows[0, row, 0])
+        arrays.rows[0, row, 0] = _NOTHING
     counters[ROWS] += 1
-    arrays.rows[row] = _NOTHING
     for column in range(HOLDER, LAST_HOLDER + 1):
         holder = np.int64(slots[slot, column])
         pod = holder & POD_MASK
-        for tier in range(arrays.rows.shape[1]):
+        for tier in range(counters[TIERS_USED]):
             if (holder >> (TIER_SHIFT + tier)) & 1:
-                arrays.rows[row, tier, pod >> 6] |= _ONE << (np.uint64(pod) & _WORD_BITS)
+                arrays.rows[tier, row, pod >> 6] |= _ONE << (np.uint64(pod) & _WORD_BITS)
     slots[slot, HOLDER] = np.uint32(row)
     slots[slot, LAST_HOLDER] = np.uint32(IN_ROW)
 
@@ -156,7 +156,7 @@ def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
         if drop_further(arrays, slot, pod, tier) >= 0:
             return 0
         row = np.int64(arrays.slots[slot, HOLDER])
-        arrays.rows[row, tier, pod >> 6] &= ~(_ONE << (np.uint64(pod) & _WORD_BITS))
+        arrays.rows[tier, row, pod >> 6] &= ~(_ONE << (np.uint64(pod) & _WORD_BITS))
         if held_tiers(arrays, slot, pod):
             return 1
         arrays.pod_blocks[pod] -= 1
@@ -192,9 +192,9 @@ def is_unheld(arrays: FlatArrays, slot: int) -> bool:
 def drop_empty_row(arrays: FlatArrays, slot: int) -> bool:
     """Gives a row back if it has no holder."""
     row = np.int64(arrays.slots[slot, HOLDER])
-    for tier in range(arrays.rows.shape[1]):
+    for tier in range(arrays.counters[TIERS_USED]):
         for word in range(arrays.rows.shape[2]):
-            if arrays.rows[row, tier, word] != _NOTHING:
+            if arrays.rows[tier, row, word] != _NOTHING:
                 return False
     _give_row(arrays, slot)
     return True
@@ -203,7 +203,7 @@ def drop_empty_row(arrays: FlatArrays, slot: int) -> bool:
 @kernel
 def _give_row(arrays: FlatArrays, slot: int) -> None:
     row = np.int64(arrays.slots[slot, HOLDER])
-    arrays.rows[row, 0, 0] = np.uint64(arrays.counters[ROW_FREE])
+    arrays.rows[0, row, 0] = np.uint64(arrays.counters[ROW_FREE])
     arrays.counters[ROW_FREE] = row
     arrays.counters[ROWS] -= 1
     for column in range(HOLDER, LAST_HOLDER + 1):
@@ -217,8 +217,8 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
         row = np.int64(arrays.slots[slot, HOLDER])
         for word in range(arrays.rows.shape[2]):
             held = _NOTHING
-            for tier in range(arrays.rows.shape[1]):
-                held |= arrays.rows[row, tier, word]
+            for tier in range(arrays.counters[TIERS_USED]):
+                held |= arrays.rows[tier, row, word]
             while held != _NOTHING:
                 bit = held & (~held + _ONE)
                 held ^= bit
@@ -230,7 +230,7 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
         holder = np.int64(arrays.slots[slot, column])
         pod = holder & POD_MASK
         if holder >> TIER_SHIFT and (not only_gone or arrays.gone[pod]):
-            for tier in range(arrays.rows.shape[1]):
+            for tier in range(arrays.counters[TIERS_USED]):
                 if (holder >> (FURTHER_SHIFT + tier)) & 1:
                     forget_further(arrays, slot, pod, tier)
             arrays.slots[slot, column] = np.uint32(0)
@@ -240,8 +240,8 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
 
 @kernel
 def _drop_from_row(arrays: FlatArrays, slot: int, row: int, pod: int, bit: np.uint64) -> None:
-    for tier in range(arrays.rows.shape[1]):
-        if arrays.rows[row, tier, pod >> 6] & bit != _NOTHING:
-            arrays.rows[row, tier, pod >> 6] &= ~bit
+    for tier in range(arrays.counters[TIERS_USED]):
+        if arrays.rows[tier, row, pod >> 6] & bit != _NOTHING:
+            arrays.rows[tier, row, pod >> 6] &= ~bit
             forget_further(arrays, slot, pod, tier)
     arrays.pod_blocks[pod] -= 1

@@ -22,6 +22,7 @@ from indexer.flat_layout import (
     CAPACITY,
     EVICTED,
     PODS_MAX,
+    RUN_MAX,
     SLOTS_USED,
     FlatArrays,
     allocate,
@@ -105,8 +106,8 @@ class FlatIndex:
         self._swept = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """See `Index.add`."""
-        self._add(pod, tier, keys, _ONE_EACH)
+        """See `Index.add`. Never sleeps: callers may hold locks of their own."""
+        self._add(pod, tier, keys, _ONE_EACH, pause_s=0.0)
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
         """See `Index.remove`."""
@@ -177,7 +178,7 @@ class FlatIndex:
     def restore(self, holdings: Sequence[Holding]) -> None:
         """See `Index.restore`."""
         for holding in holdings:
-            self._add(holding.pod, holding.tier, holding.keys, holding.references)
+            self._add(holding.pod, holding.tier, holding.keys, holding.references, pause_s=_PAUSE_S)
 
     def stats(self) -> IndexStats:
         """See `Index.stats`. Sweeps first, so that nothing of cleared pods is counted."""
@@ -255,17 +256,20 @@ class FlatIndex:
         return number
 
     def prepare(self, blocks: int) -> FlatArrays:
-        """The arrays, with room for a run of so many blocks. Call it under the lock, before each run."""
+        """The arrays, with room for a run of so many blocks. Call it under the lock, before each run.
+
+        Args:
+            blocks: No more than RUN_MAX.
+        """
+        assert blocks <= RUN_MAX
         counters = self.arrays.counters
         for _ in range(_SWEEPS_FOR_ROOM):
             # Nothing should be evicted for blocks that nobody holds any more.
             if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
                 break
             self._sweep_turn()
-        arrays = growth.for_blocks(self.arrays, blocks)
-        if arrays is not self.arrays:
-            self._take(arrays)
-        return arrays
+        growth.for_blocks(self.arrays, blocks)
+        return self.arrays
 
     @property
     def _is_unswept(self) -> bool:
@@ -276,7 +280,7 @@ class FlatIndex:
         self._block_arrays = (arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters)
         self._scratch = scratch(arrays.rows)
 
-    def _add(self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32]) -> None:
+    def _add(self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float) -> None:
         number = self.tiers.number(tier)
         kept = min(len(keys), int(self.arrays.counters[CAPACITY]))
         # From the end: within one call the earlier keys shall be the more recent ones.
@@ -287,8 +291,8 @@ class FlatIndex:
                 holder = self.number(pod)
                 arrays = self.prepare(end - start)
                 add_blocks(arrays, holder, number, keys[start:end], copies[start:end], chain)
-            if start:
-                time.sleep(_PAUSE_S)
+            if start and pause_s:
+                time.sleep(pause_s)
         if kept < len(keys):
             with self.lock:
                 self.arrays.counters[EVICTED] += len(keys) - kept

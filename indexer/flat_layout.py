@@ -2,10 +2,11 @@
 
 Slots: one block each, 32 bytes: its key, its neighbours in order of use, four holders. A holder is a pod's
 number, a bit for each tier that holds the block, and a bit for each tier with more than one copy. A fifth
-holder moves all of them to a row: one bitset of pods for each tier. Copies beyond the first lie in a table
-of their own. Buckets find the slot of a key, name buckets the slot of an engine's hash ("name"); both are
-open-addressed, and an entry is 32 bits of a hash beside a number, so that they move without looking at a
-slot. A slot keeps one name; further ones, of engines that hash otherwise, are aliases.
+holder moves all of them to a row: one bitset of pods for each tier. Copies beyond the first are counted
+apart. Buckets find the slot of a key, name buckets the slot of an engine's hash ("name"), further buckets a
+count of copies; all are open-addressed, and an entry is 32 bits of a hash beside a number, so that they move
+without looking at a slot. A slot keeps one name; further ones, of engines that hash otherwise, are aliases.
+Each array is reserved for the most that the ceiling of bytes allows, and takes the memory that is used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from indexer.flat_buckets import empty_table
+from indexer.flat_memory import reserved
 
 # Columns of a slot, as 32-bit words; 0 and 1 are the key.
 PREVIOUS = 2
@@ -54,15 +58,18 @@ BYTES_MAX = 15
 RELEASE_TURN = 16
 # So many tiers, the best ones, hold anything, or have done so.
 TIERS_USED = 17
-COUNTERS = 18
+FURTHER_FREE = 18
+FURTHER_USED = 19
+COUNTERS = 20
 
 # A slot, its first name, its first alias, and its share of the two kinds of buckets at their usual load.
 BLOCK_BYTES = 32 + 8 + 4 + 2 * 12
 ALIAS_BYTES = 16 + 12
-FURTHER_BYTES = 2 * 16
+FURTHER_BYTES = 16 + 12
 
 RELEASED_WAYS = 8
-_FIRST_BUCKETS = 1024
+# Most blocks, names or further copies that one run may bring.
+RUN_MAX = 1 << 15
 
 
 class BlockArrays(NamedTuple):
@@ -84,13 +91,14 @@ class FlatArrays(NamedTuple):
     Attributes:
         slots: uint32 [capacity, 8].
         keys: uint64 [capacity, 4], the same memory: column 0 is the key.
-        buckets: uint64 [n]: hash of a key << 32 | slot + 1; 0: empty.
-        rows: uint64 [rows, tiers, words]: bitsets of pods.
-        further: uint64 [n, 2]: what (slot, pod, tier) + 1, and how many copies beyond the first; 0: empty.
+        buckets: uint64, see `flat_buckets`: by a key's hash, slot + 1.
+        rows: uint64 [tiers, rows, words]: bitsets of pods; a tier that nobody uses takes no memory.
         names: uint64 [capacity]: the first name of each slot; 0: none.
         first_alias: uint32 [capacity]: further names of each slot; NO_SLOT: none.
-        name_buckets: uint64 [n]: hash of a name << 32, and slot + 1 or ALIAS_BIT | alias + 1; 0: empty.
+        name_buckets: uint64: by a name's hash, slot + 1 or ALIAS_BIT | alias + 1.
         aliases: uint64 [n, 2]: a name, and its slot << 32 | the slot's next alias.
+        further: uint64 [n, 2]: which (slot, pod, tier), and how many copies beyond the first.
+        further_buckets: uint64: by the hash of (slot, pod, tier), the place in `further` + 1.
         released: uint64 [sets, RELEASED_WAYS, 2]: name mixed with life of a pod's blocks that went, and key.
         pod_blocks: int64 [PODS_MAX + 1]: blocks that each pod holds.
         gone: uint8 [PODS_MAX + 1]: 1 for numbers of pods whose holdings are void, but not yet swept out.
@@ -102,11 +110,12 @@ class FlatArrays(NamedTuple):
     keys: NDArray[np.uint64]
     buckets: NDArray[np.uint64]
     rows: NDArray[np.uint64]
-    further: NDArray[np.uint64]
     names: NDArray[np.uint64]
     first_alias: NDArray[np.uint32]
     name_buckets: NDArray[np.uint64]
     aliases: NDArray[np.uint64]
+    further: NDArray[np.uint64]
+    further_buckets: NDArray[np.uint64]
     released: NDArray[np.uint64]
     pod_blocks: NDArray[np.int64]
     gone: NDArray[np.uint8]
@@ -123,25 +132,35 @@ def allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_nam
         tiers: Number of tiers.
         released_names: How many names are remembered after their block went.
     """
-    slots = np.empty((capacity_blocks, 8), np.uint32)
+    slots = reserved((capacity_blocks, 8), np.uint32)
     counters = np.zeros(COUNTERS, np.int64)
-    counters[[NEWEST, OLDEST, FREE, ROW_FREE, ALIAS_FREE]] = NO_SLOT
+    counters[[NEWEST, OLDEST, FREE, ROW_FREE, ALIAS_FREE, FURTHER_FREE]] = NO_SLOT
     counters[CAPACITY] = capacity_blocks
     counters[BYTES_MAX] = capacity_bytes
     sets = max(1, released_names // RELEASED_WAYS)
+    # When a call begins, the ceiling holds (see `flat_growth`).
+    aliases = capacity_bytes // ALIAS_BYTES + RUN_MAX
+    further = capacity_bytes // FURTHER_BYTES + RUN_MAX
     return FlatArrays(
         slots=slots,
         keys=slots.view(np.uint64),
-        buckets=np.zeros(_FIRST_BUCKETS, np.uint64),
-        rows=np.empty((64, tiers, 1), np.uint64),
-        further=np.zeros((_FIRST_BUCKETS, 2), np.uint64),
-        names=np.empty(capacity_blocks, np.uint64),
-        first_alias=np.empty(capacity_blocks, np.uint32),
-        name_buckets=np.zeros(_FIRST_BUCKETS, np.uint64),
-        aliases=np.empty((64, 2), np.uint64),
-        released=np.zeros((sets, RELEASED_WAYS, 2), np.uint64),
-        pod_blocks=np.zeros(PODS_MAX + 1, np.int64),
-        gone=np.zeros(PODS_MAX + 1, np.uint8),
-        lives=np.zeros(PODS_MAX + 1, np.uint64),
+        buckets=empty_table(capacity_blocks),
+        rows=empty_rows(capacity_blocks, capacity_bytes, tiers, 1),
+        names=reserved((capacity_blocks,), np.uint64),
+        first_alias=reserved((capacity_blocks,), np.uint32),
+        name_buckets=empty_table(capacity_blocks + aliases),
+        aliases=reserved((aliases, 2), np.uint64),
+        further=reserved((further, 2), np.uint64),
+        further_buckets=empty_table(further),
+        released=reserved((sets, RELEASED_WAYS, 2), np.uint64),
+        pod_blocks=reserved((PODS_MAX + 1,), np.int64),
+        gone=reserved((PODS_MAX + 1,), np.uint8),
+        lives=reserved((PODS_MAX + 1,), np.uint64),
         counters=counters,
     )
+
+
+def empty_rows(capacity_blocks: int, capacity_bytes: int, tiers: int, words: int) -> NDArray[np.uint64]:
+    """Rows of so many words for each tier, as many as there can be."""
+    rows = min(capacity_blocks, capacity_bytes // (BLOCK_BYTES + words * 8) + RUN_MAX)
+    return reserved((tiers, rows, words), np.uint64)

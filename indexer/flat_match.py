@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
 
 def scratch(rows: NDArray[np.uint64]) -> Scratch:
     """Memory for matches on an index with such rows."""
-    tiers, words = rows.shape[1:]
+    tiers, _, words = rows.shape
     return Scratch(
         racing=np.zeros(words, np.uint64),
         current=np.zeros((tiers, words), np.uint64),
@@ -168,7 +168,7 @@ def _all_in_best(arrays: BlockArrays, slot: int, memory: Scratch) -> bool:
     others = _NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
-        others |= racing & ~(memory.current[0, word] & arrays.rows[row, 0, word])
+        others |= racing & ~(memory.current[0, word] & arrays.rows[0, row, word])
     return others == _NOTHING
 
 
@@ -183,7 +183,7 @@ def _race(arrays: BlockArrays, slot: int, place: int, memory: Scratch, tiers: in
     left_any = _NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
-        if racing & ~(memory.current[0, word] & arrays.rows[row, 0, word]):
+        if racing & ~(memory.current[0, word] & arrays.rows[0, row, word]):
             racing = _change_tiers(arrays, row, word, place, memory, tiers)
         left_any |= racing
     return left_any != _NOTHING
@@ -197,7 +197,7 @@ def _change_tiers(
     racing = memory.racing[word]
     held = _NOTHING
     for tier in range(tiers):
-        here = arrays.rows[row, tier, word] & racing & ~held
+        here = arrays.rows[tier, row, word] & racing & ~held
         held |= here
         old = memory.current[tier, word]
         memory.current[tier, word] = here

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import GOLDEN, delete, hash_bits, home_of, insert
+from indexer.flat_buckets import GOLDEN, behind, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
 from indexer.flat_layout import (
     ALIAS_FREE,
@@ -51,9 +51,7 @@ def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
             slot = _slot_named(arrays, np.int64(entry & _LOW), name)
             if slot >= 0 and held_tiers(arrays, slot, pod):
                 return slot
-        place += 1
-        if place == len(arrays.name_buckets):
-            place = 0
+        place = behind(place, arrays.name_buckets)
 
 
 @inlined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from indexer.flat_buckets import hash_bits, home_of
+from indexer.flat_buckets import behind, hash_bits, home_of
 from indexer.flat_layout import (
     FREE,
     FREE_SLOT,
@@ -48,9 +48,7 @@ def find(arrays: FlatArrays | BlockArrays, key: np.uint64, guess: int) -> int:
             slot = np.int64(entry & _LOW) - 1
             if arrays.keys[slot, 0] == key:
                 return slot
-        place += 1
-        if place == len(arrays.buckets):
-            place = 0
+        place = behind(place, arrays.buckets)
 
 
 @inlined

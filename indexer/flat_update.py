@@ -26,6 +26,7 @@ from indexer.flat_layout import (
     PREVIOUS,
     ROWS,
     SLOTS_USED,
+    TIERS_USED,
     FlatArrays,
 )
 from indexer.flat_names import find_named, forget_names, give_name, remember_released
@@ -39,7 +40,7 @@ _NOTHING = np.uint64(0)
 def used_bytes(arrays: FlatArrays) -> int:
     """Memory of what is held."""
     counters = arrays.counters
-    row_bytes = arrays.rows.shape[1] * arrays.rows.shape[2] * 8
+    row_bytes = counters[TIERS_USED] * arrays.rows.shape[2] * 8
     return (
         counters[BLOCKS] * BLOCK_BYTES
         + counters[ROWS] * row_bytes
@@ -176,7 +177,7 @@ def store_blocks(
 @kernel
 def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
     """Takes all of a pod's copies of a block away."""
-    for tier in range(arrays.rows.shape[1]):
+    for tier in range(arrays.counters[TIERS_USED]):
         left = 0
         while left == 0:
             left = release(arrays, slot, pod, tier)

@@ -63,7 +63,7 @@ class Follower:
     def reset(self, now_s: float) -> None:
         """Begins anew after an error of our own, so that it costs one view and nothing else."""
         self._close_link()
-        self.recovery.reset(now_s)
+        self.recovery.reset()
         self._set_up(False)
         self._open_s = now_s + RETRY_MAX_S
 
@@ -92,7 +92,7 @@ class Follower:
         # The monitor first: a connection is known before its first message is read.
         self._sockets.watch(self, self._link.monitor, self._on_monitor)
         self._sockets.watch(self, self._link.socket, self._on_live)
-        self.recovery.report(now_s)
+        self.recovery.report()
 
     def _on_monitor(self, now_s: float) -> None:
         while self._link is not None and (event := self._link.next_event()) is not None:

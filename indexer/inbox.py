@@ -69,7 +69,7 @@ class Publisher:
         self.connection: Connection | None = None
         self.lost_s = now_s
         self._sink = sink
-        self.recovery.report(now_s)
+        self.recovery.report()
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Publisher:
 
     def reset(self, now_s: float) -> None:
         """See `Owner.reset`; its next message brings it up again."""
-        self.recovery.reset(now_s)
+        self.recovery.reset()
         self._set_connection(None, now_s)
 
     def live(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
@@ -206,9 +206,10 @@ class Inbox:
         self._declared, self._elsewhere = streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
             wanted = streams.get(holder)
-            if wanted != publisher.stream and (
-                publisher.declared or wanted or publisher.stream.pod in elsewhere
-            ):
+            if wanted == publisher.stream:
+                # It may have come before its declaration.
+                publisher.declared = True
+            elif publisher.declared or wanted or publisher.stream.pod in elsewhere:
                 self._forget(holder)
         for holder, stream in streams.items():
             if holder not in self.publishers:

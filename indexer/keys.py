@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -57,7 +58,7 @@ class BlockHasher:
             lora_name: The adapter's name; None for the base model.
             cache_salt: Keeps a tenant's blocks apart from others'; None for none.
         """
-        packed = b"".join(map(_optional_text, (model, lora_name, cache_salt)))
+        packed = _model_text(model, lora_name) + _optional_text(cache_salt)
         return int(xxh3_64_intdigest(packed, self._root_seed))
 
     def chain(self, parent: int, token_ids: Tokens, extras: Sequence[bytes] = ()) -> Keys:
@@ -105,6 +106,11 @@ def length_prefixed(data: bytes) -> bytes:
 def utf8(text: str) -> bytes:
     """Bytes of any text, also of the lone surrogates that JSON lets through."""
     return text.encode("utf-8", "surrogatepass")
+
+
+@lru_cache(maxsize=1024)
+def _model_text(model: str, lora_name: str | None) -> bytes:
+    return _optional_text(model) + _optional_text(lora_name)
 
 
 def _optional_text(text: str | None) -> bytes:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.backends import make_index
@@ -26,7 +27,7 @@ from indexer.peer_exports import PeerExports
 from indexer.peer_identity import PeerIdentity
 from indexer.peer_metrics import PeerMetrics
 from indexer.peer_wire import FLAT_FORM, MAPPED_FORM
-from indexer.pod_match import PodMatches
+from indexer.pod_match import PodMatches, longest_match
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.roster import Roster
 from indexer.speculate import Speculation
@@ -78,6 +79,8 @@ class KvIndexer:
         self._shared = self._index if isinstance(self._index, SharedIndex) else None
         if isinstance(self._index, FlatIndex):
             warm_kernels()
+        # Compiled here, not while a first request waits.
+        longest_match(np.zeros(0, np.int32))
         self._speculation = Speculation(
             self._index,
             ttl_s=config.speculative_ttl_s,
@@ -220,11 +223,7 @@ class KvIndexer:
         roster = self._ingest.roster
         by_rank = self._index.match(keys, roster.holders(pods))
         found = roster.best_ranks(self._hybrid.refine(keys, by_rank, prompt_tokens), pods)
-        longest = int(found.blocks.max(initial=0))
-        self._metrics.lookups.inc()
-        self._metrics.lookup_hits.inc(longest)
-        self._metrics.max_pod_hits.inc(longest)
-        self._metrics.lookup_s.observe(time.perf_counter() - started_s)
+        self._metrics.looked_up(longest_match(found.blocks), time.perf_counter() - started_s)
         return PodMatches(found, self._ingest.states, self._followed)
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
 from indexer.stream import StreamState
+from indexer.tallies import Tallies
 
 _INDEX = "llm_d_epp_kv_cache_index_"
 _EVENTS = "llm_d_epp_kv_cache_events_"
@@ -46,6 +47,14 @@ class IndexerMetrics:
         for each in StreamState:
             self.stream_state.labels(pod, each).set(each is state)
 
+    def looked_up(self, longest_blocks: int, took_s: float) -> None:
+        """A prompt was looked up."""
+        with self._lookup_lock:
+            self._lookups.add()
+            self._lookup_hits.add(number=longest_blocks)
+            self._max_pod_hits.add(number=longest_blocks)
+            self._lookup_s.observe(took_s)
+
     def forget(self, pod: str) -> None:
         """Drops the series of a pod that is not followed any more."""
         for metric, label in (
@@ -61,10 +70,12 @@ class IndexerMetrics:
     def _add_index_metrics(self) -> None:
         self.admissions = self._counter(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = self._counter(_INDEX + "evictions", "Engine blocks removed by events.")
-        self.lookups = self._counter(_INDEX + "lookup_requests", "Prompts looked up.")
-        self.lookup_hits = self._counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
-        self.max_pod_hits = self._counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
-        self.lookup_s = self._histogram(
+        tallies = Tallies(self._registry)
+        self._lookup_lock = tallies.lock
+        self._lookups = tallies.counter(_INDEX + "lookup_requests", "Prompts looked up.")
+        self._lookup_hits = tallies.counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
+        self._max_pod_hits = tallies.counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
+        self._lookup_s = tallies.histogram(
             _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
         )
 

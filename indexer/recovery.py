@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import zmq
 
 from indexer.config import IndexerConfig, PodStream
+from indexer.healing import Healing
 from indexer.replay import Batch, Broken, End, ReplayRequest
 from indexer.sink import StreamSink
 from indexer.snapshot import Fetched, Snapshot
@@ -39,9 +40,6 @@ _SLOT_RETRY_S = 0.02
 _QUIET_S = 1.0
 # Between two snapshots of one engine.
 _FETCH_SPACING_S = 1.0
-# A view that lacks something is built anew from a snapshot, at first after this time, then less often.
-_HEAL_S = 30.0
-_HEAL_MAX_S = 600.0
 
 
 class Recovery:
@@ -76,20 +74,19 @@ class Recovery:
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
-        self._heal_after_s = _HEAL_S
-        self._healable = True
+        self._healing = Healing()
+        self._snapshot_offered = True
         # When to do what; infinity: not at all.
         self._ask_s = math.inf
         self._quiet_s = math.inf
         self._fetch_s = math.inf
-        self._heal_s = math.inf
 
     @property
     def due_s(self) -> float:
         """When `tick` must be called next."""
         replay_s = self._replay.fails_at_s if self._replay else math.inf
         restore_s = -math.inf if self._restoring else math.inf
-        ours_s = min(self._ask_s, self._quiet_s, self._fetch_s, self._heal_s)
+        ours_s = min(self._ask_s, self._quiet_s, self._fetch_s, self._healing.due_s)
         return min(ours_s, replay_s, restore_s, self._exports.due_s)
 
     def tick(self, now_s: float) -> None:
@@ -112,11 +109,11 @@ class Recovery:
         if now_s >= self._quiet_s:
             self._quiet_s = math.inf
             self._perform(self._machine.check_tail(), now_s)
-        if now_s >= self._heal_s:
-            self._heal_s = math.inf
+        if now_s >= self._healing.due_s:
+            self._healing.cancel()
             self._perform(self._machine.heal(), now_s)
 
-    def report(self, now_s: float) -> None:
+    def report(self) -> None:
         """Tells the state if it changed."""
         current = (self._machine.state, self._machine.reason)
         if current == self._reported:
@@ -128,12 +125,11 @@ class Recovery:
             self._sink.built(self._stream.holder, source)
             self._source = None
         if current[0] is StreamState.EXACT:
-            self._heal_s, self._heal_after_s = math.inf, _HEAL_S
-        self._plan_healing(now_s)
+            self._healing.healed()
 
     def link_up(self, now_s: float) -> None:
         """The connection to the publisher was made."""
-        self._healable = True
+        self._snapshot_offered = True
         self._perform(self._machine.link_up(), now_s)
 
     def link_down(self, now_s: float) -> None:
@@ -194,15 +190,16 @@ class Recovery:
         self._exports.take()
         self._stop_replay()
         self._stop_fetch()
-        self._quiet_s = self._heal_s = math.inf
+        self._quiet_s = math.inf
+        self._healing.cancel()
 
-    def reset(self, now_s: float) -> None:
+    def reset(self) -> None:
         """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
         self._gaps_reported, self._source = 0, "none"
         self._sink.clear(self._stream.holder, "internal_error")
-        self.report(now_s)
+        self.report()
 
     def _new_machine(self) -> StreamMachine:
         return StreamMachine(
@@ -234,7 +231,9 @@ class Recovery:
                     self._peers = peers
                     self._fetch_s = max(now_s, self._fetched_s + _FETCH_SPACING_S)
         self._apply(batches)
-        self.report(now_s)
+        self.report()
+        if self._machine.healable(snapshots=self._snapshot_offered or self._sockets.has_peers):
+            self._healing.plan(now_s)
 
     def _apply(self, batches: Sequence[Apply]) -> None:
         """Applies batches of one view together."""
@@ -346,9 +345,8 @@ class Recovery:
         if fetched.refusal is not None:
             self._sink.snapshot(self._stream.holder, fetched.refusal)
         if fetched.answer is None:
-            self._healable = fetched.refusal != "not_offered" or self._sockets.has_peers
+            self._snapshot_offered = fetched.refusal != "not_offered"
             self._perform(self._machine.snapshot_failed(), now_s)
-            self._plan_healing(now_s)
             return
         self._perform(self._machine.snapshot_begun(), now_s)
         self._restoring, self._source = fetched, "none"
@@ -357,12 +355,6 @@ class Recovery:
         else:
             self._sink.restore_facts(self._stream.holder, fetched.answer.facts)
             self._left.extend(fetched.answer.parts)
-
-    def _plan_healing(self, now_s: float) -> None:
-        offered = (self._stream.snapshot_url is not None and self._healable) or self._sockets.has_peers
-        if offered and self._heal_s == math.inf and self._machine.state is StreamState.STALE:
-            self._heal_s = now_s + self._heal_after_s
-            self._heal_after_s = min(2 * self._heal_after_s, _HEAL_MAX_S)
 
     def _restore(self, now_s: float) -> None:
         """Applies a turn's share of the snapshot: some batches of the engine's, or one part of a peer's."""

@@ -11,8 +11,9 @@ A life is one process of the engine: its sequence starts at 0 and never goes bac
   still has the last batch in it, or sent it to us too; else it is dropped.
 - It comes up again: the engine is asked for the last batch that was applied. If it returns that very batch
   it is the same process, and what it says after it is applied. If not, this is a new life.
-- A batch is missing: live batches wait while the missing ones are replayed. If the engine has them no more,
-  what the view holds may be wrong anywhere: it is cleared, and goes on from a snapshot or what there is.
+- A batch is missing: live batches wait while the missing ones are replayed. If they cannot be had, what the
+  view holds may be wrong anywhere: it is cleared, and goes on from a snapshot or what there is. If only the
+  replay failed, all is asked for again later; the view is of use until the answer comes.
 - The live sequence goes back: a new life.
 - A new life: the view is cleared and built as after the first connection. Nothing of the old life is applied
   after that.
@@ -25,21 +26,11 @@ Without a replay socket a view is EXACT only if it saw sequence 0, and is cleare
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from xxhash import xxh3_128_digest
 
 from indexer.stream_actions import CHECKS, FETCHES, UNSEEN, Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.stream_actions import StreamState as StreamState
 from indexer.waiting import WaitingBatches
-
-
-class StreamState(StrEnum):
-    """How far the index's view of one pod can be trusted."""
-
-    EXACT = "EXACT"
-    RECOVERING = "RECOVERING"
-    STALE = "STALE"
-
 
 # So many snapshots in a row that no live batch could follow: it is tried without.
 _FRUITLESS_MAX = 3
@@ -115,7 +106,7 @@ class StreamMachine:
         """From where a replay that broke off must be asked again; None: it is not wanted any more."""
         if self._purpose is None or self._purpose in FETCHES:
             return None
-        expected = self._next or 0
+        expected = 0 if self._purpose is Purpose.RETRY else self._next or 0
         return expected - 1 if self._purpose in CHECKS and not self._confirmed else expected
 
     @property
@@ -124,6 +115,15 @@ class StreamMachine:
         if self.state is not StreamState.EXACT or self._purpose or self._next is None:
             return None
         return (self._next - 1, self._last_digest) if self._last_digest else None
+
+    def healable(self, *, snapshots: bool = True) -> bool:
+        """Whether the view lacks what may be had later, of `snapshots` too, and nothing is under way."""
+        sources = (self._snapshots and snapshots) or self._retriable
+        return sources and self._purpose is None and self.state is StreamState.STALE
+
+    @property
+    def _retriable(self) -> bool:
+        return self._replayable and self._lacking == "replay_failed"
 
     def link_up(self) -> list[Action]:
         """The connection to the publisher was made."""
@@ -147,8 +147,7 @@ class StreamMachine:
 
     def live(self, sequence: int, payload: bytes) -> list[Action]:
         """The publisher sent a batch."""
-        if self._purpose is Purpose.TAIL:
-            self._purpose = None
+        self.forgo_tail()
         actions: list[Action] = [] if self._up else self.link_up()
         if sequence <= self._last_live:
             self._waiting.forget()
@@ -156,7 +155,8 @@ class StreamMachine:
             actions = self._restart("sequence_went_back")
         self._last_live = sequence
         self._waiting.hold(sequence, payload)
-        return actions if self._purpose else actions + self._drain(give_up=not self._replayable)
+        waits = self._purpose not in (None, Purpose.RETRY)
+        return actions if waits else actions + self._drain(give_up=not self._replayable)
 
     def check_tail(self) -> list[Action]:
         """The stream fell quiet: find out whether the last batch applied is the last one published."""
@@ -165,15 +165,16 @@ class StreamMachine:
 
     def forgo_tail(self) -> bool:
         """Gives up finding that out, if it is being found out; tells whether it was."""
-        if self._purpose is not Purpose.TAIL:
-            return False
-        self._purpose = None
-        return True
+        if was_tail := self._purpose is Purpose.TAIL:
+            self._purpose = None
+        return was_tail
 
     def heal(self) -> list[Action]:
-        """Tries to get what a STALE view lacks; until it comes the view stays as it is."""
-        due = self._up and self._snapshots and self._lacking is not None and self._purpose is None
-        return self._fetch(Purpose.HEALING) if due else []
+        """Tries to get what a STALE view lacks; until it comes the view goes on as it is."""
+        self.forgo_tail()
+        if not self.healable():
+            return []
+        return self._fetch(Purpose.HEALING) if self._snapshots else self._ask(Purpose.RETRY)
 
     def snapshot_begun(self) -> list[Action]:
         """A snapshot is here; its batches follow."""
@@ -223,7 +224,8 @@ class StreamMachine:
         """There is no snapshot to be had, for now."""
         purpose, self._purpose = self._purpose, None
         if purpose is Purpose.HEALING:
-            return self._drain(give_up=not self._replayable)
+            actions = self._drain(give_up=not self._replayable)
+            return actions + self._ask(Purpose.RETRY) if self._retriable and not self._purpose else actions
         if purpose is not Purpose.SNAPSHOT:
             self._purpose = purpose
             return []
@@ -233,10 +235,7 @@ class StreamMachine:
         return actions + self._drain(give_up=True)
 
     def doubted(self, reason: str) -> list[Action]:
-        """Something else than the stream tells that the view is wrong: it is built anew.
-
-        Not from a peer's: that was made from the same events.
-        """
+        """Something else tells that the view is wrong: it is built anew, of no peer's (same events)."""
         return self._restart(reason, peers=False) if self._up and self._purpose in UNSEEN else []
 
     def emptied_silently(self, reason: str) -> list[Action]:
@@ -263,9 +262,15 @@ class StreamMachine:
                 return self._disproved()
             self._unproven = False
             return []
+        actions: list[Action] = []
+        if self._purpose is Purpose.RETRY:
+            self._purpose = Purpose.HISTORY
+            if self._lacking is None or sequence > self._first:
+                self._purpose, self._lacking = None, self._lacking and "history_truncated"
+                return []
+            actions, expected = self._lose("no_history", "history"), 0
         if sequence < expected:
             return []
-        actions: list[Action] = []
         if sequence > expected:
             if not first:
                 # A full queue on the way dropped answers in mid-replay: what is lost can still be asked for.
@@ -293,7 +298,7 @@ class StreamMachine:
         if self._purpose is None or self._purpose in FETCHES:
             return []
         purpose, self._purpose = self._purpose, None
-        if purpose is Purpose.TAIL:
+        if purpose in (Purpose.TAIL, Purpose.RETRY):
             return []
         actions = self._lose("replay_failed")
         fetch = [] if purpose is Purpose.HISTORY else self._fetch_again()

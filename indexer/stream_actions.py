@@ -1,9 +1,17 @@
-"""What a stream's state machine wants done, in the order in which it says so, and what for."""
+"""What a stream's state machine tells: its state, what it wants done, in that order, and what for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+
+class StreamState(StrEnum):
+    """How far the index's view of one pod can be trusted."""
+
+    EXACT = "EXACT"
+    RECOVERING = "RECOVERING"
+    STALE = "STALE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Purpose(StrEnum):
     # As SNAPSHOT, for a view that lacks something but is of use until a better one comes.
     HEALING = "healing"
     HISTORY = "history"
+    # As HISTORY, for a view that lacks something but is of use: until the first answer comes.
+    RETRY = "retry"
     GAP = "gap"
     IDENTITY = "identity"
     # As IDENTITY, though nothing is in doubt: a stream that fell quiet may have lost its last batches
@@ -59,4 +69,4 @@ class Purpose(StrEnum):
 CHECKS = (Purpose.IDENTITY, Purpose.TAIL)
 FETCHES = (Purpose.SNAPSHOT, Purpose.HEALING)
 # While these run the view is as good as if nothing did.
-UNSEEN = (None, Purpose.TAIL, Purpose.HEALING)
+UNSEEN = (None, Purpose.TAIL, Purpose.HEALING, Purpose.RETRY)

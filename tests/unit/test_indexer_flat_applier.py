@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from indexer.applier import DecodingApplier, Outcome
 from indexer.apply import PodView
-from indexer.config import IndexerConfig
+from indexer.config import IndexerConfig, PodStream
 from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.pod_cache import MappedCache
+from indexer.pod_state import PodStates
 from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 from tests.unit.indexer_support import read_lines
@@ -228,3 +229,27 @@ def test_captures_of_a_real_engine_lead_to_the_same_index(capture: str, block_to
         stored += both.apply(PODS[0], payloads[start : start + 7]).applied.stored
     assert stored
     both.check(np.unique(_joined(stored)))
+
+
+def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
+    """Stores without tokens, of many blocks at once, count a copy of each; the call ends."""
+    blocks = 5000
+    config = IndexerConfig(block_tokens=1, hash_seed=1)
+    hasher, index = BlockHasher(1, 1), FlatIndex(1 << 22, TIERS)
+    state = PodStates(config, index, hasher).make(PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    hashes = list(range(1, blocks + 1))
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "parent_block_hash": None,
+        "medium": "GPU",
+        "lora_id": None,
+    }
+    store = event | {"block_hashes": hashes, "token_ids": hashes, "block_size": 1}
+    copy = event | {"token_ids": [], "block_size": 0}
+    parts = [copy | {"block_hashes": hashes[start : start + 700]} for start in range(0, blocks, 700)]
+    removal = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
+    for events in ([store], [copy | {"block_hashes": hashes}], parts):
+        state.applier.apply([msgspec.msgpack.encode([1.0, events, None])])
+    for left in (blocks, blocks, 0):
+        state.applier.apply([msgspec.msgpack.encode([1.0, [removal], None])])
+        assert index.stats().blocks == left

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from tests.loopback import free_port
+
 END = b"\xff" * 8
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 
 
 def wait_until(what: str, condition: Callable[[], bool]) -> None:
@@ -57,7 +59,7 @@ class EnginePublisher:
     """One life of an engine's publisher.
 
     Args:
-        ports: Where to listen, as (events, replay); None: any free ports.
+        ports: Where to listen, as (events, replay); None: on any free ports.
         replay: Whether there is a replay socket.
         history: Most batches that it remembers.
         topic_frame: Whether replay answers carry the topic, as since vLLM 0.28.
@@ -78,20 +80,22 @@ class EnginePublisher:
         self._history: list[tuple[int, bytes]] = []
         self._sequence = 0
         self._closing = False
-        # After so many answers the next replay falls silent, once.
+        # After so many answers the next replays fall silent, so many of them.
         self.silent_after: int | None = None
+        self.silent_replays = 1
         # Sent in front of each replay's answers.
         self.garbage_answers: list[list[bytes]] = []
-        events_port, replay_port = ports or (0, 0)
-        self.events_port = 0
-        self._pub = self._publisher(events_port)
         self._router: zmq.Socket[bytes] | None = None
         self.replay_port = 0
-        if replay:
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.linger = 0
-            self._router.sndhwm = 100_000
-            self.replay_port = _bind(self._router, replay_port)
+        try:
+            self.events_port = ports[0] if ports else free_port()
+            self._pub = self._bound(zmq.XPUB, self.events_port)
+            if replay:
+                self.replay_port = ports[1] if ports else free_port()
+                self._router = self._bound(zmq.ROUTER, self.replay_port)
+        except zmq.ZMQError:
+            self._context.destroy()
+            raise
         self._thread = threading.Thread(target=self._serve, daemon=True)
         if replay:
             self._thread.start()
@@ -155,7 +159,7 @@ class EnginePublisher:
     def cut_links(self) -> None:
         """All subscribers lose their connection; the process lives on."""
         self._pub.close()
-        self._pub = self._publisher(self.events_port)
+        self._pub = self._bound(zmq.XPUB, self.events_port)
 
     def close(self) -> None:
         """The engine's process is gone, without a word."""
@@ -175,12 +179,20 @@ class EnginePublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _publisher(self, port: int) -> zmq.Socket[bytes]:
-        publisher = self._context.socket(zmq.XPUB)
-        publisher.linger = 0
-        publisher.sndhwm = 100_000
-        self.events_port = _bind(publisher, port)
-        return publisher
+    def _bound(self, kind: int, port: int) -> zmq.Socket[bytes]:
+        """A socket at this port, with patience for a last owner that was just closed."""
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = 100_000
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                socket.bind(f"tcp://127.0.0.1:{port}")
+                return socket
+            except zmq.ZMQError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
 
     def _serve(self) -> None:
         assert self._router is not None
@@ -195,24 +207,10 @@ class EnginePublisher:
             for frames in self.garbage_answers:
                 self._router.send_multipart([client, *frames])
             asked = [batch for batch in history if batch[0] >= int.from_bytes(start, "big")]
-            for sequence, payload in asked[: self.silent_after]:
+            silent = self.silent_after is not None and self.silent_replays > 0
+            for sequence, payload in asked[: self.silent_after if silent else None]:
                 self._router.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), payload])
-            if self.silent_after is not None:
-                self.silent_after = None
+            if silent:
+                self.silent_replays -= 1
                 continue
             self._router.send_multipart([client, b"", *no_topic, END, b""])
-
-
-def _bind(socket: zmq.Socket[bytes], port: int) -> int:
-    """Binds, with patience for a port whose last owner was just closed."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            if port:
-                socket.bind(f"tcp://127.0.0.1:{port}")
-                return port
-            return socket.bind_to_random_port("tcp://127.0.0.1")
-        except zmq.ZMQError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)

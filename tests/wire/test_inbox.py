@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from indexer import ConfigError, ListenError, StreamState
+from tests.loopback import free_ports
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.inbox_support import ConnectedEngine, declared, known, reason
 from tests.wire.subscribe_support import OTHER, POD, TOKENS, Watched, block, stream
@@ -96,6 +97,7 @@ def test_a_declared_pod_has_its_declared_model_and_replay(watched: Watched) -> N
     """What the declaration says is believed before the topic, and a gap is healed by its replay socket."""
     with EnginePublisher() as history, ConnectedEngine(watched, POD, "served-name") as engine:
         watched.follow(declared(POD, replay_endpoint=history.replay_endpoint))
+        known(watched, POD)
         assert watched.match().state is RECOVERING
         for number in (1, 2):
             history.publish(block(number))
@@ -106,6 +108,7 @@ def test_a_declared_pod_has_its_declared_model_and_replay(watched: Watched) -> N
 def test_the_simulators_first_number_can_be_declared(watched: Watched) -> None:
     """A stream that begins with 1 is exact where that is how it begins, else it lacks its first batch."""
     watched.follow(declared(POD, first_sequence=1), declared(OTHER))
+    known(watched, POD, OTHER)
     with ConnectedEngine(watched, POD, first=1) as first, ConnectedEngine(watched, OTHER, first=1) as second:
         first.publish(block(1))
         second.publish(block(1))
@@ -131,6 +134,7 @@ def test_ranks_are_engines_of_their_own_behind_one_pod(watched: Watched) -> None
 def test_a_declared_pod_without_ranks_is_one_engine(watched: Watched) -> None:
     """Where each rank serves its own port, the rank in its batches is only a number among others."""
     watched.follow(declared(POD))
+    known(watched, POD)
     with ConnectedEngine(watched, POD) as engine:
         engine.publish(block(1), rank=3)
         watched.settled(1)
@@ -213,11 +217,17 @@ def test_another_model_under_a_connected_name_is_refused(watched: Watched) -> No
         watched.settled(1)
 
 
-def test_a_pod_that_is_not_declared_any_more_leaves_nothing(watched: Watched) -> None:
+@pytest.mark.parametrize("came_first", [False, True])
+def test_a_pod_that_is_not_declared_any_more_leaves_nothing(watched: Watched, came_first: bool) -> None:
     """Its blocks go with its declaration; what it publishes afterwards makes it an undeclared one."""
     with ConnectedEngine(watched, POD) as engine:
-        watched.follow(declared(POD))
-        engine.publish(block(1))
+        if came_first:
+            engine.publish(block(1))
+            known(watched, POD)
+        watched.follow(declared(POD), declared(OTHER))
+        known(watched, POD, OTHER)
+        if not came_first:
+            engine.publish(block(1))
         watched.settled(1)
         watched.follow()
         known(watched)
@@ -244,18 +254,18 @@ def test_a_pod_cannot_connect_to_nowhere() -> None:
 
 def test_each_rank_is_followed_at_its_own_port() -> None:
     """Where we connect, rank n is at port + n, and all stand behind one pod."""
+    events, next_events, replay, next_replay = free_ports(4)
     running = Watched()
-    with EnginePublisher() as zero:
-        one = None
-        try:
-            one = EnginePublisher((zero.events_port + 1, zero.replay_port + 1))
+    try:
+        with (
+            EnginePublisher((events, replay)) as zero,
+            EnginePublisher((next_events, next_replay)) as one,
+        ):
             zero.publish(block(1))
             one.publish(block(1), block(2))
             running.follow(replace(stream(zero), ranks=2))
             running.settled(2)
             assert set(running.indexer.roster.engines) == {POD, f"{POD}@dp1"}
             assert running.links == [(POD, True)]
-        finally:
-            if one is not None:
-                one.close()
-            running.indexer.close()
+    finally:
+        running.indexer.close()

@@ -138,7 +138,7 @@ def test_a_port_that_speaks_another_language_is_no_publisher(
         thread.start()
         nonsense = PodStream(OTHER, "m", f"tcp://127.0.0.1:{port}", None)
         watched.follow(stream(engine), nonsense)
-        assert talked.wait(30)
+        assert talked.wait(300)
         thread.join()
         engine.publish(block(2))
         watched.settled(2)

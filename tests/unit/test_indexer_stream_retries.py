@@ -1,0 +1,124 @@
+"""The sequence state machine: replays that failed and are tried again later."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
+
+
+def stale(**settings: int | bool) -> Loop:
+    """A loop whose first replay failed, and that has applied one live batch since."""
+    loop = Loop(**settings)
+    loop.publish()
+    loop.connect()
+    loop.fail_replay()
+    loop.publish()
+    loop.settle()
+    assert (loop.view, told(loop)) == ([payload(0, 1)], (STALE, "replay_failed"))
+    return loop
+
+
+def test_a_later_replay_makes_the_view_exact() -> None:
+    """All is asked for again, and with its first answer the view is built anew."""
+    loop = stale()
+    assert loop.machine.healable()
+    loop.perform(loop.machine.heal())
+    assert (loop.replays[-1], told(loop)) == (0, (STALE, "replay_failed"))
+    loop.answer()
+    assert (loop.view, told(loop)) == ([payload(0, 0)], (RECOVERING, "history"))
+    loop.settle()
+    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert loop.clears == ["history"]
+
+
+def test_until_the_first_answer_live_batches_are_applied() -> None:
+    """An attempt that nobody answers costs nothing: neither the view nor what comes meanwhile."""
+    loop = stale()
+    for _ in range(2):
+        loop.perform(loop.machine.heal())
+        assert not loop.machine.healable()
+        loop.publish()
+        loop.deliver()
+        loop.fail_replay()
+        assert told(loop) == (STALE, "replay_failed")
+        assert loop.machine.healable()
+    assert (loop.view, loop.clears) == (loop.whole_life()[1:], [])
+
+
+def test_a_batch_between_asking_and_the_first_answer_is_not_lost() -> None:
+    """It was applied to the old view and is not in the replay: the new view asks for it."""
+    loop = stale()
+    loop.perform(loop.machine.heal())
+    loop.publish()
+    loop.deliver()
+    loop.publish()
+    loop.settle()
+    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+
+
+def test_a_history_that_begins_too_late_is_not_asked_for_again() -> None:
+    """The engine answers, but has forgotten the beginning: the view stays, and says why."""
+    loop = stale(history=2)
+    for _ in range(3):
+        loop.publish()
+    loop.settle()
+    view = list(loop.view)
+    loop.perform(loop.machine.heal())
+    loop.settle()
+    assert (loop.view, told(loop)) == (view, (STALE, "history_truncated"))
+    assert not loop.machine.healable()
+    assert loop.machine.heal() == []
+
+
+def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
+    """The engine's clear made it exact while the replay was asked for: its answers come too late."""
+    loop = stale()
+    loop.perform(loop.machine.heal())
+    loop.publish()
+    loop.deliver()
+    loop.machine.emptied(loop.current)
+    view = list(loop.view)
+    loop.settle()
+    assert (loop.view, loop.clears, told(loop)) == (view, [], (EXACT, ""))
+
+
+def test_a_retry_that_breaks_off_halfway_can_be_tried_again() -> None:
+    """Half a history is no view."""
+    loop = stale()
+    loop.perform(loop.machine.heal())
+    loop.answer()
+    loop.fail_replay()
+    assert (loop.view, told(loop)) == ([], (STALE, "replay_failed"))
+    loop.perform(loop.machine.heal())
+    loop.settle()
+    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
+    """Where one may be had it is asked for first, and the replay if it fails."""
+    loop = followed(snapshots=True)
+    loop.publish(lost=True)
+    loop.publish()
+    loop.deliver()
+    loop.fail_replay()
+    loop.fail_fetch()
+    loop.fail_replay()
+    assert told(loop) == (STALE, "replay_failed")
+    replays = len(loop.replays)
+    loop.perform(loop.machine.heal())
+    assert loop.fetching
+    if not snapshot:
+        loop.fail_fetch()
+    loop.settle()
+    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert len(loop.replays) - replays == (0 if snapshot else 1)
+
+
+def test_what_no_replay_can_mend_is_not_asked_for() -> None:
+    """A broken event is as broken when it comes again."""
+    loop = followed()
+    loop.machine.damaged(loop.current, "broken_event")
+    assert not loop.machine.healable()
+    assert loop.machine.heal() == []
