@@ -13,8 +13,16 @@ from itertools import chain
 
 import torch
 
-from benchmarks import against_transformers, engine_http, engine_overhead, host_tier
+from benchmarks import against_transformers, engine_http, engine_overhead, engine_sampling, host_tier
 from benchmarks.against_transformers import CLOCKS
+
+_PARTS = {
+    "transformers": against_transformers.measure,
+    "overhead": engine_overhead.measure,
+    "sampling": engine_sampling.measure,
+    "host": host_tier.measure,
+    "http": engine_http.measure,
+}
 
 
 def main() -> int:
@@ -26,6 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu on a busy machine (default: %(default)s)"
     )
+    parser.add_argument(
+        "--part", choices=_PARTS, nargs="+", default=list(_PARTS), help="measure only these (default: all)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     setting = {
@@ -34,14 +45,8 @@ def main() -> int:
         "clock": options.clock,
         "torch": torch.__version__,
     }
-    parts = (
-        against_transformers.measure,
-        engine_overhead.measure,
-        host_tier.measure,
-        engine_http.measure,
-    )
     clock = CLOCKS[options.clock]
-    for figure in chain.from_iterable(measure(options.rounds, clock) for measure in parts):
+    for figure in chain.from_iterable(_PARTS[part](options.rounds, clock) for part in options.part):
         if options.json:
             line = {"name": figure.name, "unit": figure.unit, "value": figure.value, "n": options.rounds}
             print(json.dumps({**line, "setting": {**setting, **figure.setting}}), flush=True)

@@ -1,7 +1,8 @@
-"""What one streamed token costs the HTTP side: the real server, with the model's arithmetic taken out.
+"""What one more streamed token costs the HTTP side: the real server, with the model's arithmetic taken out.
 
-In: how many rounds. Out: CPU time of the event loop's thread per token, the clients being another process.
-Steps are paced, so that each token is decoded, encoded and written alone, as it is behind a real model.
+In: how many rounds. Out: CPU time of the event loop's thread per token, the clients being another process;
+and beside it, in turns, that of a bare server whose chunks are constant. Steps are paced, so that each token
+is decoded, encoded and written alone, as it is behind a real model; what a request costs once is not in it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import uvloop
 
 from benchmarks.against_transformers import Figure
+from benchmarks.bare_stream import BareStream
 from model_server.build import build_engine
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.events import NullSink
@@ -27,39 +30,59 @@ from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 32)
 _TOKENS = 100
+_SHORT_TOKENS = 20
 _STEP_S = 0.02
 _FIRST_TOKEN_ID = 300
 _READY_S = 60.0
 
 
+class _Serving(Protocol):
+    """What is measured."""
+
+    async def serve(self, listener: object, on_ready: Callable[[], None], /) -> None:
+        """Answer requests until `stop`."""
+
+    def stop(self) -> None:
+        """End `serve`."""
+
+
 def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
-    """Yields `http_token_cpu_us` for one stream and for many at once.
+    """Yields `http_token_cpu_us` and `http_token_floor_cpu_us` for one stream and for many at once.
 
     Args:
-        rounds: The figure is their median.
+        rounds: The figures are their medians.
         _: The other parts' clock; here it is always the thread's CPU time.
     """
-    with _server() as (port, loop):
-        for streams in _STREAMS:
-            _stream_all(port, streams)
-            costs = []
-            for _ in range(rounds):
-                before_s = _loop_cpu_s(loop)
-                _stream_all(port, streams)
-                costs.append((_loop_cpu_s(loop) - before_s) / (streams * _TOKENS))
-            setting = {"streams": streams, "tokens": _TOKENS, "step_s": _STEP_S}
-            yield Figure("http_token_cpu_us", "us", statistics.median(costs) * 1e6, setting)
-
-
-@contextmanager
-def _server() -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
     options = ServeOptions(EngineConfig(), "127.0.0.1", 0, (TINY_MODEL,), None, 1 << 20)
     engine = build_engine(options.engine, NullSink())
     engine._runner.run = _paced_tokens  # type: ignore[method-assign]
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
+    try:
+        with _serving(lambda _: server) as real, _serving(lambda loop: BareStream(loop, _STEP_S)) as bare:
+            sides = {"http_token_cpu_us": real, "http_token_floor_cpu_us": bare}
+            for streams in _STREAMS:
+                costs_s: dict[str, list[float]] = {name: [] for name in sides}
+                for number in range(rounds + 1):
+                    for name, side in sides.items():
+                        cost_s = _token_s(*side, streams)
+                        if number:  # the first warms up
+                            costs_s[name].append(cost_s)
+                setting = {"streams": streams, "tokens": _TOKENS, "step_s": _STEP_S}
+                for name, taken_s in costs_s.items():
+                    yield Figure(name, "us", round(statistics.median(taken_s) * 1e6, 1), setting)
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _serving(
+    new: Callable[[asyncio.AbstractEventLoop], _Serving],
+) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
+    """Serve on a thread of its own; gives the port and the loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, reserve("127.0.0.1", 0) as listener:
         loop, ready = runner.get_loop(), threading.Event()
+        server = new(loop)
         thread = threading.Thread(target=lambda: runner.run(server.serve(listener, ready.set)))
         thread.start()
         try:
@@ -68,7 +91,6 @@ def _server() -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
         finally:
             loop.call_soon_threadsafe(server.stop)
             thread.join()
-            engine.close()
 
 
 def _paced_tokens(chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
@@ -77,13 +99,23 @@ def _paced_tokens(chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
     return {live.request_id: ChosenToken(_FIRST_TOKEN_ID + live.num_generated) for live in sampling}
 
 
+def _token_s(port: int, loop: asyncio.AbstractEventLoop, streams: int) -> float:
+    """Return the CPU seconds of one more token of a stream."""
+    short_s, long_s = (
+        _stream_all_s(port, loop, streams, tokens) for tokens in (_SHORT_TOKENS, _SHORT_TOKENS + _TOKENS)
+    )
+    return (long_s - short_s) / (streams * _TOKENS)
+
+
+def _stream_all_s(port: int, loop: asyncio.AbstractEventLoop, streams: int, tokens: int) -> float:
+    before_s = _loop_cpu_s(loop)
+    arguments = map(str, (port, streams, tokens))
+    subprocess.run([sys.executable, "-m", "benchmarks.stream_client", *arguments], check=True)
+    return _loop_cpu_s(loop) - before_s
+
+
 def _loop_cpu_s(loop: asyncio.AbstractEventLoop) -> float:
     async def read() -> float:
         return time.thread_time()
 
     return asyncio.run_coroutine_threadsafe(read(), loop).result()
-
-
-def _stream_all(port: int, streams: int) -> None:
-    arguments = map(str, (port, streams, _TOKENS))
-    subprocess.run([sys.executable, "-m", "benchmarks.stream_client", *arguments], check=True)

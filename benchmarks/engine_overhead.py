@@ -47,7 +47,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
             whole_s = _whole_s(engine)
             _take_arithmetic_out(engine)
             for name, sampling in _SAMPLINGS.items():
-                times = [_step_s(engine, sampling, clock) for _ in range(rounds + 1)][1:]
+                times = [_step_s(engine, sink, sampling, clock) for _ in range(rounds + 1)][1:]
                 setting = {"batch": _BATCH, "sampling": name, "vocabulary": SHAPE["vocab_size"]}
                 yield Figure("step_overhead_b32_ms", "ms", round(1000 * statistics.median(times), 4), setting)
             quiet = _engine(Path(directory), NullSink())
@@ -115,16 +115,20 @@ def _submit(engine: Engine, sampling: SamplingParams) -> None:
         engine.submit(GenerationRequest(f"{number}", tuple(prompt), sampling), _drop)
 
 
-def _step_s(engine: Engine, sampling: SamplingParams, clock: Callable[[], float]) -> float:
-    """Return the seconds of one decode step of all requests together."""
+def _step_s(
+    engine: Engine, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
+) -> float:
+    """Return the seconds of one decode step of all requests together, its events sent."""
     _submit(engine, sampling)
     while len(engine._scheduler.running) < _BATCH or any(
         live.pending > 1 for live in engine._scheduler.running
     ):
         engine.step()
+    sink.wait()  # the prefill's events are no part of it
     steps, started_s = engine.stats().steps, clock()
     while engine.step():
         pass
+    sink.wait()
     return (clock() - started_s) / (engine.stats().steps - steps)
 
 

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,16 @@ class _CountedLinears(TorchFunctionMode):
 
 
 def _counted(macs: Counter[str], part: str, work: Callable[[], Tensor]) -> Tensor:
-    with FlopCounterMode(display=False) as counter:
+    sums = {torch.ops.aten._embedding_bag_forward_only: _weighted_sum_flops}
+    with FlopCounterMode(display=False, custom_mapping=sums) as counter:
         result = work()
     macs[part] += counter.get_total_flops() // 2  # a multiplication and an addition each
     return result
+
+
+def _weighted_sum_flops(rows: Sequence[int], indices: Sequence[int], *_: object, **__: object) -> int:
+    """Return the operations of summing, by weight, as many rows as there are indices."""
+    return 2 * prod(indices) * rows[-1]
 
 
 def _report(report: Report, width: int, prompt_tokens: int, steps: int) -> None:

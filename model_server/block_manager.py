@@ -191,6 +191,8 @@ class BlockManager:
         self._roll(live)
         wanted = -(-num_tokens // self.block_tokens)
         missing = [max(0, wanted - len(table.blocks)) for table in live.tables]
+        if not any(missing):
+            return True
         if sum(missing) > self.pool.num_free:
             return False
         for table, count in zip(live.tables, missing, strict=True):
@@ -268,6 +270,8 @@ class BlockManager:
     def _roll(self, live: LiveRequest) -> None:
         """Free what no token from `computed` on sees any more."""
         for group, table in enumerate(live.tables):
+            if self._needs[group] is None:
+                continue
             first = min(self._first_needed(group, live.computed), len(table.blocks))
             gone = [block for block in table.blocks[table.rolled : first] if block is not None]
             for index in range(table.rolled, first):

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 from model_server.api_errors import ApiError, from_exception
@@ -149,7 +148,8 @@ class Generation:
         self._constraints = [request.constraint for request in requests]
         self._observers = observers
         self._waiting: list[TokenOutput] = []
-        self._ready = asyncio.Event()
+        self._woken: asyncio.Future[None] | None = None
+        self._unfinished = len(texts)
         self._error: ApiError | None = None
         self.texts = texts
 
@@ -171,12 +171,12 @@ class Generation:
     def put(self, output: TokenOutput) -> None:
         """Take one of the engine's outputs."""
         self._waiting.append(output)
-        self._ready.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         """Make the iteration raise `error`."""
         self._error = error
-        self._ready.set()
+        self._wake()
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -184,22 +184,33 @@ class Generation:
             if self._engine.release(request_id, finished=False):
                 self._observers[index].broken("abort")
 
-    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield what has arrived, all of it at once, until every choice has finished.
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        """Return what has arrived, all of it at once, until every choice has finished.
 
         Raises:
             ApiError: The engine failed or the server is stopping.
         """
-        unfinished = len(self.texts)
-        while unfinished:
-            await self._ready.wait()
-            self._ready.clear()
+        while self._unfinished:
+            if not self._waiting:
+                if self._error is not None:
+                    raise self._error
+                self._woken = asyncio.get_running_loop().create_future()
+                await self._woken
             deltas = [delta for output in self._take() if (delta := self._push(output)) is not None]
             if deltas:
-                yield deltas
-            unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
-            if self._error is not None:
-                raise self._error
+                self._unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
+                return deltas
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    def _wake(self) -> None:
+        # A plain future, not an Event: this happens with every token.
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     def _take(self) -> list[TokenOutput]:
         outputs, self._waiting = self._waiting, []

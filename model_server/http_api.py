@@ -5,12 +5,11 @@ In: HTTP requests. Out: answers, whole or streamed. Knows the routes and the ord
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -223,8 +222,8 @@ def _usage(responder: Responder, generation: Generation) -> dict[str, Any]:
     return responder.usage(generation.completion_tokens, generation.cached_tokens)
 
 
-def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+def _event(chunk: bytes) -> bytes:
+    return b"data: " + chunk + b"\n\n"
 
 
 def _header_id(request: Request) -> str | None:

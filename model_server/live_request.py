@@ -67,6 +67,7 @@ class LiveRequest:
         started_s: When its first step began, on the same clock; None before.
         serial: Rises from request to request.
         leader: The live request whose prompt it has and whose blocks it may share; None for none.
+        takes_best: Whether the largest logit alone decides on each of its tokens.
         ended: Whether it has left the scheduler.
         token_ids: Prompt and generated tokens.
         computed: How many of them have their KV in its blocks.
@@ -101,6 +102,7 @@ class LiveRequest:
         "swapped",
         "swapped_tokens",
         "tables",
+        "takes_best",
         "token_ids",
     )
 
@@ -121,6 +123,7 @@ class LiveRequest:
         self.started_s: float | None = None
         self.serial = serial
         self.leader = leader
+        self.takes_best = request.constraint is None and request.sampling.takes_best
         self.ended = False
         self.token_ids = list(request.prompt_token_ids)
         self.computed = 0
@@ -160,9 +163,9 @@ class LiveRequest:
         return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
 
     @property
-    def block_ids(self) -> "tuple[array[int], ...]":
+    def block_ids(self) -> "list[array[int]]":
         """Its block tables as numbers, per group."""
-        return tuple(table.block_ids for table in self.tables)
+        return [table.block_ids for table in self.tables]
 
     def extra_keys(self, block_index: int) -> ExtraKeys | None:
         """Return what enters the hash of one of its blocks beside the tokens."""

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from model_server.engine_stats import EngineStats
 from model_server.publish import PublisherStats
+from model_server.token_histogram import TokenHistogram
 
 _ENGINE_INDEX = "0"
 _LABELS = ("model_name", "engine")
@@ -50,7 +51,13 @@ class RequestMetrics:
             return Histogram(name, text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
 
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
-        self.itl_s = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _ITL_BUCKETS_S)
+        self.itl_s = TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between tokens.",
+            dict(zip(_LABELS, labels, strict=True)),
+            _ITL_BUCKETS_S,
+        )
+        registry.register(self.itl_s)
         self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S)
         self.tpot_s = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S

@@ -1,11 +1,14 @@
 """Shapes of the OpenAI responses: whole answers, stream chunks, usage.
 
-In: texts and counts. Out: dicts ready for JSON. Knows nothing of HTTP, the engine, or how text came about.
+In: texts and counts. Out: dicts ready for JSON, and the chunks of a stream in it. Knows nothing of HTTP, the
+engine, or how text came about.
 """
 
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from model_server.openai_logprobs import chat_logprobs, completion_logprobs
 from model_server.prepare import Job
@@ -31,6 +34,7 @@ class Responder:
         self._chat = job.api == "chat"
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
         options = job.fields.stream_options
         self.usage_last = options is not None and bool(options.include_usage)
         self.usage_always = self.usage_last and options is not None and bool(options.continuous_usage_stats)
@@ -40,21 +44,27 @@ class Responder:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage}
 
-    def chunks(self, index: int, delta: Delta, usage: Json | None) -> list[Json]:
+    def chunks(self, index: int, delta: Delta, usage: Json | None) -> list[bytes]:
         """The chunks that carry one choice's delta; later than the first, only if it says something."""
+        plain = self._plain.get(index)
+        ends_or_tells = delta.finish_reason is not None or delta.tokens
+        if plain is not None and delta.text and not ends_or_tells and usage is None:
+            return [plain[0] + msgspec.json.encode(delta.text) + plain[1]]
         chunks = []
         opens = index not in self._opened
         self._opened.add(index)
         if self._chat and opens:
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, usage))
-        if delta.text or delta.tokens or delta.finish_reason is not None or (opens and not self._chat):
+        if delta.text or ends_or_tells or (opens and not self._chat):
             text = self._job.echoed[index] + delta.text if opens else delta.text
             chunks.append(self._chunk(index, self._said(text), delta, usage))
-        return chunks
+        if opens:
+            self._plain[index] = self._around_text(index)
+        return list(map(msgspec.json.encode, chunks))
 
-    def usage_chunk(self, usage: Json) -> Json:
+    def usage_chunk(self, usage: Json) -> bytes:
         """The last chunk of a stream that asked for usage."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+        return msgspec.json.encode({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
 
     def usage(self, completion_tokens: int, cached_tokens: Sequence[int]) -> Json:
         """Token counts so far: generated ones together, cached ones per choice."""
@@ -67,6 +77,14 @@ class Responder:
             "completion_tokens": completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in a chunk that has nothing else to say."""
+        mark = "\0"
+        chunk = msgspec.json.encode(self._chunk(index, self._said(mark), None, None))
+        # The last one: a model's or a request's name may hold anything, but stands before the text.
+        before, _, after = chunk.rpartition(msgspec.json.encode(mark))
+        return before, after
 
     def _head(self, chat_object: str) -> Json:
         return {

@@ -4,7 +4,9 @@ In: requests with their arrival and the tokens that they still have to compute. 
 least first. Pure: times are arguments. Routers that count the work ahead of a request use the same rule.
 """
 
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import TypeAlias
 
 from model_server.config import SchedulingPolicy
@@ -16,7 +18,11 @@ PARTIAL_PROMPTS_MAX = 2
 # Least first; of equals the one that was submitted first.
 OrderKey: TypeAlias = tuple[float, float, int]
 
-_HALF_LIFE_TOKENS = 16_384
+# A shorter prefill takes as long as any step: its speed would make an engine that has had nothing else look
+# many times slower than its equals, and routers would send it nothing that could tell otherwise.
+_TOKENS_MIN = 128
+_STEPS = 64
+_STEPS_MIN = 4
 
 
 def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[LiveRequest], OrderKey]:
@@ -43,26 +49,26 @@ def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[L
 
 
 class PrefillRate:
-    """The speed of prefills, measured over the last tens of thousands of tokens."""
+    """The speed of prefills: the median of the last steps, which a slow start or a stall does not move."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._seconds_per_token = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens a second; 0 before the first prefill."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+        """Prompt tokens a second; 0 before there were enough prefills to tell."""
+        return 1.0 / self._seconds_per_token if self._seconds_per_token else 0.0
 
     @property
     def seconds_per_token(self) -> float:
-        """The inverse; 0 before the first prefill."""
-        return self._seconds / self._tokens if self._tokens else 0.0
+        """The inverse; 0 before there were enough prefills to tell."""
+        return self._seconds_per_token
 
     def observe(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
-        """Take one step; one of mostly decodes tells nothing of prefills."""
-        if prefill_tokens <= decode_tokens or seconds <= 0.0:
+        """Take one step; one of few prompt tokens, or of mostly decodes, tells nothing of prefills."""
+        if prefill_tokens < _TOKENS_MIN or prefill_tokens <= decode_tokens or seconds <= 0.0:
             return
-        kept = 0.5 ** (prefill_tokens / _HALF_LIFE_TOKENS)
-        self._tokens = self._tokens * kept + prefill_tokens
-        self._seconds = self._seconds * kept + seconds
+        self._steps.append(seconds / prefill_tokens)
+        if len(self._steps) >= _STEPS_MIN:
+            self._seconds_per_token = median(self._steps)

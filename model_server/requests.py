@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Below this, dividing by the temperature overflows; it is greedy for all practical purposes.
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,17 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: frozenset[int] | None = None
     logprobs: int | None = None
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the token with the largest logit is always chosen, and nothing is told about it."""
+        return (
+            self.temperature < GREEDY_BELOW
+            and self.repetition_penalty == 1.0
+            and not (self.frequency_penalty or self.presence_penalty or self.logit_bias or self.min_tokens)
+            and self.allowed_token_ids is None
+            and self.logprobs is None
+        )
 
 
 class TokenConstraint(Protocol):
@@ -104,16 +120,14 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenToken:
+class ChosenToken(msgspec.Struct, frozen=True, gc=False):
     """A sampled token, with its log probabilities where they were asked for."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step brought to one request; the last one carries `finish_reason`.
 
     Attributes:
@@ -132,4 +146,4 @@ class TokenOutput:
     cached_tokens: int
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    started_s: float | None = field(default=None, compare=False)
+    started_s: float | None = None

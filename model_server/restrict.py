@@ -14,6 +14,9 @@ from model_server.requests import SamplingParams
 
 # Nearly always enough: sorting a whole vocabulary takes ten times as long as finding so many best tokens.
 CANDIDATES = 256
+# Probabilities whose bits are the same but for the last so many are told apart only where top_p's border is:
+# 128 kinds from each power of two to the next.
+_KIND_SHIFT = 16
 
 
 def is_restricted(params: SamplingParams) -> bool:
@@ -33,18 +36,21 @@ def left_of_all(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tens
     return torch.zeros_like(left).scatter_(1, token_ids, left * _share(left, _sum(left), wishes))
 
 
-def left_of_best(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
+def left_of_best(
+    probabilities: Tensor, wishes: Sequence[SamplingParams], candidates: int = CANDIDATES
+) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same among the most probable tokens alone.
 
     Args:
-        probabilities: float32 [rows, vocab_size] of at least `CANDIDATES` tokens.
+        probabilities: float32 [rows, vocab_size].
         wishes: One per row.
+        candidates: How many tokens to look at; fewer than the vocabulary has.
 
     Returns:
-        Rising token ids [rows, CANDIDATES], their probabilities or 0, and bool [rows]: whether these are all
+        Rising token ids [rows, candidates], their probabilities or 0, and bool [rows]: whether these are all
         that is left.
     """
-    token_ids = probabilities.topk(CANDIDATES, dim=-1, sorted=False).indices.sort(dim=-1).values
+    token_ids = probabilities.topk(candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
     best = probabilities.gather(1, token_ids)
     ordered, at = best.sort(dim=-1, descending=True, stable=True)
     left = ordered * _ranked(ordered, wishes)
@@ -53,8 +59,30 @@ def left_of_best(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> tup
     keep = _share(left, total, wishes)
     # Beyond the candidates nothing is more probable than the last of them, but something may be equal to it.
     last = ordered.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
-    sure = (last > ordered[:, -1:]) & (most <= CANDIDATES)
+    sure = (last > ordered[:, -1:]) & (most <= candidates)
     return token_ids, torch.zeros_like(best).scatter_(1, at, left * keep), sure.squeeze(1)
+
+
+def left_of_many(probabilities: Tensor, params: SamplingParams) -> Tensor:
+    """Do the same for one row of which many tokens are left: only those around top_p's border are sorted.
+
+    Args:
+        probabilities: float32 [vocab_size], on a CPU.
+        params: Without top_k.
+    """
+    assert params.top_k <= 0
+    left = torch.where(probabilities >= params.min_p * probabilities.amax(), probabilities, 0.0)
+    kinds = left.view(torch.int32) >> _KIND_SHIFT  # floats from 0 on are in the order of their bits
+    masses = torch.bincount(kinds, weights=left.double()).flip(0)  # the most probable kind first
+    cumulated = masses.cumsum(dim=0)
+    before = cumulated - masses
+    border = int((before < params.top_p * cumulated[-1]).nonzero()[-1])
+    kind = len(masses) - 1 - border
+    at = (kinds == kind).nonzero().flatten()
+    ordered, order = left[at].sort(descending=True, stable=True)
+    before_each = before[border] + ordered.cumsum(dim=0, dtype=torch.float64) - ordered
+    kept = at[order[before_each < params.top_p * cumulated[-1]]]
+    return torch.where(kinds > kind, left, 0.0).index_copy_(0, kept, left[kept])
 
 
 def _ranked(ordered: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:

@@ -17,7 +17,7 @@ from model_server.live_request import LiveRequest
 from model_server.logprobs import log_probabilities, read_logprobs
 from model_server.lora import LoraAdapter
 from model_server.requests import ChosenToken
-from model_server.sampler import sample
+from model_server.sampler import best, sample
 from model_server.scheduler import Chunk
 from model_server.shapes import KvGroupSpec
 from model_server.step import Step
@@ -116,7 +116,10 @@ class TorchRunner:
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
         logits = self.shard.forward(Step.of(ordered))
         sampling = [chunk.live for chunk in ordered if chunk.samples]
-        chosen = self._choose(logits, sampling)
+        if all(live.takes_best for live in sampling):
+            chosen = list(map(ChosenToken, best(logits)))
+        else:
+            chosen = self._choose(logits, sampling)
         return {live.request_id: token for live, token in zip(sampling, chosen, strict=True)}
 
     def _choose(self, logits: Tensor, requests: Sequence[LiveRequest]) -> list[ChosenToken]:

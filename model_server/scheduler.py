@@ -6,7 +6,8 @@ not tensors, threads or time.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from model_server.block_manager import BlockManager
 from model_server.config import SchedulingPolicy
@@ -16,8 +17,7 @@ from model_server.live_request import LiveRequest
 from model_server.prefill_order import PARTIAL_PROMPTS_MAX, order_key
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The next `length` tokens of one request, to be computed in this step.
 
     Attributes:
@@ -155,6 +155,8 @@ class Scheduler:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Spend what is left of the budget on prefills."""
+        if not self.waiting and len(chunks) == len(self.running):  # as in nearly all steps
+            return
         budget = self._max_num_batched_tokens - sum(chunk.length for chunk in chunks)
         chosen = {chunk.live.request_id for chunk in chunks}
         queue = self._queue(budget)

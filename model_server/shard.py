@@ -122,6 +122,7 @@ def load_shard(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Shard]:
         loaded = load_tiny(config.dtype, device, ranks)
     else:
         loaded = load_checkpoint(Path(config.model), config.dtype, device, ranks)
+    loaded.model.pack()
     try:
         shard = Shard(
             loaded.model,

@@ -4,9 +4,10 @@ Pure; one TextAssembler per choice of a request. Knows nothing of HTTP or of the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
+
+import msgspec
 
 from model_server.requests import ChosenToken, TokenOutput
 from tokenization import IncrementalDecoder, PromptTokenizer
@@ -14,8 +15,7 @@ from tokenization import IncrementalDecoder, PromptTokenizer
 ChoiceEnd = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What is new in one choice.
 
     Attributes:

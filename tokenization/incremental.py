@@ -9,6 +9,7 @@ from tokenization.tokenizer import PromptTokenizer
 
 # A character has at most 4 bytes in UTF-8 and a token at least one: it spans at most 4 tokens.
 _CHARACTER_TOKENS_MAX = 4
+_CONTEXT_TOKENS_MAX = 8
 _REPLACEMENT = "�"
 
 
@@ -24,6 +25,7 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         # Decoders may drop a leading space: the last emitted tokens are decoded again as context.
         self._context: list[int] = []
+        self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -37,14 +39,14 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Returns what was held back: the request has ended, no byte will complete it."""
-        before, after = self._decode(self._context), self._decode(self._context + self._pending)
-        self._context, self._pending = [], []
+        before, after = self._context_text, self._decode(self._context + self._pending)
+        self._context, self._context_text, self._pending = [], "", []
         return after[len(before) :]
 
     def _emit_all_but(self, held: int) -> str | None:
         """Emits the pending text without the last `held` tokens, or None where that would cut a character."""
         cut = len(self._pending) - held
-        before = self._decode(self._context)
+        before = self._context_text
         final = self._decode(self._context + self._pending[:cut])
         if held == 0:
             if final.endswith(_REPLACEMENT):
@@ -55,7 +57,12 @@ class IncrementalDecoder:
             rest = self._decode(self._pending[cut:])
             if final + rest != self._decode(self._context + self._pending):
                 return None
-        self._context, self._pending = self._pending[:cut], self._pending[cut:]
+        emitted, self._pending = self._pending[:cut], self._pending[cut:]
+        # Begun anew only now and then: the text of a context that grows is known already.
+        if len(self._context) < _CONTEXT_TOKENS_MAX:
+            self._context, self._context_text = self._context + emitted, final
+        else:
+            self._context, self._context_text = emitted, self._decode(emitted)
         return final[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -5,12 +5,17 @@ In and out: plain descriptions of one step. It computes nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from model_server.shapes import KvGroupSpec
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,7 @@ class KvLayout:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a flat token batch.
 
     Attributes:
@@ -110,13 +114,28 @@ class Attention(Protocol):
         """Return all that the pool keeps, [planes, num_blocks, ...] each; a block is a row of each plane."""
 
 
-def slots_of(span: Span, group: int, block_tokens: int) -> list[int]:
-    """Return where the KV of each token of a span goes: block * block_tokens + offset."""
-    table = span.block_tables[group]
-    return [
-        table[position // block_tokens] * block_tokens + position % block_tokens
-        for position in range(span.start, span.stop)
-    ]
+def positions_of(spans: Sequence[Span]) -> Numbers:
+    """Return the place of each token in its sequence, int64 [tokens]."""
+    return np.array([position for span in spans for position in range(span.start, span.stop)], np.int64)
+
+
+def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens: int) -> Numbers:
+    """Return where the KV of each token goes: block * block_tokens + offset, int64 [tokens].
+
+    Args:
+        spans: Of the step.
+        positions: Their tokens' places, as `positions_of` tells them.
+        group: KV group.
+        block_tokens: Tokens in one block.
+    """
+    blocks: list[int] = []
+    for span in spans:
+        table = span.block_tables[group]
+        if span.length == 1:
+            blocks.append(table[span.start // block_tokens])
+        else:
+            blocks.extend([table[position // block_tokens] for position in range(span.start, span.stop)])
+    return np.array(blocks, np.int64) * block_tokens + positions % block_tokens
 
 
 def to_device(numbers: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

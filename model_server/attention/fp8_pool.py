@@ -5,13 +5,13 @@ its values. Scales are powers of two: one that has to grow while its block fills
 nothing again but numbers too small for the new range.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import KvLayout, to_device
+from model_server.attention.batch import KvLayout, Numbers, to_device
 from model_server.attention.kv_pool import block_rows, head_rows
 from model_server.shapes import AttentionShape
 
@@ -61,18 +61,20 @@ class Fp8KvPool:
         self._scales = torch.full(size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
         planes = [_Plane(*both) for both in zip(self._content, self._scales, strict=True)]
         self._keys, self._values = planes[: layout.num_planes], planes[layout.num_planes :]
-        self._heads = torch.arange(shape.kv_heads, device=device)
+        self._kv_heads = shape.kv_heads
+        self._device = device
         self._block_tokens = layout.block_tokens
         self._dtype = dtype
 
-    def plan_write(self, slots: Sequence[int]) -> Fp8Write:
+    def plan_write(self, slots: Numbers) -> Fp8Write:
         """Lay out the writes of one step; a block written from its first slot on forgets what it held."""
+        written, offsets = (part.tolist() for part in np.divmod(slots, self._block_tokens))
         places: dict[int, int] = {}
-        touched = [places.setdefault(slot // self._block_tokens, len(places)) for slot in slots]
-        fresh = {slot // self._block_tokens for slot in slots if slot % self._block_tokens == 0}
-        device = self._heads.device
+        touched = [places.setdefault(block, len(places)) for block in written]
+        fresh = {block for block, offset in zip(written, offsets, strict=True) if offset == 0}
+        device = self._device
         return Fp8Write(
-            rows=head_rows(to_device(slots, device), self._heads, self._block_tokens),
+            rows=to_device(head_rows(slots, self._kv_heads, self._block_tokens), device),
             blocks=to_device(list(places), device),
             touched=to_device(touched, device),
             continued=to_device([place for block, place in places.items() if block not in fresh], device),
@@ -83,13 +85,26 @@ class Fp8KvPool:
         self._write_one(self._keys[plane], key.float(), plan)
         self._write_one(self._values[plane], value.float(), plan)
 
-    def plan_read(self, block_ids: Tensor) -> Tensor:
-        """Return the rows, for `read`, of [sequences, blocks] block ids; head by head, blocks in order."""
-        return block_rows(block_ids, self._heads)
+    def plan_read(self, block_ids: Numbers) -> Tensor:
+        """Return the rows that reading [sequences, blocks] block ids takes: head by head, blocks in order."""
+        return to_device(block_rows(block_ids, self._kv_heads), self._device)
 
-    def read(self, plane: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy blocks of keys and values: [rows, block_tokens, head_dim] each."""
-        return self._read_one(self._keys[plane], rows), self._read_one(self._values[plane], rows)
+    def read_keys(self, plane: int, rows: Tensor) -> Tensor:
+        """Copy blocks of keys: [rows, block_tokens, head_dim]."""
+        return self._read_one(self._keys[plane], rows)
+
+    def read_values(self, plane: int, rows: Tensor) -> Tensor:
+        """Copy blocks of values: [rows, block_tokens, head_dim]."""
+        return self._read_one(self._values[plane], rows)
+
+    def plan_sum(self, block_ids: Numbers) -> Tensor:
+        """Return what `sum_values` takes for [sequences, blocks] block ids."""
+        return self.plan_read(block_ids)
+
+    def sum_values(self, plane: int, weights: Tensor, plan: Tensor) -> Tensor:
+        """Return weighted sums of values, as `KvPool.sum_values`."""
+        values = self.read_values(plane, plan)
+        return torch.bmm(weights, values.view(len(weights), -1, values.shape[-1]))
 
     def block_tensors(self) -> list[Tensor]:
         """Return all that is kept, [planes, blocks, ...] each."""

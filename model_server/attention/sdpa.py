@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.batch import KvLayout, Span, slots_of, to_device
+from model_server.attention.batch import KvLayout, Span, positions_of, slots_of, to_device
 from model_server.attention.fp8_pool import Fp8KvPool, Fp8Write
 from model_server.attention.kv_pool import KvPool, SlotWrite
 from model_server.attention.masks import CausalMasks
@@ -21,9 +21,10 @@ from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
-# Blocks that are gathered for single tokens in one call: what is gathered should still be in the processor's
-# cache when it is read.
-_GATHERED_BLOCKS = 256
+# Keys that are gathered for single tokens in one call: they should still be in the processor's cache when
+# they are read.
+_GATHERED_BYTES = 8 << 20
+_HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class _Decodes:
 
     Attributes:
         rows: Their tokens in the flat batch.
-        blocks: What the pool reads for them; padded with block 0.
+        blocks: Whose keys the pool reads for them; padded with block 0.
+        sums: What the pool sums their values by.
         mask: float32 [sequences, 1, 1, padded tokens]; 0 where a token attends, else -inf.
     """
 
     rows: slice
     blocks: Tensor
+    sums: Tensor
     mask: Tensor
 
 
@@ -105,13 +108,15 @@ class SdpaAttention:
         layer_views = [_View(self._places[layer][0], window) for layer, window in enumerate(shape.windows)]
         self._views = list(dict.fromkeys(layer_views))
         self._view_of = [self._views.index(view) for view in layer_views]
+        block_bytes = shape.kv_heads * layout.block_tokens * shape.head_dim * dtype.itemsize
+        self._gathered_blocks = _GATHERED_BYTES // block_bytes
         self._masks = CausalMasks(_TILE_ROWS, dtype, device)
 
     def prepare(self, spans: Sequence[Span]) -> SdpaMeta:
         """Lay out one step."""
-        positions = [position for span in spans for position in range(span.start, span.stop)]
+        positions = positions_of(spans)
         slots = [
-            [slot for span in spans for slot in slots_of(span, group, self._layout.block_tokens)]
+            slots_of(spans, positions, group, self._layout.block_tokens)
             for group in range(len(self._layout.groups))
         ]
         return SdpaMeta(
@@ -132,34 +137,32 @@ class SdpaAttention:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         plane = self._places[layer][1]
         for call in meta.calls[self._view_of[layer]]:
-            key, value = self._pool.read(plane, call.blocks)
             if isinstance(call, _Decodes):
-                self._attend_decodes(query, key, value, call, output)
+                self._attend_decodes(query, plane, call, output)
             else:
-                self._attend_prefill(query, key, value, call, self._shape.windows[layer], output)
+                self._attend_prefill(query, plane, call, self._shape.windows[layer], output)
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
         """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
         return self._pool.block_tensors()
 
-    def _attend_decodes(
-        self, query: Tensor, key: Tensor, value: Tensor, call: _Decodes, output: Tensor
-    ) -> None:
+    def _attend_decodes(self, query: Tensor, plane: int, call: _Decodes, output: Tensor) -> None:
         query = query[call.rows]
         sequences, kv_heads, group, head_dim = query.shape
-        # Two batched products: torch's fused kernel takes twice as long on a CPU where rows are this few.
-        key, value = (pages.view(sequences * kv_heads, -1, head_dim) for pages in (key, value))
+        # In parts: torch's fused kernel takes twice as long on a CPU where rows are this few.
+        key = self._pool.read_keys(plane, call.blocks).view(sequences * kv_heads, -1, head_dim)
         scores = torch.bmm(query.view(-1, group, head_dim), key.transpose(1, 2))
         scores = scores.view(sequences, kv_heads, group, -1)
         weights = torch.add(call.mask, scores, alpha=self._shape.scale).softmax(dim=-1).to(query.dtype)
-        output[call.rows] = torch.bmm(weights.flatten(0, 1), value).view(query.shape)
+        output[call.rows] = self._pool.sum_values(plane, weights.flatten(0, 1), call.sums).view(query.shape)
 
     def _attend_prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, call: _Prefill, window: int | None, output: Tensor
+        self, query: Tensor, plane: int, call: _Prefill, window: int | None, output: Tensor
     ) -> None:
         kv_heads, head_dim = query.shape[1], query.shape[3]
-        key, value = key.view(kv_heads, -1, head_dim), value.view(kv_heads, -1, head_dim)
+        key = self._pool.read_keys(plane, call.blocks).view(kv_heads, -1, head_dim)
+        value = self._pool.read_values(plane, call.blocks).view(kv_heads, -1, head_dim)
         for start in range(call.rows.start, call.rows.stop, _TILE_ROWS):
             stop = min(start + _TILE_ROWS, call.rows.stop)
             first, last = (call.start + row - call.rows.start for row in (start, stop - 1))
@@ -181,7 +184,7 @@ class SdpaAttention:
         row = 0
         for size, members in groupby(spans, key=lambda span: self._padding_class(view, span)):
             group = list(members)
-            at_once = max(1, _GATHERED_BLOCKS >> size) if size else 1
+            at_once = max(1, self._gathered_blocks >> size) if size else 1
             for first in range(0, len(group), at_once):
                 some = group[first : first + at_once]
                 calls.append(self._decodes(view, some, row) if size else self._prefill(view, some[0], row))
@@ -197,31 +200,35 @@ class SdpaAttention:
 
     def _decodes(self, view: _View, spans: Sequence[Span], first_row: int) -> _Decodes:
         block_tokens = self._layout.block_tokens
-        starts = np.array([span.start for span in spans], dtype=np.int64)
-        seen_from = np.array([view.first_position(span.start) for span in spans], dtype=np.int64)
-        first, last = seen_from // block_tokens, starts // block_tokens + 1
-        width = int((last - first).max())
+        seen_from = [view.first_position(span.start) for span in spans]
+        first = [position // block_tokens for position in seen_from]
+        last = [span.start // block_tokens + 1 for span in spans]
+        width = max(map(int.__sub__, last, first))
         table = np.zeros((len(spans), width), dtype=np.int64)
-        for row, span, begin, end in zip(table, spans, first.tolist(), last.tolist(), strict=True):
+        for row, span, begin, end in zip(table, spans, first, last, strict=True):
             row[: end - begin] = span.block_tables[view.group][begin:end]
-        positions = (first * block_tokens)[:, None] + np.arange(width * block_tokens)
-        hidden = (positions > starts[:, None]) | (positions < seen_from[:, None])
-        mask = torch.zeros(hidden.shape, device=self._device)
-        mask.masked_fill_(to_device(hidden, self._device, torch.bool), float("-inf"))
+        # Positions counted from the first one that is read.
+        bounds = np.array([seen_from, [span.start for span in spans]]) - np.array(first) * block_tokens
+        read = np.arange(width * block_tokens)
+        hidden = read > bounds[1][:, None]
+        if view.window is not None:
+            hidden |= read < bounds[0][:, None]
+        mask = np.where(hidden, _HIDDEN, _SEEN)
         return _Decodes(
             rows=slice(first_row, first_row + len(spans)),
-            blocks=self._pool.plan_read(to_device(table, self._device)),
-            mask=mask[:, None, None, :],
+            blocks=self._pool.plan_read(table),
+            sums=self._pool.plan_sum(table),
+            mask=to_device(mask, self._device, torch.float32)[:, None, None, :],
         )
 
     def _prefill(self, view: _View, span: Span, first_row: int) -> _Prefill:
         block_tokens = self._layout.block_tokens
         first = view.first_position(span.start) // block_tokens
         last = -(-span.stop // block_tokens)
-        block_ids = to_device(list(span.block_tables[view.group][first:last]), self._device)
+        block_ids = np.array([span.block_tables[view.group][first:last]], dtype=np.int64)
         return _Prefill(
             rows=slice(first_row, first_row + span.length),
-            blocks=self._pool.plan_read(block_ids[None]),
+            blocks=self._pool.plan_read(block_ids),
             start=span.start,
             base=first * block_tokens,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_server.attention.batch import KvLayout, Span, slots_of, to_device
+from model_server.attention.batch import KvLayout, Span, positions_of, slots_of, to_device
 from model_server.shapes import AttentionShape, undivided
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -60,14 +60,10 @@ class VarlenAttention:
         """Lay out one step."""
         block_tokens, groups = self._layout.block_tokens, range(len(self._layout.groups))
         widths = [-(-span.stop // block_tokens) for span in spans]
+        positions = positions_of(spans)
         return VarlenMeta(
-            positions=self._indices(
-                [position for span in spans for position in range(span.start, span.stop)]
-            ),
-            slots=[
-                self._indices([slot for span in spans for slot in slots_of(span, group, block_tokens)])
-                for group in groups
-            ],
+            positions=self._indices(positions),
+            slots=[self._indices(slots_of(spans, positions, group, block_tokens)) for group in groups],
             block_tables=[
                 self._indices(
                     [

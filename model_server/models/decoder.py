@@ -15,6 +15,7 @@ from torch.nn import functional
 from model_server.attention import Attention, StepMeta
 from model_server.lora import LoraBatch
 from model_server.models.layer import DecoderLayer, ProjectionPart, Weight, projection_parts
+from model_server.models.linear import Linear
 from model_server.models.rope import frequencies, rotate, rotation
 from model_server.parallel.ranks import Ranks
 from model_server.shapes import DecoderShape, KvGroupSpec, Rope, Share, kv_groups
@@ -50,7 +51,7 @@ class Decoder:
         # what takes longest in a step of few tokens. Rows beyond the vocabulary make all ranks' parts equal.
         vocabulary_rows = division.vocabulary_rows(shape)
         self._embedding = torch.zeros((vocabulary_rows, shape.hidden), dtype=dtype, device=device)
-        self._head = self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding)
+        self._head = Linear(self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding))
         self._norm = torch.empty(shape.hidden, dtype=dtype, device=device)
         self._layers = [DecoderLayer(shape, division, dtype, device) for _ in range(shape.layers)]
         self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
@@ -71,10 +72,18 @@ class Decoder:
             "model.norm.weight": Weight.all_of(self._norm),
         }
         if not self.shape.tied_embeddings:
-            named["lm_head.weight"] = Weight(self._head[: vocabulary.count], (vocabulary, hidden))
+            named["lm_head.weight"] = Weight(self._head.weight[: vocabulary.count], (vocabulary, hidden))
         for index, layer in enumerate(self._layers):
             named |= {f"model.layers.{index}.{name}": weight for name, weight in layer.weights().items()}
         return named
+
+    def pack(self) -> None:
+        """Bring the weights into the processor's order once all are written; `weights()` has no use then."""
+        for layer in self._layers:
+            for linear, _ in layer.projections.values():
+                linear.pack()
+        if not self.shape.tied_embeddings:  # else a second copy of them would be kept
+            self._head.pack()
 
     def projection_parts(self) -> dict[str, ProjectionPart]:
         """Return each layer's projections (what adapters can change) by their checkpoint names."""
@@ -112,7 +121,7 @@ class Decoder:
                 lora = None if lora is None else lora.chosen(rows)
             hidden = hidden + self._attention_output(attended, index, lora)
             hidden = hidden + self._mlp(hidden, index, lora)
-        own = functional.linear(self._rms_norm(hidden, self._norm), self._head)
+        own = self._head(self._rms_norm(hidden, self._norm))
         return self._ranks.join_columns(own)[:, : self.shape.vocab_size].float()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -165,16 +174,16 @@ class Decoder:
         return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
 
     def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
-        weight, bias = self._layers[index].projections[name]
-        output = functional.linear(inputs, weight, bias)
+        linear, bias = self._layers[index].projections[name]
+        output = linear(inputs, bias)
         if lora is not None:
             lora.add(output, inputs, index, name)
         return output
 
     def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
         """Project what is divided among the ranks to the residual stream, which all of them have."""
-        weight, bias = self._layers[index].projections[name]
-        partial = functional.linear(inputs, weight)
+        linear, bias = self._layers[index].projections[name]
+        partial = linear(inputs)
         if lora is not None:
             lora.add(partial, inputs, index, name)
         output = self._ranks.sum(partial)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model_server.models.linear import Linear
 from model_server.shapes import DecoderShape, Division, Share
 
 
@@ -60,7 +61,7 @@ class DecoderLayer:
     """One layer.
 
     Attributes:
-        projections: (weight, bias or None) of "qkv", "output", "gate_up" and "down".
+        projections: "qkv", "output", "gate_up" and "down", with their biases or None.
         input_norm: Before attention.
         mlp_input_norm: Before the MLP.
         attention_norm: Of what attention adds, if the shape has output norms.
@@ -92,11 +93,15 @@ class DecoderLayer:
         own = division.part_of(shape)
         query_rows = own.heads * own.head_dim
         qkv_rows = query_rows + 2 * own.kv_heads * own.head_dim
-        self.projections: dict[str, tuple[Tensor, Tensor | None]] = {
-            "qkv": (empty(qkv_rows, shape.hidden), empty(qkv_rows) if shape.qkv_bias else None),
-            "output": (empty(shape.hidden, query_rows), empty(shape.hidden) if shape.output_bias else None),
-            "gate_up": (empty(2 * own.intermediate, shape.hidden), None),
-            "down": (empty(shape.hidden, own.intermediate), None),
+
+        def linear(outputs: int, inputs: int, *, bias: bool = False) -> tuple[Linear, Tensor | None]:
+            return Linear(empty(outputs, inputs)), empty(outputs) if bias else None
+
+        self.projections: dict[str, tuple[Linear, Tensor | None]] = {
+            "qkv": linear(qkv_rows, shape.hidden, bias=shape.qkv_bias),
+            "output": linear(shape.hidden, query_rows, bias=shape.output_bias),
+            "gate_up": linear(2 * own.intermediate, shape.hidden),
+            "down": linear(shape.hidden, own.intermediate),
         }
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
@@ -117,9 +122,9 @@ class DecoderLayer:
             norms["self_attn.k_norm"] = self.key_norm
         named = {f"{name}.weight": Weight.all_of(norm) for name, norm in norms.items()}
         for name, part in self._parts.items():
-            weight, bias = self.projections[part.projection]
+            linear, bias = self.projections[part.projection]
             rows = slice(part.first_row, part.first_row + part.rows.count)
-            named[f"{name}.weight"] = Weight(weight[rows], (part.rows, part.inputs))
+            named[f"{name}.weight"] = Weight(linear.weight[rows], (part.rows, part.inputs))
             if bias is not None:
                 named[f"{name}.bias"] = Weight(bias[rows], (part.rows,))
         return named

@@ -44,7 +44,7 @@ def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
     engine, _, _ = checking_engine()
     tokens, last = generate(engine, request("a", [1, 2, 3], max_tokens=6))
     assert tokens == continued([1, 2, 3], 6)
-    assert last == TokenOutput("a", (tokens[-1],), "length", 0)
+    assert last == TokenOutput("a", (tokens[-1],), "length", 0, started_s=last.started_s)
 
 
 def test_stop_tokens_end_a_request() -> None:
@@ -219,7 +219,9 @@ def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogC
     runner.fail_next = True
     with caplog.at_level(logging.CRITICAL):
         assert engine.step()
-    assert outputs.last["a"] == TokenOutput("a", (), "error", 0, "the model failed: out of luck")
+    last = outputs.last["a"]
+    error = "the model failed: out of luck"
+    assert last == TokenOutput("a", (), "error", 0, error, started_s=last.started_s)
     engine.check_invariants()
     assert (events.mirror, engine.stats().kv_usage) == ({}, 0)
     tokens, last = generate(engine, request("b", range(1, 10)))

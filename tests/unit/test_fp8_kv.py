@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -42,10 +43,11 @@ def written(pool: Fp8KvPool, tokens: torch.Tensor, cuts: list[int], first_slot: 
     for length in cuts:
         slots = range(first_slot + start, first_slot + start + length)
         part = tokens[start : start + length]
-        pool.write(0, part, -part, pool.plan_write(slots))
+        pool.write(0, part, -part, pool.plan_write(np.array(slots)))
         start += length
-    blocks = torch.arange(first_slot // 4, -(-(first_slot + start) // 4))[None]
-    key, value = pool.read(0, pool.plan_read(blocks))
+    blocks = np.arange(first_slot // 4, -(-(first_slot + start) // 4))[None]
+    rows = pool.plan_read(blocks)
+    key, value = pool.read_keys(0, rows), pool.read_values(0, rows)
     assert torch.equal(key, -value)
     return key.view(2, -1, 8).transpose(0, 1)[:start]
 
@@ -86,8 +88,8 @@ def test_growing_scales_round_nothing_again() -> None:
     small = torch.randn((3, 2, 8), generator=torch.Generator().manual_seed(1)).clamp(0.5, 4.0)
     before = written(pool, small, [3])
     large = torch.full((1, 2, 8), 100.0)
-    pool.write(0, large, -large, pool.plan_write([3]))
-    key, _ = pool.read(0, pool.plan_read(torch.tensor([[0]])))
+    pool.write(0, large, -large, pool.plan_write(np.array([3])))
+    key = pool.read_keys(0, pool.plan_read(np.array([[0]])))
     assert torch.equal(key.view(2, 4, 8).transpose(0, 1)[:3], before)
 
 

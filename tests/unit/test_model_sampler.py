@@ -1,13 +1,14 @@
 """The sampler: greedy, restricted and repeatable choices."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.sampler import sample, uniform
+from model_server.sampler import best, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -21,6 +22,28 @@ def draw(count: int, **params: float) -> Counter[int]:
 def test_temperature_zero_is_greedy() -> None:
     """At temperature 0 the most probable token is always chosen."""
     assert draw(20, temperature=0.0) == {4: 20}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 1.0},
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": -1.0},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {1: 2.0}},
+        {"min_tokens": 1},
+        {"allowed_token_ids": frozenset({1})},
+        {"logprobs": 0},
+    ],
+    ids=str,
+)
+def test_only_what_needs_no_sampler_goes_without(change: dict[str, Any]) -> None:
+    """A greedy request takes its largest logit unless it asks for anything that changes or tells of it."""
+    greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
+    assert SamplingParams(max_tokens=1, **greedy).takes_best
+    assert not SamplingParams(max_tokens=1, **greedy | change).takes_best
+    assert best(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -78,16 +78,29 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_the_rate_is_measured_on_prefills_alone() -> None:
-    """Steps of mostly decodes tell nothing; later steps count for more than earlier ones."""
+    """Steps of mostly decodes, or of few tokens, tell nothing; four of real prefills do, the last ones."""
     rate = PrefillRate()
     assert (rate.tokens_per_s, rate.seconds_per_token) == (0.0, 0.0)
-    rate.observe(10, 32, 1.0)
+    for _ in range(10):
+        rate.observe(200, 300, 1.0)
+        rate.observe(6, 0, 0.03)
     assert rate.tokens_per_s == 0.0
-    rate.observe(1000, 0, 1.0)
+    for _ in range(4):
+        assert rate.tokens_per_s == 0.0
+        rate.observe(1000, 0, 1.0)
     assert rate.tokens_per_s == pytest.approx(1000)
     for _ in range(100):
         rate.observe(2000, 0, 1.0)
-    assert rate.tokens_per_s == pytest.approx(2000, rel=0.01)
+    assert rate.tokens_per_s == pytest.approx(2000)
+    assert rate.seconds_per_token == pytest.approx(1 / 2000)
+
+
+def test_a_slow_start_or_a_stall_does_not_move_the_rate() -> None:
+    """A first step that took seconds, and one in which the machine did something else, are outvoted."""
+    rate = PrefillRate()
+    for seconds in (3.0, 0.1, 0.1, 0.1, 60.0):
+        rate.observe(400, 0, seconds)
+    assert rate.tokens_per_s == pytest.approx(4000)
 
 
 def _step(scheduler: object) -> list[tuple[str, int, int]]:

@@ -1,5 +1,7 @@
 """model_server.restrict and the draw: the quick ways find what the plain definitions say."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.restrict import left_of_all, left_of_best
+from model_server.restrict import left_of_all, left_of_best, left_of_many
 from model_server.sampler import sample, uniform
 
 VOCAB_SIZE = 1000
@@ -59,13 +61,19 @@ wishes = st.builds(
 def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """Whatever is asked for, and however many tokens are equally probable, the same tokens are left."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
-    everywhere = left_of_all(probabilities, rows)
-    token_ids, left, sure = left_of_best(probabilities, rows)
-    among_best = torch.zeros_like(everywhere).scatter_(1, token_ids, left)
-    assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
+    masks = [(left_of_all(probabilities, rows), [True] * len(rows))]
+    for candidates in (2, 256, VOCAB_SIZE - 1):
+        token_ids, left, sure = left_of_best(probabilities, rows, candidates)
+        assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
+        masks.append((torch.zeros_like(probabilities).scatter_(1, token_ids, left), sure.tolist()))
+    many = [
+        p if params.top_k > 0 else left_of_many(p, params)
+        for p, params in zip(probabilities, rows, strict=True)
+    ]
+    masks.append((torch.stack(many), [params.top_k <= 0 for params in rows]))
     for row, params in enumerate(rows):
         want = by_definition(probabilities[row].tolist(), params)
-        for got in (everywhere[row], *([among_best[row]] if sure[row] else [])):
+        for got in [left[row] for left, sure in masks if sure[row]]:
             assert {*got.nonzero().flatten().tolist()} == want
             assert torch.equal(got[got > 0], probabilities[row][got > 0])
 
@@ -74,9 +82,29 @@ def test_the_best_tokens_are_nearly_always_enough() -> None:
     """What a model that knows what it wants leaves is found without a sort; a flat distribution needs one."""
     params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
     sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    assert left_of_best(sharp, params)[2].tolist() == [True, True]
+    assert left_of_best(sharp, params, 256)[2].tolist() == [True, True]
     flat = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
-    assert left_of_best(flat, params)[2].tolist() == [False, False]
+    assert left_of_best(flat, params, 256)[2].tolist() == [False, False]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(wishes, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([0.02, 0.3, 3.0]))
+def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+    """Whichever quick way a row takes, alone or in a batch, its token is that of sorting everything."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) / temperature
+    asked = [SamplingRow(params, seed, position) for position, params in enumerate(rows)]
+    drawn = []
+    for candidates, at_once in ((VOCAB_SIZE + 1, 1 << 20), (2, 1 << 20), (256, VOCAB_SIZE)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("model_server.sampler.CANDIDATES", candidates)
+            patch.setattr(
+                "model_server.sampler.left_of_best",
+                partial(left_of_best, candidates=min(candidates, VOCAB_SIZE)),
+            )
+            patch.setattr("model_server.sampler._AT_ONCE", at_once)
+            drawn.append(sample(logits.clone(), asked))
+    assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 
 
 @settings(deadline=None, max_examples=60)
