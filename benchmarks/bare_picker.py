@@ -32,7 +32,7 @@ class _BareExtProc:
     def __init__(self, pod: str) -> None:
         self._answer = request_headers_answer(pod, {}, ())
 
-    def exchange(self) -> _BareExchange:
+    def exchange(self, _stream: object = None) -> _BareExchange:
         return _BareExchange(self._answer)
 
     def Process(  # noqa: N802 (the name is Envoy's)

@@ -4,7 +4,7 @@
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
 over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run, `*_grpcio_floor_*` is
 grpcio's in the place of our own. `check` is Envoy's ext_authz over plain HTTP, `check_grpc` the same over
-gRPC, `extproc` ext_proc.
+gRPC, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see `pick_inside`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
+from benchmarks.pick_inside import measure as measure_inside
+from benchmarks.report import Report as PlainReport
 from benchmarks.rivals import measure_rivals
 from router.local.envoy_config import Door
 
@@ -69,6 +71,8 @@ def main() -> int:
         _full(bodies, directory, effort, report)
         _floors(bodies, directory, effort, report)
         _idle(bodies, directory, effort, report)
+        inside = PlainReport(as_json=options.json)
+        measure_inside(bodies, inside, rounds=effort.rounds, bursts=2 if options.quick else 30)
         if options.rivals:
             measure_rivals(bodies["small"], directory, effort, report)
     return 0

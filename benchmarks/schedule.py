@@ -14,6 +14,7 @@ import statistics
 import time
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from indexer import PodMatches, StreamState
@@ -54,7 +55,8 @@ class Fleet:
         request = RouteRequest("", RequestKind.CHAT, "m")
         self._lineup = Lineups(self._pods).of(request)
         self._matches = [_matches(self._lineup.addresses, len(keys))]
-        self._prompted = Prompted(request, _PROMPT_TOKENS, [_PROMPT_TOKENS], [keys], None)
+        prompt = np.zeros(_PROMPT_TOKENS, np.uint32)
+        self._prompted = Prompted(request, _PROMPT_TOKENS, [prompt], [keys], None)
         self._number = 0
         self.run(self.requests(4 * pods))
         for number in range(2 * pods):
@@ -66,7 +68,7 @@ class Fleet:
         requests = (
             replace(self._prompted.request, request_id=str(number)) for number in range(first, first + count)
         )
-        return [replace(self._prompted, request=request) for request in requests]
+        return [msgspec.structs.replace(self._prompted, request=request) for request in requests]
 
     def run(self, requests: list[Prompted]) -> None:
         """Schedules them one after the other."""

@@ -17,6 +17,7 @@ _BENCHMARKS = {
     "events": "blocks per second from published payloads to the index",
     "tokens": "token ids of a prompt",
     "pick": "a pick behind a real Envoy, door by door",
+    "pick_inside": "the router's own part of a pick, step by step",
     "schedule": "a scheduling cycle, from matches to the pod",
     "engine": "the model server's engine beside transformers",
     "macs": "multiply-accumulates of a generation with and without a KV cache",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import kernel_with_arrays
+from indexer.jit import kernel, kernel_with_arrays
 from router.scrape import EngineLoad
 
 # What is known of one pod; times are seconds of the router's monotonic clock.
@@ -52,6 +52,7 @@ WAITING = np.dtype(
 
 _ROWS_AT_FIRST = 16
 _SLOTS_AT_FIRST = 64
+_NOBODY = -1
 # How fast the mean size of a request follows: about the last fifty count.
 _MEAN_SHARE = 0.02
 
@@ -91,6 +92,7 @@ class PodBoard:
         # By row: the slots of its requests, oldest first.
         self._queues: list[dict[int, None]] = [{} for _ in range(_ROWS_AT_FIRST)]
         self._declared: frozenset[str] = frozenset()
+        self._compile()
 
     @property
     def waiting(self) -> NDArray[Any]:
@@ -138,43 +140,31 @@ class PodBoard:
         with self.lock:
             row, slot = self._row(pod), self._take_slot()
             queue = self._queues[row]
-            self._waiting[slot] = (row, now_s, tokens, np.inf if queue else now_s)
+            _enter(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
             queue[slot] = None
-            known = self.pods[row]
-            known["awaiting"] += 1
-            known["awaiting_tokens"] += tokens
-            known["held_tokens"] += tokens
-            if len(queue) == 1:
-                known["head_tokens"], known["head_since_s"] = tokens, now_s
             self.mean_tokens += _MEAN_SHARE * (tokens - self.mean_tokens)
             return slot
 
     def end_prefill(self, slot: int, now_s: float) -> None:
         """The request in this slot has its first token and decodes; the slot is free."""
         with self.lock:
-            row = self._leave_queue(slot, now_s)
-            self.pods[row]["decoding"] += 1
+            _count(self.pods, self._leave_queue(slot, now_s), 1.0, 0.0)
 
     def hand_over(self, pod: str, slot: int, decodes: str, tokens: int, now_s: float) -> None:
         """The request in this slot is prefilled on `pod`, and decodes on another from now on."""
         with self.lock:
-            known = self.pods[self._leave_queue(slot, now_s)]
-            known["held_tokens"] -= tokens
+            _count(self.pods, self._leave_queue(slot, now_s), 0.0, -float(tokens))
             self._drop_idle(pod)
             # Only now: a new row may be one in a larger array.
             row = self._row(decodes)
-            self.pods[row]["decoding"] += 1
-            self.pods[row]["held_tokens"] += tokens
+            _count(self.pods, row, 1.0, float(tokens))
 
     def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
         """The request is over; without a slot it was decoding."""
         with self.lock:
-            known = self.pods[self._rows[pod]]
-            if slot is None:
-                known["decoding"] -= 1
-            else:
+            if slot is not None:
                 self._leave_queue(slot, now_s)
-            known["held_tokens"] -= tokens
+            _count(self.pods, self._rows[pod], -1.0 if slot is None else 0.0, -float(tokens))
             self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:
@@ -202,6 +192,12 @@ class PodBoard:
             for pod, speed in tokens_per_s.items():
                 if (row := self._rows.get(pod)) is not None:
                     self.pods[row]["learnt_tokens_per_s"] = speed
+
+    def _compile(self) -> None:
+        """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
+        _enter(self.pods, self._waiting, 0, 0, 0.0, 0.0, True)
+        _leave(self.pods, self._waiting, 0, True, _NOBODY, 0.0)
+        _count(self.pods, 0, 0.0, 0.0)
 
     def _judge_fleet(self) -> None:
         """A pod that tells nothing yet is like those that do: else it would look many times faster."""
@@ -240,24 +236,16 @@ class PodBoard:
         return self._slots - 1
 
     def _leave_queue(self, slot: int, now_s: float) -> int:
-        request = self._waiting[slot]
-        row, tokens = int(request["pod"]), request["tokens"]
-        queue, known = self._queues[row], self.pods[row]
+        row = int(self._waiting[slot]["pod"])
+        queue = self._queues[row]
         was_head = next(iter(queue)) == slot
         del queue[slot]
-        known["awaiting"] -= 1
-        known["awaiting_tokens"] -= tokens
-        if was_head:
-            following = next(iter(queue), None)
-            known["head_tokens"] = 0.0 if following is None else self._waiting[following]["tokens"]
-            known["head_since_s"] = now_s
-            if following is not None:
-                self._waiting[following]["since_s"] = now_s
+        following = next(iter(queue), _NOBODY) if was_head else _NOBODY
+        _leave(self.pods, self._waiting, slot, was_head, following, float(now_s))
         self._free_slot(slot)
         return row
 
     def _free_slot(self, slot: int) -> None:
-        self._waiting[slot]["pod"] = -1
         heapq.heappush(self._free_slots, slot)
         if slot == self._slots - 1:
             while self._slots and self._waiting[self._slots - 1]["pod"] < 0:
@@ -274,6 +262,51 @@ def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
     if pod["reported_tokens_per_s"] > 0.0:
         return float(pod["reported_tokens_per_s"])
     return fleet_tokens_per_s
+
+
+@kernel
+def _enter(
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    row: int,
+    slot: int,
+    tokens: float,
+    now_s: float,
+    is_head: bool,
+) -> None:
+    """A request waits for its first token from now on; `is_head`: it is computed at once."""
+    known, request = pods[row], waiting[slot]
+    request["pod"], request["arrived_s"], request["tokens"] = row, now_s, tokens
+    request["since_s"] = now_s if is_head else np.inf
+    known["awaiting"] += 1.0
+    known["awaiting_tokens"] += tokens
+    known["held_tokens"] += tokens
+    if is_head:
+        known["head_tokens"], known["head_since_s"] = tokens, now_s
+
+
+@kernel
+def _leave(
+    pods: NDArray[Any], waiting: NDArray[Any], slot: int, was_head: bool, following: int, now_s: float
+) -> None:
+    """A request waits no more; the one in `following` (-1: none) is computed after the head."""
+    request = waiting[slot]
+    known = pods[request["pod"]]
+    known["awaiting"] -= 1.0
+    known["awaiting_tokens"] -= request["tokens"]
+    request["pod"] = -1
+    if was_head:
+        known["head_tokens"], known["head_since_s"] = 0.0, now_s
+        if following >= 0:
+            known["head_tokens"] = waiting[following]["tokens"]
+            waiting[following]["since_s"] = now_s
+
+
+@kernel
+def _count(pods: NDArray[Any], row: int, decoding: float, held_tokens: float) -> None:
+    """So many more requests decode, and so many more tokens are held."""
+    pods[row]["decoding"] += decoding
+    pods[row]["held_tokens"] += held_tokens
 
 
 def _no_pods(rows: int) -> NDArray[Any]:

@@ -47,7 +47,7 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def primary(self) -> Candidate:
         """The picked pod."""
-        return self.ranked[0]
+        return self.ranked.best
 
     @property
     def prefill_pod(self) -> str | None:

@@ -13,6 +13,8 @@ from itertools import count
 from threading import Lock
 from typing import TypeVar
 
+import msgspec
+
 from indexer.keys import Keys
 from router.board import PodBoard, PodWork
 
@@ -44,8 +46,7 @@ class LedgerParameters:
     travel_s: float = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(msgspec.Struct, frozen=True):
     """One request sent to one pod.
 
     Attributes:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial
 from threading import Lock
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from indexer.tallies import Tallies
 from router.decision import Decision
 from router.errors import RequestError
 from router.ledger import Ledger
@@ -29,23 +29,19 @@ _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
-_Labelled = TypeVar("_Labelled", Counter, Histogram)
-
 
 class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = _Maker(registry)
-        self._make_picks(make)
-        self._make_outcomes(make)
+        tallies = Tallies(registry)
+        self._lock = tallies.lock
+        self._make_picks(tallies)
+        self._make_outcomes(tallies)
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
-        self._attempted: dict[tuple[str, str], Counter] = {}
-        self._model_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._insides: dict[str, Inside] = {}
-        self._lock = Lock()
 
     def decided(self, decision: Decision, took_s: float) -> None:
         """Counts a pick."""
@@ -53,55 +49,67 @@ class RouterMetrics:
         best = decision.primary
         client = decision.client_model
         named = model if client is None else self._models.admit(client)
-        requests, input_tokens = self._of_model(named, model, decision.priority)
-        requests.inc()
-        self._attempts_on(model, best.pod).inc()
-        self._picking.observe(took_s)
-        self._picks(decision.degraded or "").inc()
-        if decision.degraded is None:
-            input_tokens.observe(decision.prompt_tokens)
-            self._predicted.inc(best.cached_tokens)
-            self._best.inc(decision.best_cached_tokens)
+        labels = _model_labels(named, model, decision.priority)
+        best_cached_tokens = decision.best_cached_tokens
+        with self._lock:
+            self._requests.add(labels)
+            # A pick that is older than the pod's end must not bring its series back for good.
+            if self._pods is None or best.pod in self._pods:
+                self._attempts.add(_attempt_labels(model, best.pod))
+            self._picking.observe(took_s)
+            self._picks.add((decision.degraded or "",))
+            if decision.degraded is None:
+                self._input.observe(decision.prompt_tokens, labels)
+                self._predicted.add(number=best.cached_tokens)
+                self._best.add(number=best_cached_tokens)
 
     def refused(self, error: RequestError, took_s: float | None = None) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
-        self._errors.labels("", "", "", "0", error.error_type).inc()
-        if took_s is not None:
-            self._attempts.labels("failure", "", "", "", "").inc()
-            self._picking.observe(took_s)
+        with self._lock:
+            self._errors.add(("", "", "", "0", error.error_type))
+            if took_s is not None:
+                self._attempts.add(("failure", "", "", "", ""))
+                self._picking.observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""
+        kept = frozenset(pods)
         with self._lock:
-            self._pods = frozenset(pods)
-            for model, pod in [known for known in self._attempted if known[1] not in self._pods]:
-                del self._attempted[model, pod]
-                self._attempts.remove(*_attempt_labels(model, pod))
+            self._pods = kept
+            self._attempts.drop(
+                [labels for labels in self._attempts.series() if labels[2] and labels[2] not in kept]
+            )
 
     def prefill_ended(self, source: str, after_s: float) -> None:
         """Counts the end of a prefill."""
-        self._prefill_ends(source).observe(after_s)
+        with self._lock:
+            self._prefill_ends.observe(after_s, (source,))
 
     def ended(self, source: str, *, failed: bool) -> None:
         """Counts the end of a request."""
-        self._ends(source, "failed" if failed else "done").inc()
+        with self._lock:
+            self._ends.add((source, "failed" if failed else "done"))
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
         """Notes how late a source told of an event."""
-        self._late(event, source).observe(max(0.0, late_s))
+        with self._lock:
+            self._late.observe(max(0.0, late_s), (event, source))
 
     def delivered(self, predicted_tokens: int, delivered_tokens: int) -> None:
         """Counts a prediction together with what came true of it."""
-        self._compared.inc(predicted_tokens)
-        self._delivered.inc(delivered_tokens)
+        with self._lock:
+            self._compared.add(number=predicted_tokens)
+            self._delivered.add(number=delivered_tokens)
 
     def dropped(self, door: str, reason: str) -> None:
         """Counts a message that was ignored."""
-        self._dropped(door, reason).inc()
+        with self._lock:
+            self._dropped.add((door, reason))
 
     def logged(self, join: str) -> None:
         """Counts an access log entry."""
-        self._logged(join).inc()
+        with self._lock:
+            self._logged.add((join,))
 
     def inside(self, door: str) -> Inside:
         """Counts a request as inside a door while the context lasts."""
@@ -112,7 +120,7 @@ class RouterMetrics:
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
 
-    def _make_picks(self, make: _Maker) -> None:
+    def _make_picks(self, make: Tallies) -> None:
         self._requests = make.counter(
             _EPP + "request_total", "Requests that were given a pod.", _MODEL_LABELS
         )
@@ -128,12 +136,8 @@ class RouterMetrics:
             _EPP + "scheduler_e2e_duration_seconds", "Time from a parsed request to its pick.", _SECONDS
         )
         self._input = make.histogram(_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
-        self._picks = _cached(
-            make.counter(
-                _OURS + "picks_total",
-                "Picks; `degraded` says why the cache's view was not used.",
-                ("degraded",),
-            )
+        self._picks = make.counter(
+            _OURS + "picks_total", "Picks; `degraded` says why the cache's view was not used.", ("degraded",)
         )
         self._predicted = make.counter(
             _OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."
@@ -149,83 +153,33 @@ class RouterMetrics:
             _OURS + "delivered_cached_tokens_total", "Cached tokens that pods said they served."
         )
 
-    def _make_outcomes(self, make: _Maker) -> None:
-        self._prefill_ends = _cached(
-            make.histogram(
-                _OURS + "prefill_end_seconds",
-                "Dispatch to end of prefill, by who told.",
-                _TTFT_SECONDS,
-                ("source",),
-            )
+    def _make_outcomes(self, make: Tallies) -> None:
+        self._prefill_ends = make.histogram(
+            _OURS + "prefill_end_seconds",
+            "Dispatch to end of prefill, by who told.",
+            _TTFT_SECONDS,
+            ("source",),
         )
-        self._ends = _cached(
-            make.counter(_OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome"))
+        self._ends = make.counter(
+            _OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome")
         )
-        self._late = _cached(
-            make.histogram(
-                _OURS + "told_late_seconds",
-                "How late an event was told: by the source's own account, or after the first to tell.",
-                _TTFT_SECONDS,
-                ("event", "source"),
-            )
+        self._late = make.histogram(
+            _OURS + "told_late_seconds",
+            "How late an event was told: by the source's own account, or after the first to tell.",
+            _TTFT_SECONDS,
+            ("event", "source"),
         )
-        self._dropped = _cached(
-            make.counter(
-                _OURS + "dropped_messages_total",
-                "Messages from outside that made no sense.",
-                ("door", "reason"),
-            )
+        self._dropped = make.counter(
+            _OURS + "dropped_messages_total", "Messages from outside that made no sense.", ("door", "reason")
         )
-        self._logged = _cached(
-            make.counter(
-                _OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)
-            )
+        self._logged = make.counter(
+            _OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)
         )
-
-    def _of_model(self, named: str, model: str, priority: int) -> tuple[Counter, Histogram]:
-        children = self._model_children.get((named, model, priority))
-        if children is None:
-            labels = (named, model, "", str(priority))
-            children = self._requests.labels(*labels), self._input.labels(*labels)
-            self._model_children[named, model, priority] = children
-        return children
-
-    def _attempts_on(self, model: str, pod: str) -> Counter:
-        child = self._attempted.get((model, pod))
-        if child is None:
-            with self._lock:
-                child = self._attempts.labels(*_attempt_labels(model, pod))
-                # A pick that is older than the pod's end must not bring its series back for good.
-                if self._pods is None or pod in self._pods:
-                    self._attempted[model, pod] = child
-                else:
-                    self._attempts.remove(*_attempt_labels(model, pod))
-        return child
 
     @property
     def requests_inside(self) -> int:
         """Requests inside the doors now."""
         return sum(inside.requests for inside in list(self._insides.values()))
-
-
-class _Maker:
-    """Makes metrics of one registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
-
-    def histogram(
-        self, name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
-    ) -> Histogram:
-        return Histogram(name, text, labels, buckets=tuple(buckets), registry=self._registry)
-
-
-def _cached(metric: _Labelled) -> Callable[..., _Labelled]:
-    # To look a child up by its labels costs more than to count; these labels have few values.
-    return lru_cache(maxsize=256)(metric.labels)
 
 
 class Inside:
@@ -331,6 +285,12 @@ class _CappedLabels:
             return value
 
 
+@lru_cache(maxsize=1024)
+def _model_labels(named: str, model: str, priority: int) -> tuple[str, ...]:
+    return named, model, "", str(priority)
+
+
+@lru_cache(maxsize=4096)
 def _attempt_labels(model: str, pod: str) -> tuple[str, ...]:
     return "success", model, pod, "", pod.rpartition(":")[2]
 

@@ -12,11 +12,6 @@ from indexer.jit import kernel_with_arrays
 from router.ranking import Candidate, Ranking
 
 
-def least_cost_first(costs_s: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
-    """Orders candidates by cost; equals in random order, so that concurrent routers do not herd."""
-    return _shuffled_then_sorted(costs_s, random.bit_generator.random_raw() >> 1)
-
-
 def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str:
     """One sentence for a person: why the first of `ranked`."""
     best = ranked[0]
@@ -40,11 +35,13 @@ def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str
 
 # numpy's own sorts and draws give up the GIL, and all picks wait behind the one that waits to have it back.
 @kernel_with_arrays
-def _shuffled_then_sorted(costs_s: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
-    """Fisher and Yates' shuffle by Marsaglia's xorshift64 (13, 7, 17), then a stable sort.
+def least_cost_first(costs_s: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
+    """Orders candidates by cost; equals in random order, so that concurrent routers do not herd.
+
+    Fisher and Yates' shuffle by Marsaglia's xorshift64 (13, 7, 17), then a stable sort.
 
     Args:
-        seed: Below 2**63.
+        seed: Random, 0 to 2**63 - 1.
     """
     order = np.arange(len(costs_s))
     state = np.uint64(seed) | np.uint64(1)

@@ -120,7 +120,7 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
         case "chat":
             chat = request.chat
             body |= _chat_options(chat.options_json)
-            body["messages"] = _json(chat.messages_json, "chat.messages_json")
+            body["messages"] = _json(chat.messages_json, "chat.messages_json", type=msgspec.Raw)
             body["tools"] = _json(chat.tools_json, "chat.tools_json") if chat.tools_json else None
         case _:
             model = request.model or None
@@ -148,9 +148,9 @@ def _chat_options(text: bytes) -> dict[str, Any]:
     return options
 
 
-def _json(text: bytes, field: str) -> Any:
+def _json(text: bytes, field: str, *, type: Any = Any) -> Any:
     try:
-        return msgspec.json.decode(text)
+        return msgspec.json.decode(text, type=type)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"{field} is not valid JSON: {error}", field) from error
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from router.errors import RequestError
@@ -43,8 +44,7 @@ _BYTES_PER_TOKEN = 4
 _MEDIA_TOKENS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
+class PromptTokens(msgspec.Struct, frozen=True):
     """What is known of a request's prompts.
 
     Attributes:

@@ -61,18 +61,16 @@ class Ranking(Sequence[Candidate]):
         prompt_tokens: Tokens of all prompts.
         block_tokens: Tokens of one block.
         matches: One for each prompt; empty when the cache's view was not used.
+        most_cached_tokens: The most that any candidate would serve from its cache.
+
+    Attributes:
+        best: The first.
+        most_cached_tokens: As given.
     """
 
     __slots__ = (
-        "_block_tokens",
-        "_credits",
-        "_made",
-        "_matches",
-        "_order",
-        "_pods",
-        "_prices",
-        "_tokens",
-        "_views",
+        *("_block_tokens", "_credits", "_made", "_matches", "_order", "_pods", "_prices", "_tokens"),
+        *("_views", "best", "most_cached_tokens"),
     )
 
     def __init__(
@@ -84,6 +82,7 @@ class Ranking(Sequence[Candidate]):
         prompt_tokens: int,
         block_tokens: int,
         matches: Sequence[PodMatches],
+        most_cached_tokens: int,
     ) -> None:
         self._pods = pods
         self._prices = prices
@@ -92,9 +91,11 @@ class Ranking(Sequence[Candidate]):
         self._tokens = prompt_tokens
         self._block_tokens = block_tokens
         self._matches = matches
-        # The states go on; what is told later is what was true now.
-        self._views = dict(matches[0].states) if matches else {}
-        self._made: dict[int, Candidate] = {}
+        self.most_cached_tokens = most_cached_tokens
+        # The states go on, as others; what is told later is what was true now.
+        self._views = matches[0].states if matches else {}
+        self.best = self._candidate(int(order[0]))
+        self._made = {0: self.best}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -111,11 +112,6 @@ class Ranking(Sequence[Candidate]):
         if (made := self._made.get(at)) is None:
             made = self._made[at] = self._candidate(int(self._order[at]))
         return made
-
-    @property
-    def most_cached_tokens(self) -> int:
-        """The most that any candidate would have served from its cache."""
-        return int(self._credits["cached_tokens"].max())
 
     @property
     def holders_of_most(self) -> NDArray[np.int64]:
@@ -148,8 +144,8 @@ class Ranking(Sequence[Candidate]):
 
     def _candidate(self, place: int) -> Candidate:
         pod = self._pods[place]
-        cached_tokens, host_tokens = self._credits[place].item()
-        price = self._prices[place].item()
+        cached_tokens, host_tokens = self._credits.item(place)
+        price = self._prices.item(place)
         cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s, *known = price
         slowdown, awaiting, decoding, age_s = known
         return Candidate(

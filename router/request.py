@@ -16,6 +16,8 @@ import msgspec
 
 from router.errors import RequestError
 
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 class RequestKind(StrEnum):
     """Which API a request speaks, as far as routing cares."""
@@ -34,7 +36,8 @@ class RouteRequest:
     Attributes:
         request_id: Joins this request with what is later heard of it.
         model: As the pod is asked for it: a base model or a LoRA adapter; None where the API is not known.
-        body: The decoded JSON body of a known API, checked only in the fields named here; else empty.
+        body: The decoded JSON body of a known API, checked only in the fields named here; else empty. A
+            chat's `messages` may be JSON text still (msgspec.Raw), of which only the form is checked.
         body_bytes: Size of the body as it came.
         cache_salt: vLLM's field that keeps this request's cache apart from others'.
         candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
@@ -74,7 +77,8 @@ def http_request(
     kind = request_kind(path)
     if kind is RequestKind.PASSTHROUGH:
         return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
-    return api_request(request_id, kind, _json_object(body), len(body), candidates, headers)
+    fields = _chat_fields(body) if kind is RequestKind.CHAT else _json_object(body)
+    return api_request(request_id, kind, fields, len(body), candidates, headers)
 
 
 def api_request(
@@ -119,6 +123,20 @@ def request_kind(path: str) -> RequestKind:
 def too_large(limit_bytes: int) -> RequestError:
     """The answer to a body above the limit."""
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
+
+
+def _chat_fields(body: bytes | bytearray) -> Mapping[str, Any]:
+    """As `_json_object`, with the messages left as text: most are known to whoever tokenizes them."""
+    try:
+        fields: dict[str, Any] = _RAW_FIELDS.decode(body)
+        for name, value in fields.items():
+            if name != "messages":
+                fields[name] = msgspec.json.decode(value)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, "the request body must be a JSON object") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
+    return fields
 
 
 def _json_object(body: bytes | bytearray) -> Mapping[str, Any]:

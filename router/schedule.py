@@ -7,14 +7,15 @@ no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchedPrompt
+from indexer.jit import kernel_with_arrays
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import AdapterParameters, adapter_s
@@ -35,8 +36,7 @@ _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
 _NO_EXTRA = np.zeros(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompted:
+class Prompted(msgspec.Struct, frozen=True):
     """What is known of a request's prompts when it is scheduled.
 
     Attributes:
@@ -99,13 +99,14 @@ class Scheduler:
         self._ledger = ledger
         self._random = random
         self._block_tokens = block_tokens
-        self._cost = cost or CostParameters()
+        # An array costs a kernel's caller less than a named tuple.
+        self._constants = np.array(cost or CostParameters())
         self._adapters = adapters or AdapterParameters()
         self._sessions = sessions
         self._ranker = ranker
         self._tiers: Tiers | None = None
         self._device_tiers = np.zeros(0, np.int64)
-        self._compile()
+        self._compile(board)
 
     def schedule(
         self,
@@ -125,28 +126,28 @@ class Scheduler:
             The decision, and requests that the ledger had to give up for it.
         """
         request = prompted.request
-        credits = self._credits(prompted, lineup, matches)
         session = self._sessions.id_of(request.headers) if self._sessions is not None else None
         session_pod = self._sessions.pod_of(session, now_s) if self._sessions and session else None
         extra_s = self._extra_s(lineup, pods, session_pod)
         prompt_tokens = prompted.prompt_tokens
-        board = self._board
-        with board.lock:
-            facts = RequestFacts(
-                float(prompt_tokens), float(now_s), board.fleet_tokens_per_s, float(board.mean_tokens)
-            )
-            prices = price(board.pods, board.waiting, lineup.rows, credits, extra_s, facts, self._cost)
+        credits = np.zeros(len(lineup.rows), CREDIT)
+        prices, order, most_cached_tokens = self._weigh(prompted, lineup, matches, credits, extra_s, now_s)
         routing = None
-        if self._ranker is None:
-            order = least_cost_first(prices["cost_s"], self._random)
-        else:
+        if self._ranker is not None:
             order, routing = self._rank(self._ranker, prompted, lineup, pods, matches, prices, credits, now_s)
         decision = Decision(
             request_id=request.request_id,
             kind=request.kind.value,
             model=request.model,
             ranked=Ranking(
-                lineup.addresses, prices, credits, order, prompt_tokens, self._block_tokens, matches
+                lineup.addresses,
+                prices,
+                credits,
+                order,
+                prompt_tokens,
+                self._block_tokens,
+                matches,
+                most_cached_tokens,
             ),
             excluded=lineup.candidates.excluded,
             prompt_tokens=prompt_tokens,
@@ -192,9 +193,17 @@ class Scheduler:
             )
         )
 
-    def _credits(self, prompted: Prompted, lineup: Lineup, matches: Sequence[PodMatches]) -> NDArray[Any]:
-        credits = np.zeros(len(lineup.rows), CREDIT)
-        for match, length in zip(matches, map(len, prompted.prompts), strict=True):
+    def _weigh(
+        self,
+        prompted: Prompted,
+        lineup: Lineup,
+        matches: Sequence[PodMatches],
+        credits: NDArray[Any],
+        extra_s: NDArray[np.float64],
+        now_s: float,
+    ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+        """Prices, their order, and the most cached tokens; writes credits."""
+        for match, prompt in zip(matches, prompted.prompts, strict=True):
             if match.tiers is not self._tiers:
                 self._tiers = match.tiers
                 self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
@@ -203,23 +212,34 @@ class Scheduler:
                 match.blocks_by_tier,
                 self._device_tiers,
                 lineup.places(match.rows),
-                length,
+                len(prompt),
                 self._block_tokens,
                 credits,
             )
-        return credits
+        board = self._board
+        with board.lock:
+            return _priced_in_order(
+                board.pods,
+                board.waiting,
+                lineup.rows,
+                credits,
+                extra_s,
+                float(prompted.prompt_tokens),
+                float(now_s),
+                float(board.fleet_tokens_per_s),
+                float(board.mean_tokens),
+                self._constants,
+                self._random.bit_generator.random_raw() >> 1,
+            )
 
-    def _compile(self) -> None:
+    def _compile(self, board: PodBoard) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
         nobody, credits = np.zeros(0, np.int64), np.zeros(0, CREDIT)
         blocks = np.zeros((0, 1), np.int32)
         add_credit(blocks[:, 0].copy(), blocks, nobody, nobody, 0, self._block_tokens, credits)
-        facts = RequestFacts(0.0, 0.0, 1.0, 0.0)
-        with self._board.lock:
-            prices = price(
-                self._board.pods, self._board.waiting, nobody, credits, _NO_EXTRA, facts, self._cost
-            )
-        least_cost_first(prices["cost_s"], self._random)
+        with board.lock:
+            pods, waiting, constants = board.pods, board.waiting, self._constants
+            _priced_in_order(pods, waiting, nobody, credits, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
 
     def _extra_s(self, lineup: Lineup, pods: PodSnapshot, session_pod: str | None) -> NDArray[np.float64]:
         """Seconds for the adapter on each pod, less the stay's worth; empty when neither counts."""
@@ -260,6 +280,36 @@ class Scheduler:
                 prefill_pod=prefill,
             )
         )
+
+
+@kernel_with_arrays
+def _priced_in_order(
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    rows: NDArray[np.int64],
+    credits: NDArray[Any],
+    extra_s: NDArray[np.float64],
+    prompt_tokens: float,
+    now_s: float,
+    fleet_tokens_per_s: float,
+    mean_tokens: float,
+    constants: NDArray[np.float64],
+    seed: int,
+) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+    """`price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
+
+    Args:
+        constants: float64 [fields of CostParameters].
+    """
+    facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
+    parameters = CostParameters(
+        constants[0], constants[1], constants[2], constants[3], constants[4], constants[5]
+    )
+    prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
+    most_cached_tokens = 0
+    for credit in credits["cached_tokens"]:
+        most_cached_tokens = max(most_cached_tokens, credit)
+    return prices, least_cost_first(prices["cost_s"], seed), most_cached_tokens
 
 
 def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tokenization.errors import MediaPromptError, PromptError, UnsupportedPromptError
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -25,6 +27,16 @@ _MEDIA_TYPES = {
     "video_embeds": "video",
 }
 _SHOWN_CHARS = 64
+
+
+def decoded(messages: object) -> object:
+    """Messages that are still JSON text, decoded; others as they are. None for what is no JSON."""
+    if not isinstance(messages, msgspec.Raw):
+        return messages
+    try:
+        return msgspec.json.decode(messages)
+    except (ValueError, RecursionError):
+        return None
 
 
 def chat_messages(

@@ -18,11 +18,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenization.errors import PromptError, TokenizerLoadError
-from tokenization.turns import Turns
+from tokenization.turns import Later, Turns
 
 Message = Mapping[str, Any]
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_TRIPS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 class ChatTemplate:
@@ -31,6 +32,10 @@ class ChatTemplate:
     Args:
         source: The Jinja source, as in `chat_template.jinja` or tokenizer_config.json's `chat_template`.
         special_tokens: Variables such as `bos_token` and `eos_token`.
+
+    Attributes:
+        wants_parts: Whether it loops over a message's parts.
+        has_turns: Whether it shows each message on its own.
 
     Raises:
         TokenizerLoadError: The source is not valid Jinja.
@@ -41,6 +46,7 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
             self.wants_parts = _loops_over_content(source)
             self._turns = None if self.wants_parts else Turns.of(_ENVIRONMENT, source)
+            self.has_turns = self._turns is not None
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
         # Every rendering copies them, and Jinja's chain of maps is slow to copy.
@@ -93,12 +99,30 @@ class ChatTemplate:
             raise PromptError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
-        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        except _TRIPS as error:
             # A template trusts its input's shape; whatever it trips over is the request's fault.
             raise PromptError(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
         return _left_open(text, messages) if continue_final_message else text
+
+    def later(
+        self, first: Message, *, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> Later | None:
+        """How later messages of conversations that begin with `first` are shown; None where that varies."""
+        if self._turns is None:
+            return None
+        options = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+        variables = {**self._special_tokens, **options, "tools": None, "documents": None}
+        return self._turns.later(variables, options, first)
+
+    def render_later(self, messages: Sequence[Message], shown: Later) -> str | None:
+        """What stands in the place of messages behind the first; None where `render` has to be asked."""
+        assert self._turns is not None
+        try:
+            return self._turns.render_later(messages, shown)
+        except (jinja2.TemplateError, *_TRIPS):
+            return None
 
 
 def _left_open(text: str, messages: Sequence[Message]) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from tokenization.chat_messages import chat_messages, chat_tools
+from tokenization.chat_messages import chat_messages, chat_tools, decoded
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding
@@ -27,8 +28,7 @@ Body = Mapping[str, Any]
 _COMPLETION_OUTPUT_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLimits:
+class PromptLimits(msgspec.Struct, frozen=True):
     """What the caller allows.
 
     Attributes:
@@ -46,27 +46,37 @@ NO_LIMITS = PromptLimits()
 class PendingPrompt:
     """One prompt, checked and looked up, its text perhaps not encoded yet.
 
+    Args:
+        encoded: Told of the source when its ids are known.
+
     Attributes:
         missing_chars: Characters that `ids` has to encode.
     """
 
-    __slots__ = ("_affix_tokens", "_source", "_truncation", "missing_chars")
+    __slots__ = ("_affix_tokens", "_encoded", "_source", "_truncation", "missing_chars")
 
     def __init__(
         self,
         source: Encoding | TokenIds,
         truncation: Truncation = WHOLE,
         affix_tokens: tuple[int, int] = (0, 0),
+        encoded: Callable[[Encoding], None] | None = None,
     ) -> None:
         self._source = source
         self._truncation = truncation
         self._affix_tokens = affix_tokens
+        self._encoded = encoded
         self.missing_chars = source.missing_chars if isinstance(source, Encoding) else 0
 
     def ids(self) -> TokenIds:
         """The prompt's token ids; the array may be shared, do not write to it."""
         source = self._source
-        ids = source.ids() if isinstance(source, Encoding) else source
+        if isinstance(source, Encoding):
+            ids = source.ids()
+            if self._encoded is not None:
+                self._encoded(source)
+        else:
+            ids = source
         return self._truncation.apply(ids, *self._affix_tokens)
 
 
@@ -97,7 +107,7 @@ def begin_completions(
 
 
 def begin_chat(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS) -> PendingPrompt:
-    """The prompt of a /v1/chat/completions body.
+    """The prompt of a /v1/chat/completions body; `messages` may be JSON text still, which is cheapest.
 
     Raises:
         PromptError: `messages` or a template option has the wrong type, or the template refuses the messages.
@@ -106,9 +116,23 @@ def begin_chat(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO
     """
     given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     truncation = truncation_of(body, limits.context_tokens, _count(body, given))
-    text = _rendered(body, tokenizer)
+    options = _template_options(body)
     special = _flag(body, "add_special_tokens", False)
-    return _begin(text, tokenizer, "messages", special, truncation, limits)
+    remember: Callable[[Encoding], None] | None = None
+    messages, conversation = body.get("messages"), None
+    if isinstance(messages, msgspec.Raw):
+        conversation = tokenizer.conversation(messages, options)
+        if conversation is not None and (encoding := conversation.begin(add_special_tokens=special)):
+            _check_length(conversation.chars, "messages", truncation, limits)
+            remember = partial(conversation.remember, first=None)
+            return _pending(encoding, tokenizer, special, truncation, remember)
+    known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer))
+    text = tokenizer.render_chat(known, **options)
+    _check_length(len(text), "messages", truncation, limits)
+    encoding = tokenizer.begin(text, add_special_tokens=special)
+    if conversation is not None:
+        remember = partial(conversation.remember, first=known[0])
+    return _pending(encoding, tokenizer, special, truncation, remember)
 
 
 def completion_prompts(
@@ -134,31 +158,38 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
         raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
     # No text holds it by chance, so where it is first seen the first media part stands.
     mark = secrets.token_hex(16)
-    text = tokenizer.closed_prefix(_rendered(body, tokenizer, media_mark=mark).partition(mark)[0])
+    messages = chat_messages(
+        decoded(body.get("messages")), wants_parts=_wants_parts(tokenizer), media_mark=mark
+    )
+    rendered = tokenizer.render_chat(messages, **_template_options(body))
+    text = tokenizer.closed_prefix(rendered.partition(mark)[0])
     special = _flag(body, "add_special_tokens", False)
     if special and tokenizer.affix_tokens[1]:
         raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
     return PendingPrompt(tokenizer.begin(text, add_special_tokens=special))
 
 
-def _rendered(body: Body, tokenizer: PromptTokenizer, media_mark: str | None = None) -> str:
+def _template_options(body: Body) -> dict[str, Any]:
+    """What a request says of how its messages are to be rendered; arguments of `render_chat`."""
     if body.get("chat_template") is not None:
         raise PromptError("a chat template in the request is not accepted", "chat_template")
-    parts = tokenizer.chat_template is not None and tokenizer.chat_template.wants_parts
     kwargs = _template_kwargs(body)
     documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
     if documents is not None and not (
         isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
     ):
         raise PromptError("documents must be a list of objects", "documents")
-    return tokenizer.render_chat(
-        chat_messages(body.get("messages"), wants_parts=parts, media_mark=media_mark),
-        tools=chat_tools(body.get("tools")),
-        add_generation_prompt=_flag(body, "add_generation_prompt", True),
-        continue_final_message=_flag(body, "continue_final_message", False),
-        documents=documents,
-        template_kwargs=kwargs,
-    )
+    return {
+        "tools": chat_tools(body.get("tools")),
+        "add_generation_prompt": _flag(body, "add_generation_prompt", True),
+        "continue_final_message": _flag(body, "continue_final_message", False),
+        "documents": documents,
+        "template_kwargs": kwargs,
+    }
+
+
+def _wants_parts(tokenizer: PromptTokenizer) -> bool:
+    return tokenizer.chat_template is not None and tokenizer.chat_template.wants_parts
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:
@@ -183,11 +214,26 @@ def _begin(
     truncation: Truncation,
     limits: PromptLimits,
 ) -> PendingPrompt:
-    chars_max = limits.chars_max
-    if chars_max is not None and len(text) > chars_max and truncation is WHOLE:
-        raise PromptTooLongError(len(text), chars_max, param)
+    _check_length(len(text), param, truncation, limits)
     encoding = tokenizer.begin(text, add_special_tokens=special)
-    return PendingPrompt(encoding, truncation, tokenizer.affix_tokens if special else (0, 0))
+    return _pending(encoding, tokenizer, special, truncation)
+
+
+def _check_length(chars: int, param: str, truncation: Truncation, limits: PromptLimits) -> None:
+    chars_max = limits.chars_max
+    if chars_max is not None and chars > chars_max and truncation is WHOLE:
+        raise PromptTooLongError(chars, chars_max, param)
+
+
+def _pending(
+    encoding: Encoding,
+    tokenizer: PromptTokenizer,
+    special: bool,
+    truncation: Truncation,
+    encoded: Callable[[Encoding], None] | None = None,
+) -> PendingPrompt:
+    affix_tokens = tokenizer.affix_tokens if special else (0, 0)
+    return PendingPrompt(encoding, truncation, affix_tokens, encoded)
 
 
 def _count(body: Body, name: str) -> int:

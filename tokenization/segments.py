@@ -29,6 +29,7 @@ _CHUNK_CHARS = 1024
 _PIECE_CHARS = 256
 # Encoded at once and remembered before the next: another request for the same text meets it half done.
 _BATCH_CHARS = 64 << 10
+_NO_IDS: TokenIds = np.zeros(0, np.uint32)
 
 
 class SegmentEncoder:
@@ -39,6 +40,9 @@ class SegmentEncoder:
         capacity_bytes: Most memory for what is remembered; the least recently used goes first.
         piece_chars: Least size of a piece that ends at a special token.
         chunk_chars: Least size of a piece that ends at an exact cut.
+
+    Attributes:
+        proof_chars: Enough of what follows a piece to prove that it ends there: a special token, or a space.
 
     Raises:
         TokenizerLoadError: Post-processing is of a kind that is not known.
@@ -63,8 +67,7 @@ class SegmentEncoder:
         self._finders = _finders(texts)
         self._cuts = exact_cuts(tokenizer)
         self._head, self._tail = _affixes(tokenizer)
-        # Enough of what follows a piece's end to prove that it is one: a special token, or a space.
-        self._proof_chars = max(map(len, texts), default=1)
+        self.proof_chars = max(map(len, texts), default=1)
         self._memory = SegmentMemory(capacity_bytes // 2)
         self._prefixes = PrefixMemory(capacity_bytes // 2)
         self._lock = threading.Lock()
@@ -76,22 +79,16 @@ class SegmentEncoder:
 
     def begin(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
         """Looks up what is known of `text`; what is not is left for `Encoding.ids`."""
-        missing_chars = 0
         with self._lock:
             prefix = self._prefixes.get(text)
-        parts: list[TokenIds | str] = [] if prefix is None else [prefix.ids]
-        pieces = self._pieces(text, 0 if prefix is None else prefix.end)
-        with self._lock:
-            for piece in pieces:
-                ids = self._memory.get(piece)
-                if ids is None:
-                    missing_chars += len(piece)
-                    parts.append(piece)
-                else:
-                    parts.append(ids)
-        affixes = (self._head, self._tail) if add_special_tokens else None
-        last_chars = len(pieces[-1]) if len(pieces) > 1 else 0
-        return Encoding(self, text, parts, missing_chars, last_chars, affixes)
+        at, known = (0, None) if prefix is None else (prefix.end, prefix.ids)
+        pieces = self._pieces(text, at)
+        remembers = len(pieces) > 1
+        return self._begun(text, known, pieces, add_special_tokens, remembers=remembers)
+
+    def begin_behind(self, known: TokenIds, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        """The same for what follows a beginning whose ids are known, see `Encoding.beginning`."""
+        return self._begun(text, known, self._pieces(text), add_special_tokens, remembers=False)
 
     def closed_prefix(self, text: str) -> str:
         """The part of `text` whose ids are the same whatever follows: up to its last special token."""
@@ -101,7 +98,7 @@ class SegmentEncoder:
     def remember(self, text: str, end: int, ids: TokenIds) -> None:
         """Remembers the ids of `text[:end]`, which ends with a piece."""
         with self._lock:
-            self._prefixes.put(Prefix(text[: end + self._proof_chars], end, ids))
+            self._prefixes.put(Prefix(text[: end + self.proof_chars], end, ids))
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[TokenIds]:
         """Encodes pieces, except those that have become known meanwhile, and remembers them."""
@@ -117,6 +114,22 @@ class SegmentEncoder:
                     self._memory.put(piece, ids)
             done |= {piece: ids for piece, ids in known.items() if ids is not None} | fresh
         return [done[piece] for piece in pieces]
+
+    def _begun(
+        self, text: str, known: TokenIds | None, pieces: list[str], special: bool, *, remembers: bool
+    ) -> Encoding:
+        parts: list[TokenIds | str] = [] if known is None else [known]
+        missing_chars = 0
+        with self._lock:
+            for piece in pieces:
+                ids = self._memory.get(piece)
+                if ids is None:
+                    missing_chars += len(piece)
+                    parts.append(piece)
+                else:
+                    parts.append(ids)
+        affixes = (self._head, self._tail) if special else None
+        return Encoding(self, text, parts, pieces, missing_chars, affixes, remembers=remembers)
 
     def _pieces(self, text: str, at: int = 0) -> list[str]:
         """What follows in the text, cut in front of special tokens and at exact cuts, not finer than needed.
@@ -155,40 +168,69 @@ class Encoding:
     """A text whose known pieces are looked up already.
 
     Attributes:
+        text: What is encoded, without what was known in front of it.
         missing_chars: Characters that are still to be encoded.
     """
 
-    __slots__ = ("_affixes", "_encoder", "_last_chars", "_parts", "_text", "missing_chars")
+    __slots__ = (
+        *("_affixes", "_arrays", "_encoder", "_ids", "_parts", "_pieces", "_remembers"),
+        *("missing_chars", "text"),
+    )
 
     def __init__(
         self,
         encoder: SegmentEncoder,
         text: str,
         parts: list[TokenIds | str],
+        pieces: Sequence[str],
         missing_chars: int,
-        last_chars: int,
         affixes: tuple[TokenIds, TokenIds] | None,
+        *,
+        remembers: bool,
     ) -> None:
-        self._encoder = encoder
-        self._text = text
-        self._parts = parts
+        self.text = text
         self.missing_chars = missing_chars
-        self._last_chars = last_chars
+        self._encoder = encoder
+        self._parts = parts
+        self._pieces = pieces
         self._affixes = affixes
+        self._remembers = remembers
+        self._arrays: Sequence[TokenIds] = ()
+        self._ids = _NO_IDS
 
     def ids(self) -> TokenIds:
         """Encodes what is missing; the array may be shared, do not write to it."""
         missing = [part for part in self._parts if isinstance(part, str)]
         encoded = iter(self._encoder.encode_pieces(missing) if missing else ())
         arrays = [next(encoded) if isinstance(part, str) else part for part in self._parts]
-        ids = _joined(arrays)
-        if self._last_chars:
-            end = len(self._text) - self._last_chars
-            self._encoder.remember(self._text, end, ids[: len(ids) - len(arrays[-1])])
+        self._arrays, self._ids = arrays, _joined(arrays)
+        if self._remembers:
+            end = len(self.text) - len(self._pieces[-1])
+            self._encoder.remember(self.text, end, self._ids[: len(self._ids) - len(arrays[-1])])
         if self._affixes is None:
-            return ids
+            return self._ids
         head, tail = self._affixes
-        return _joined((head, ids, tail))
+        return _joined((head, self._ids, tail))
+
+    def beginning(self, chars_max: int) -> tuple[int, TokenIds, str] | None:
+        """A beginning whose ids are the same in every text that goes on alike; after `ids`.
+
+        Args:
+            chars_max: How many characters of the text it may have at most.
+
+        Returns:
+            Its length in characters of the text, its ids (of what was known, too), and what every text has to
+            go on with; None where there is no such beginning.
+        """
+        chars, tokens = len(self.text), len(self._ids)
+        for piece, ids in zip(reversed(self._pieces), reversed(self._arrays), strict=False):
+            chars -= len(piece)
+            tokens -= len(ids)
+            if chars <= chars_max:
+                break
+        if not tokens or chars > chars_max:
+            return None
+        return chars, self._ids[:tokens], self.text[chars : chars + self._encoder.proof_chars]
 
 
 def segmentable(tokenizer: Tokenizer) -> bool:

@@ -10,16 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
+from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.segments import Encoding, SegmentEncoder
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
-_SEGMENTS_BYTES = 64 << 20
+_SEGMENTS_BYTES = _CONVERSATIONS_BYTES = 64 << 20
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -45,6 +47,9 @@ class PromptTokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
+        self._conversations = (
+            Conversations(chat_template, self._segments, _CONVERSATIONS_BYTES) if chat_template else None
+        )
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> PromptTokenizer:
@@ -89,6 +94,14 @@ class PromptTokenizer:
             add_special_tokens: Adds what the model expects around it (a BOS token, say).
         """
         return self._segments.begin(text, add_special_tokens=add_special_tokens)
+
+    def conversation(self, messages: msgspec.Raw, options: Mapping[str, Any]) -> Conversation | None:
+        """Messages as JSON text, whose beginning may be known; None where only `render_chat` can tell.
+
+        Args:
+            options: The arguments of `render_chat`, all of them.
+        """
+        return None if self._conversations is None else self._conversations.open(messages, options)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text at once; arguments as for `begin`."""

@@ -100,6 +100,7 @@ class TurnForm:
         turns: What it shows of the messages in TURNS, each followed by the mark.
         behind: What it shows behind the messages.
         is_fixed: Whether both ends are the same for all messages.
+        is_fixed_by_first: Whether they are the same for all messages that begin with the same one.
         names_first: Whether turns depend on the first message's content.
     """
 
@@ -107,6 +108,7 @@ class TurnForm:
     turns: Template
     behind: Template
     is_fixed: bool
+    is_fixed_by_first: bool
     names_first: bool
 
 
@@ -132,7 +134,8 @@ def turn_form(environment: Environment, source: str, mark: str) -> TurnForm | No
     marked = [*rewritten, nodes.Output([nodes.TemplateData(mark)])]
     turns = nodes.For(loop.target, nodes.Name(TURNS, "load"), marked, [], None, False)
     parts = [_template(environment, part) for part in (before, [turns], behind)]
-    return TurnForm(parts[0], parts[1], parts[2], not ends.names_messages, uses.names_messages)
+    is_fixed = not (ends.names_first or ends.names_others)
+    return TurnForm(parts[0], parts[1], parts[2], is_fixed, not ends.names_others, uses.names_first)
 
 
 def _is_plain_loop(loop: nodes.For) -> bool:
@@ -155,12 +158,13 @@ class _Uses:
 
     Attributes:
         assigns: Whether it sets a variable.
-        names_messages: Whether it looks at messages other than its own, which may be the first alone.
+        names_first: Whether it looks at the first message by its place.
+        names_others: Whether it looks at messages by other ways.
     """
 
     def __init__(self) -> None:
         self.assigns = False
-        self.names_messages = False
+        self.names_first = self.names_others = False
 
     def are_pure(self, body: Sequence[nodes.Node], *, in_loop: bool) -> bool:
         """Whether what is shown depends on variables alone, and inside the loop on no other turn."""
@@ -186,13 +190,13 @@ class _Uses:
             case nodes.Getattr(node=nodes.Name(name=name), attr="first") if name == _LOOP:
                 return True
             case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=0)) if name == MESSAGES:
-                self.names_messages = True
+                self.names_first = True
                 return True
             case nodes.Name(name="self" | "super" | "caller"):
                 # What these show names the template or calls back into it.
                 return False
             case nodes.Name(name=name) if name == MESSAGES:
-                self.names_messages = True
+                self.names_others = True
                 return not in_loop
             case nodes.Name(name=name) if name == _LOOP:
                 return loop_is_own

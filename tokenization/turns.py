@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import Environment
 
@@ -19,6 +19,8 @@ from tokenization.turn_form import FIRST, MESSAGES, TURNS, TurnForm, turn_form
 _CAPACITY_BYTES = 64 << 20
 _ENTRY_BYTES = 300
 _SETTINGS_MAX = 256
+# A client that makes up long ones would have them all kept.
+_OPTIONS_MAX, _OPTION_CHARS_MAX = 16, 256
 # Values of which equal ones are shown alike, if their types are the same.
 _PLAIN_TYPES = (str, int, bool, type(None))
 _PLAIN_FORM = ("role", "content")
@@ -27,6 +29,20 @@ _PLAIN_FORM = ("role", "content")
 _Key: TypeAlias = tuple[int, str, str]
 # A number, and what stands in front of the messages and behind them; None: that depends on them.
 _Setting: TypeAlias = tuple[int, tuple[str, str] | None]
+
+
+class Later(NamedTuple):
+    """What later messages of a conversation are shown with, whatever they are.
+
+    Attributes:
+        number: The setting's.
+        behind: What stands behind the last of them.
+        variables: The template's.
+    """
+
+    number: int
+    behind: str
+    variables: Mapping[str, Any]
 
 
 class Turns:
@@ -65,42 +81,70 @@ class Turns:
             return None
         number, ends = setting
         before, behind = self._ends(variables) if ends is None else ends
-        keys = [
-            # Only of a message of this form role and content are all that there is, down to the order.
-            (number, message["role"], content)
-            if tuple(message) == _PLAIN_FORM and type(content := message["content"]) is str
-            else None
-            for message in messages
-        ]
+        keys = _keys(messages, number)
         if keys[0] is not None:
             keys[0] = (~number, *keys[0][1:])
+        turns = self._shown(keys, messages, {**variables, FIRST: messages[0]})
+        return None if turns is None else "".join((before, *turns, behind))
+
+    def later(
+        self, variables: Mapping[str, Any], options: Mapping[str, Any], first: Mapping[str, Any]
+    ) -> Later | None:
+        """How later messages are shown where `first` is the first; None where that depends on others, too.
+
+        Args:
+            variables: The template's, without the messages.
+            options: As for `render`.
+        """
+        is_plain = tuple(first) == _PLAIN_FORM and type(first["content"]) is str
+        if not self._form.is_fixed_by_first or not is_plain:
+            return None
+        variables = {**variables, MESSAGES: [first], FIRST: first}
+        setting = self._setting(variables, options, [first])
+        if setting is None:
+            return None
+        number, ends = setting
+        _, behind = self._ends(variables) if ends is None else ends
+        return Later(number, behind, variables)
+
+    def render_later(self, messages: Sequence[Mapping[str, Any]], shown: Later) -> str | None:
+        """What stands in the place of messages behind the first; None where the whole has to be asked."""
+        turns = self._shown(_keys(messages, shown.number), messages, shown.variables)
+        return None if turns is None else "".join(turns)
+
+    def _shown(
+        self,
+        keys: Sequence[_Key | None],
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> Sequence[str] | None:
+        """Each message's turn, from memory or rendered."""
         turns = self._memory.get(keys)
         missing = [at for at, turn in enumerate(turns) if turn is None]
         if missing:
-            given = {**variables, TURNS: [messages[at] for at in missing], FIRST: messages[0]}
+            given = {**variables, TURNS: [messages[at] for at in missing]}
             *shown, rest = self._form.turns.render(given).split(self._mark)
             if len(shown) != len(missing) or rest:
                 return None
             for at, turn in zip(missing, shown, strict=True):
                 turns[at] = turn
                 self._memory.put(keys[at], turn)
-        return "".join((before, *turns, behind))  # type: ignore[arg-type]
+        return turns  # type: ignore[return-value]
 
     def _setting(
         self, variables: Mapping[str, Any], options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
     ) -> _Setting | None:
         """What turns depend on beside their message: its number, and both ends where they are fixed."""
-        for value in options.values():
-            if type(value) not in _PLAIN_TYPES:
-                return None
+        given = options_key(options)
+        if given is None:
+            return None
         of_first = None
         if self._form.names_first:
             role, content = messages[0].get("role"), messages[0].get("content")
             if tuple(messages[0]) != _PLAIN_FORM or type(content) is not str:
                 return None
             of_first = role, content
-        # True and 1 are equal and look different.
-        key = (of_first, *((name, type(value), value) for name, value in options.items()))
+        key = of_first, given
         setting = self._settings.get(key)
         if setting is None:
             ends = self._ends(variables) if self._form.is_fixed else None
@@ -112,6 +156,28 @@ class Turns:
 
     def _ends(self, variables: Mapping[str, Any]) -> tuple[str, str]:
         return self._form.before.render(variables), self._form.behind.render(variables)
+
+
+def options_key(options: Mapping[str, Any]) -> tuple[object, ...] | None:
+    """What tells options apart that may be shown differently; None where that is in doubt, or too long."""
+    if len(options) > _OPTIONS_MAX:
+        return None
+    for name, value in options.items():
+        text = value if type(value) is str else ""
+        if type(value) not in _PLAIN_TYPES or len(name) + len(text) > _OPTION_CHARS_MAX:
+            return None
+    # True and 1 are equal and look different.
+    return tuple([(name, type(value), value) for name, value in options.items()])
+
+
+def _keys(messages: Sequence[Mapping[str, Any]], number: int) -> list[_Key | None]:
+    return [
+        # Only of a message of this form role and content are all that there is, down to the order.
+        (number, message["role"], content)
+        if tuple(message) == _PLAIN_FORM and type(content := message["content"]) is str
+        else None
+        for message in messages
+    ]
 
 
 class _Memory:

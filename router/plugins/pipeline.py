@@ -28,6 +28,7 @@ from router.plugins.producers import (
 from router.plugins.profiles import PluginError
 from router.pods import Pod
 from router.routing import Routing, Situation
+from tokenization.chat_messages import decoded
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
 
 
 def _is_multimodal(body: Mapping[str, Any]) -> bool:
-    messages = body.get("messages")
+    messages = decoded(body.get("messages"))
     if not isinstance(messages, list):
         return False
     for message in messages[:_PARTS_MAX]:

@@ -35,7 +35,9 @@ def test_protobuf_reads_what_was_decided(
             prices[place][name] = value
     order = np.arange(len(pods))[::-1].copy()
     addresses = [f"{name}:{place}" for place, (name, _, _) in enumerate(pods)]
-    ranked = Ranking(addresses, prices, credits, order, prompt_tokens, 16, [])
+    ranked = Ranking(
+        addresses, prices, credits, order, prompt_tokens, 16, [], int(credits["cached_tokens"].max())
+    )
     decision = Decision(request_id, "chat", "m", ranked, {}, prompt_tokens, degraded, 0.0)
     answer = pb.PickEndpointResponse.FromString(pick_answer(decision, lambda address: f"pod {address}"))
     assert [endpoint.address for endpoint in answer.endpoints] == addresses[::-1]

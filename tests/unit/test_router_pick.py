@@ -19,8 +19,17 @@ def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:
     for place, (cost_s, cached_tokens, awaiting) in enumerate(pods):
         prices[place]["cost_s"], prices[place]["awaiting"] = cost_s, awaiting
         credits[place]["cached_tokens"] = cached_tokens
-    order = least_cost_first(prices["cost_s"], np.random.default_rng(seed))
-    return Ranking([f"a:{place}" for place in range(len(pods))], prices, credits, order, 1000, 16, [])
+    order = least_cost_first(prices["cost_s"], seed)
+    return Ranking(
+        [f"a:{place}" for place in range(len(pods))],
+        prices,
+        credits,
+        order,
+        1000,
+        16,
+        [],
+        int(credits["cached_tokens"].max()),
+    )
 
 
 @given(st.lists(st.floats(-10, 1e9), min_size=1, max_size=20), st.integers(0, 2**32))

@@ -1,0 +1,271 @@
+"""Where a pick's time goes inside the router: the door's own code on whole requests, without sockets.
+
+`python -m benchmarks.pick_inside [--json] [--quick] [--rounds N]`; also the last part of `benchmarks.pick`.
+16 pods of which 8 hold each warm conversation, told by real events. CPU of the calling thread, medians over
+rounds: `route_SIZE_us` is a request from its bytes to the answer's, `end_SIZE_us` what its end costs,
+`route_SIZE_STEP_us` the steps, from rounds of their own, in which each also pays for a look at the clock.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from benchmarks.conversations import SIZES, write_bodies
+from benchmarks.fake_events import BLOCK_TOKENS
+from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
+from benchmarks.report import Report, read_options
+from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
+from indexer.pod_entry import PodEntry
+from router.admission import Admission, AdmissionParameters
+from router.check_http import CheckHttpDoor
+from router.explain import Explain
+from router.gateway_pick import GatewayPick
+from router.http_requests import HttpRequest, RequestReader
+from router.ledger import Ledger, LedgerParameters
+from router.metrics import RouterMetrics
+from router.outcomes import ACCESS_LOG, Outcomes
+from router.pods import Pod, PodSet, ServedModels
+from router.rates import PrefillRates, RateParameters
+from router.route import Router
+from router.schedule import Scheduler
+from router.scrape import EngineLoad
+from router.tokens import TokenizeOptions, TokenizerRegistry
+from tokenization import TINY_DIRECTORY
+
+_PODS = 16
+_EVENTS_PORT, _REPLAY_PORT = 21_601, 21_701
+_WAIT_S = 120.0
+# Far off, so that a busy machine cannot turn the measured work into a refusal.
+_DEADLINE_S = 30.0
+_BODY_BYTES_MAX = 8 << 20
+_RECEIVE_BYTES = 64 << 10
+_DECISIONS_KEPT = 1000
+# Requests in flight at once, as with so many clients.
+_CLIENTS = 32
+_BURSTS = {"small": 32, "40kb": 16, "400kb": 4}
+_HEAD = (
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:8080\r\ncontent-type: application/json\r\n"
+    "content-length: {length}\r\nx-forwarded-proto: http\r\nx-request-id: {request_id}\r\n"
+    "x-envoy-expected-rq-timeout-ms: 30000\r\nx-envoy-auth-partial-body: false\r\nx-envoy-internal: true\r\n"
+    "x-forwarded-for: 127.0.0.1\r\n\r\n"
+)
+
+
+class Inside:
+    """One router's own code, with pods that it knows from their events.
+
+    Args:
+        bodies: A file with one chat body a line, which every second pod holds.
+    """
+
+    def __init__(self, bodies: Path) -> None:
+        registry = CollectorRegistry()
+        pods = PodSet()
+        ledger = Ledger(LedgerParameters(), pods.board)
+        metrics = RouterMetrics(registry)
+        explain = Explain(_DECISIONS_KEPT, lambda address: address)
+        rates = PrefillRates(RateParameters(), pods.board)
+        self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
+        self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
+        self.tokenizers = TokenizerRegistry.load(
+            {MODEL: TINY_DIRECTORY}, TokenizeOptions(deadline_s=_DEADLINE_S)
+        )
+        self.scheduler = Scheduler(
+            pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
+        )
+        self.router = Router(
+            pods=pods,
+            tokenizers=self.tokenizers,
+            index=self.index,
+            admission=Admission(AdmissionParameters(), pods.board),
+            scheduler=self.scheduler,
+            sink=self.outcomes,
+        )
+        self.picks = GatewayPick(self.router, metrics)
+        self.door = CheckHttpDoor(self.picks, metrics, _BODY_BYTES_MAX)
+        self._numbers = count()
+        # Alive as long as the router: a view whose publisher is gone counts less.
+        argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
+        self._events = subprocess.Popen([*argv, str(_PODS), str(bodies)], stdin=subprocess.PIPE)
+        entries = [PodEntry(f"pod-{at}", "bench", f"10.0.0.{at}", 8000) for at in range(_PODS)]
+        pods.declare(entries)
+        for entry in entries:
+            pods.put(_pod(entry))
+        self._follow([entry.pod for entry in entries])
+
+    def requests(self, bodies: Iterator[bytes], number: int) -> list[tuple[str, bytes]]:
+        """Requests with new ids, as Envoy sends them."""
+        made = []
+        for body, at in zip(bodies, range(number), strict=False):
+            request_id = f"{next(self._numbers):08x}-0000-4000-8000-{at:012x}"
+            head = _HEAD.format(length=len(body), request_id=request_id)
+            made.append((request_id, head.encode() + body))
+        return made
+
+    def answer(self, received: bytes) -> bytes:
+        """Answers a request, which is received as the server receives it."""
+        return self.door.answer(_received(received), False)
+
+    def end(self, request_id: str) -> None:
+        """The access log tells that the request is over."""
+        self.outcomes.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
+
+    def close(self) -> None:
+        """Ends its threads and the pods."""
+        self.index.close()
+        self.tokenizers.close()
+        self._events.kill()
+        self._events.communicate()
+
+    def _follow(self, pods: list[str]) -> None:
+        """Has the pods tell what they hold, and waits until all of it is known."""
+        streams = [
+            PodStream(
+                pod,
+                MODEL,
+                f"tcp://127.0.0.1:{_EVENTS_PORT + at}",
+                f"tcp://127.0.0.1:{_REPLAY_PORT + at}",
+            )
+            for at, pod in enumerate(pods)
+        ]
+        self.index.start()
+        self.index.follow(streams)
+        deadline_s, before = time.monotonic() + _WAIT_S, -1
+        while before != self.index.stats().holdings or not before or not self._is_exact(pods):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the pods' events did not come")
+            before = self.index.stats().holdings
+            time.sleep(1.0)
+
+    def _is_exact(self, pods: list[str]) -> bool:
+        states = self.index.states()
+        return all(states.get(pod) is StreamState.EXACT for pod in pods)
+
+
+def measure(bodies: dict[str, Path], report: Report, *, rounds: int, bursts: int) -> None:
+    """Prints the figures of every size."""
+    inside = Inside(bodies["all"])
+    try:
+        for size in SIZES:
+            lines = cycle(bodies[size].read_bytes().splitlines())
+            whole: list[float] = []
+            ends: list[float] = []
+            for at in range(rounds + 1):
+                route_us, end_us = _round(inside, lines, _BURSTS[size], bursts)
+                if at:  # the first warms caches
+                    whole.append(route_us)
+                    ends.append(end_us)
+            report.figure(f"route_{size}_us", "us", whole, pods=_PODS, cpu="thread")
+            report.figure(f"end_{size}_us", "us", ends, pods=_PODS, cpu="thread")
+            for name, values in _parts(inside, lines, _BURSTS[size], bursts, rounds).items():
+                report.figure(f"route_{size}_{name}_us", "us", values, pods=_PODS, cpu="thread")
+    finally:
+        inside.close()
+
+
+def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> tuple[float, float]:
+    """CPU microseconds of a request, and of its end."""
+    route_ns = end_ns = 0
+    for _ in range(bursts):
+        requests = inside.requests(lines, burst)
+        then_ns = time.thread_time_ns()
+        for _, received in requests:
+            inside.answer(received)
+        routed_ns = time.thread_time_ns()
+        for request_id, _ in requests:
+            inside.end(request_id)
+        route_ns += routed_ns - then_ns
+        end_ns += time.thread_time_ns() - routed_ns
+    each = 1000 * burst * bursts
+    return route_ns / each, end_ns / each
+
+
+def _parts(
+    inside: Inside, lines: Iterator[bytes], burst: int, bursts: int, rounds: int
+) -> dict[str, list[float]]:
+    """CPU microseconds of a request's steps."""
+    values: dict[str, list[float]] = {}
+    with _watched(inside) as took_ns:
+        for _ in range(rounds):
+            took_ns.clear()
+            _round(inside, lines, burst, bursts)
+            for name, ns in took_ns.items():
+                values.setdefault(name, []).append(ns / (1000 * burst * bursts))
+    return values
+
+
+@contextmanager
+def _watched(inside: Inside) -> Iterator[dict[str, int]]:
+    """Has the steps add their nanoseconds up."""
+    took_ns: dict[str, int] = {}
+    steps: list[tuple[Any, str, str]] = [
+        (inside.tokenizers, "prompt_tokens", "tokens"),
+        (inside.index, "block_keys", "keys"),
+        (inside.index, "match", "match"),
+        (inside.scheduler, "schedule", "schedule"),
+        (inside.index, "speculate", "speculate"),
+        (inside.outcomes, "decided", "decided"),
+        (inside.router, "route", "whole"),
+    ]
+    kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
+    for owner, method, name in steps:
+        setattr(owner, method, _timed(getattr(owner, method), name, took_ns))
+    try:
+        yield took_ns
+    finally:
+        for owner, method, original in kept:
+            setattr(owner, method, original)
+
+
+def _timed(call: Callable[..., object], name: str, took_ns: dict[str, int]) -> Callable[..., object]:
+    @wraps(call)
+    def timed(*args: object, **kwargs: object) -> object:
+        then_ns = time.thread_time_ns()
+        answer = call(*args, **kwargs)
+        took_ns[name] = took_ns.get(name, 0) + time.thread_time_ns() - then_ns
+        return answer
+
+    return timed
+
+
+def _received(data: bytes) -> HttpRequest:
+    reader = RequestReader(_BODY_BYTES_MAX)
+    requests = reader.feed(memoryview(data)[:_RECEIVE_BYTES])
+    if requests:
+        return requests.popleft()
+    rest = reader.rest
+    assert rest is not None
+    rest[:] = data[_RECEIVE_BYTES:]
+    return reader.finish()
+
+
+def _pod(entry: PodEntry) -> Pod:
+    load = EngineLoad(waiting=0, running=0, kv_usage=0.1, kv_capacity_tokens=16_000_000, scraped_s=0.0)
+    models = ServedModels(MODEL, frozenset({MODEL}), max_model_len=MAX_MODEL_LEN)
+    return Pod(entry.pod, entry.name, entry, ready=True, why="", probed=True, models=models, load=load)
+
+
+def main() -> int:
+    """Measures and prints."""
+    read = read_options(__doc__)
+    read.report.machine()
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
+        bodies = write_bodies(Path(name))
+        measure(bodies, read.report, rounds=read.rounds, bursts=read.of_size(30, 2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
