@@ -16,10 +16,12 @@ from router.flow_config import fairness_of, flow_of
 from router.flow_metrics import FlowMetrics
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline
+from router.plugins.catalogue import is_own
 from router.pods import PodSet
 from router.routing import Ranker
 from router.schedule import Scheduler
 from router.sessions import SessionParameters, Sessions
+from router.tokens import TokenizerRegistry
 
 
 def entrance(
@@ -94,6 +96,14 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker
         sessions=sessions,
         ranker=ranker,
     )
+
+
+def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:
+    """Whether a pick may wait: for its turn, for another process, or for a plugin of the user's own."""
+    if flow is not None or tokenizers.asks_others:
+        return True
+    plugins = config.picker.plugins.values() if config.picker is not None else ()
+    return any(is_own(plugin.type) for plugin in plugins)
 
 
 def plugin_states(ranker: Ranker | None, flow: FlowControl | None) -> dict[str, Any]:

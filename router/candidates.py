@@ -34,7 +34,7 @@ class Candidates:
 
 
 def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
-    """Filters the pods.
+    """Filters the pods. Where none is ready, those that only fell silent are better than nothing.
 
     Raises:
         NoEndpointError: No pod is ready, or none of those the gateway allows.
@@ -42,8 +42,9 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
     """
     allowed, excluded = [], {}
     ready = serving = False
+    none_ready = not any(pod.ready for pod in pods.values())
     for pod in pods.values():
-        if not pod.ready:
+        if not (pod.ready or (none_ready and pod.silent)):
             excluded[pod.address] = f"not ready: {pod.why}"
             continue
         ready = True

@@ -51,7 +51,8 @@ from router.stream_watch import StreamWatcher
 
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
-_HEALTH_THREADS = 8
+# Each may be a watch, which keeps a thread.
+_HEALTH_CALLS = 32
 # Larger requests may take long to tokenize; meanwhile others on the same connection are served.
 _INLINE_BYTES_MAX = 64 << 10
 _INLINE = (
@@ -59,8 +60,9 @@ _INLINE = (
     f"/{CHECK_SERVICE}/Check",
     f"/{PICK_SERVICE}/PickEndpoint",
     f"/{PICK_SERVICE}/ReportOutcome",
-    "/grpc.health.v1.Health/Check",
 )
+# Never waits, nor must it: streams of Watch take all threads that they can get.
+_HEALTH = {"/grpc.health.v1.Health/Check": _INLINE_BYTES_MAX}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,11 @@ class Doors:
             "--grpc-health-port",
             config.host,
             config.grpc_health_port,
-            threads=_HEALTH_THREADS,
-            requests_max=4 * _HEALTH_THREADS,
+            threads=_HEALTH_CALLS,
+            requests_max=_HEALTH_CALLS,
             message_bytes_max=0,
             services=(parts.health.add_to,),
-            inline={} if config.grpc_transport == "native" else None,
+            inline=_HEALTH if config.grpc_transport == "native" else None,
         )
         self._debug = self._listen_debug(parts)
 
@@ -207,7 +209,7 @@ class Doors:
     @staticmethod
     def _inline(may_wait: bool) -> dict[str, int]:
         # Whoever waits for its turn, or for another process, must not hold up its neighbours.
-        return {} if may_wait else dict.fromkeys(_INLINE, _INLINE_BYTES_MAX)
+        return _HEALTH if may_wait else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH}
 
     def _listen_debug(self, parts: DoorParts) -> DebugServer:
         config = self._config

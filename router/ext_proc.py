@@ -25,6 +25,7 @@ from router.ext_proc_messages import (
 )
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
+from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, http_request, too_large
@@ -58,7 +59,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._options = options
 
-    def exchange(self) -> _Exchange:
+    def exchange(self, _stream: ExchangeStream | None = None) -> _Exchange:
         """One HTTP request's way, to be fed its messages one by one and closed."""
         return _Exchange(self._picks, self._outcomes, self._metrics, self._options)
 

@@ -309,6 +309,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             pod,
             ready=pod.entry.ready,
             why="" if pod.entry.ready else NOT_READY_THERE,
+            silent=False,
             probed=True,
             failures=0,
             refused=False,
@@ -319,7 +320,15 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
     failures = pod.failures + 1 if result.timed_out else 0
     if result.timed_out and pod.ready and failures < _TIMEOUTS_MAX:
         return replace(pod, failures=failures)
-    return replace(pod, ready=False, why=result.why, probed=True, failures=failures, refused=result.refused)
+    return replace(
+        pod,
+        ready=False,
+        why=result.why,
+        silent=result.timed_out and (pod.ready or pod.silent),
+        probed=True,
+        failures=failures,
+        refused=result.refused,
+    )
 
 
 def pod_stream(pod: Pod) -> PodStream | None:

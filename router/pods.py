@@ -44,6 +44,7 @@ class Pod:
         address: "ip:port", its identity.
         ready: Whether it may be given requests.
         why: Why it is not ready, for a person; empty when it is.
+        silent: Whether only silence took it out: it was late, or its connection broke. It may answer yet.
         probed: Whether it was ever probed to an end.
         failures: Probes in a row that ran out of time.
         refused: Whether nothing listened at its port the last time.
@@ -57,6 +58,7 @@ class Pod:
     entry: PodEntry
     ready: bool = False
     why: str = "not probed yet"
+    silent: bool = False
     probed: bool = False
     failures: int = 0
     models: ServedModels | None = None
@@ -116,7 +118,7 @@ class PodSet:
         self._pods = {**self._pods, pod.address: pod}
         if pod.load is not None and pod.load is not known.load:
             self.board.scraped(pod.address, pod.load)
-        if (pod.ready, pod.why, pod.models, pod.entry) != (known.ready, known.why, known.models, known.entry):
+        if _standing(pod) != _standing(known):
             self.generation += 1
 
     def suspect(self, address: str, why: str) -> Pod | None:
@@ -124,7 +126,7 @@ class PodSet:
         pod = self._pods.get(address)
         if pod is None or not pod.ready:
             return None
-        self.put(replace(pod, ready=False, why=why))
+        self.put(replace(pod, ready=False, why=why, silent=True))
         return pod
 
 
@@ -134,10 +136,15 @@ def redeclared(pod: Pod, entry: PodEntry) -> Pod:
         return pod
     if not entry.ready:
         why = NOT_READY_THERE if pod.ready else pod.why
-        return replace(pod, entry=entry, ready=False, why=why)
+        return replace(pod, entry=entry, ready=False, why=why, silent=False)
     if pod.why == NOT_READY_THERE:
         return replace(pod, entry=entry, ready=True, why="")
     return replace(pod, entry=entry)
+
+
+def _standing(pod: Pod) -> tuple[object, ...]:
+    """What decides which requests it may take."""
+    return pod.ready, pod.why, pod.silent, pod.models, pod.entry
 
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:

@@ -6,8 +6,9 @@ is route()'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import grpc
@@ -19,10 +20,11 @@ from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
 from router.errors import EvictedError, RequestError
-from router.evictions import Evictions
+from router.evictions import Evictable, Evictions
 from router.ext_proc_messages import BodyMode, header_values, streamed
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
+from router.h2.methods import ExchangeStream
 from router.interruptible import Interruptible
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
@@ -96,12 +98,15 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self, request_iterator: Iterator[pb.ProcessingRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ProcessingResponse]:
         """Serves one HTTP request."""
-        exchange = _Exchange(self._parts, self._options, context)
-        with self._parts.metrics.inside(_DOOR):
-            try:
-                yield from self._serve(exchange, request_iterator)
-            finally:
-                exchange.close()
+        exchange = _Exchange(self._parts, self._options, context.is_active)
+        try:
+            yield from self._serve(exchange, request_iterator)
+        finally:
+            exchange.close()
+
+    def exchange(self, stream: ExchangeStream) -> ReferenceExchange:
+        """The same, to be fed its messages one by one."""
+        return ReferenceExchange(_Exchange(self._parts, self._options, stream.is_active), self._parts, stream)
 
     def _serve(
         self, exchange: _Exchange, messages: Iterator[pb.ProcessingRequest]
@@ -134,27 +139,62 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
             rest.close()
 
 
+class ReferenceExchange:
+    """One HTTP request's way, taken back by an answer behind whatever is being answered."""
+
+    def __init__(self, exchange: _Exchange, parts: ReferenceParts, stream: ExchangeStream) -> None:
+        self._exchange = exchange
+        self._evictions = parts.evictions
+        self._stream = stream
+        self._entry: Evictable | None = None
+        self.finished = False
+
+    @property
+    def is_routed(self) -> bool:
+        """See `Exchange`."""
+        return self._exchange.is_routed
+
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+        """See `Exchange`."""
+        exchange = self._exchange
+        yield from exchange.answers(message)
+        self.finished = exchange.finished
+        priority = exchange.evictable_priority
+        if priority is not None and self._entry is None and self._evictions is not None:
+            evict = partial(self._stream.interrupt, exchange.evicted)
+            self._entry = self._evictions.enter(priority, evict)
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        if self._entry is not None and self._evictions is not None:
+            self._evictions.leave(self._entry)
+        self._exchange.close()
+
+
 class _Exchange:
     """One HTTP request's way through the door.
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
+        is_routed: Whether its pod is picked.
         evictable_priority: Of a request that is on its way and may be taken back; else None.
     """
 
     def __init__(
-        self, parts: ReferenceParts, options: ReferenceOptions, context: grpc.ServicerContext
+        self, parts: ReferenceParts, options: ReferenceOptions, is_active: Callable[[], bool]
     ) -> None:
         self._parts = parts
         self._options = options
-        self._context = context
+        self._is_active = is_active
         self.finished = False
         self.evictable_priority: int | None = None
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
         self._subset: frozenset[str] | None = None
         self._body = bytearray()
-        self._is_routed = False
+        self.is_routed = False
+        self._inside = parts.metrics.inside(_DOOR)
+        self._inside.__enter__()
         self._phase = ResponsePhase(parts.outcomes)
         self._response = ReferenceResponse(self._phase, parts.reporter, options.max_request_bytes)
 
@@ -189,6 +229,7 @@ class _Exchange:
 
     def close(self) -> None:
         """The stream has ended, however it did."""
+        self._inside.__exit__(None, None, None)
         if self._options.responses_full:
             self._phase.cut()
 
@@ -212,7 +253,7 @@ class _Exchange:
         body = message.request_body
         if self._headers is None:
             self._parts.metrics.dropped(_DOOR, "body_before_headers")
-        elif self._is_routed:
+        elif self.is_routed:
             # Envoy repeats the end of the stream for bodies above 1 MB.
             self._parts.metrics.dropped(_DOOR, "repeated_end_of_stream")
         else:
@@ -225,13 +266,13 @@ class _Exchange:
                 yield from self._route(has_trailers=False)
 
     def _request_trailers(self) -> Iterator[pb.ProcessingResponse]:
-        if self._headers is not None and not self._is_routed:
+        if self._headers is not None and not self.is_routed:
             yield from self._route(has_trailers=True)
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
     def _any_endpoint(self) -> pb.ProcessingResponse:
         """The answer to a request without a body: any endpoint will do."""
-        self._is_routed = True
+        self.is_routed = True
         ready = [pod.address for pod in self._parts.pods.snapshot().values() if pod.ready]
         if not ready:
             self._refuse(RequestError(500, "no pods available in datastore"))
@@ -241,7 +282,7 @@ class _Exchange:
 
     def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
         """Picks for a request whose body is complete."""
-        self._is_routed = True
+        self.is_routed = True
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
         request_id, _ = kept_request_id(headers)
@@ -250,7 +291,7 @@ class _Exchange:
             RequestKind.PASSTHROUGH,
             candidates=self._candidates(),
             headers=headers,
-            abandoned=lambda: not self._context.is_active(),
+            abandoned=lambda: not self._is_active(),
         )
         try:
             request, sent, api = self._resolved(request, body)

@@ -17,7 +17,7 @@ from indexer import KvIndexer, PodStream
 from indexer.open_files import raise_open_files
 from indexer.peer_service import PeerDoor
 from indexer.reconcile import EngineReading
-from router.assembly import entrance, plugin_states, ranker, scheduler
+from router.assembly import entrance, may_wait, plugin_states, ranker, scheduler
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
 from router.discovery import open_source
@@ -192,7 +192,7 @@ class RouterServer:
                 registry=registry,
                 pages=pages,
                 peers=PeerDoor(self.index.exports),
-                may_wait=self._flow is not None or self._ranker is not None or self._tokenizers.asks_others,
+                may_wait=may_wait(self._config, self._flow, self._tokenizers),
                 evictions=self._flow.evictions if self._flow is not None else None,
             ),
         )

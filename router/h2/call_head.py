@@ -18,7 +18,8 @@ _ENCODINGS = b"identity,deflate,gzip"
 _TIMEOUT_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT_DIGITS_MAX = 8
 # What HTTP/2 and gRPC themselves mean by a field is no metadata.
-_RESERVED = (b":", b"grpc-", b"te", b"content-type")
+_RESERVED = frozenset((b"te", b"content-type"))
+_RESERVED_BEGINNINGS = (b":", b"grpc-")
 # Details beyond this length would not fit a peer's header list.
 _DETAILS_MAX = 4096
 
@@ -49,8 +50,11 @@ class CallHead:
     @property
     def metadata(self) -> Metadata:
         """What the client says beside gRPC's own fields; values of "-bin" keys as bytes."""
-        pairs = [pair for pair in self.fields if not pair[0].startswith(_RESERVED)]
-        return tuple((name.decode("latin-1"), _value(name, value)) for name, value in pairs)
+        return tuple(
+            (name.decode("latin-1"), _value(name, value))
+            for name, value in self.fields
+            if name not in _RESERVED and not name.startswith(_RESERVED_BEGINNINGS)
+        )
 
 
 def call_head(fields: Fields) -> CallHead:

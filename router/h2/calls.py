@@ -16,6 +16,9 @@ from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, ref
 from router.h2.messages import MessageError, MessageReader, prefixed
 from router.h2.streams import Stream
 
+# Tiny messages take many times their bytes while they wait to be served.
+_WAITING_MAX = 10_000
+
 
 class Link(Protocol):
     """The way to a call's client."""
@@ -100,6 +103,17 @@ class Call:
     def _message(self, message: bytes, size: int) -> None:
         """A message has come."""
         raise NotImplementedError
+
+    @staticmethod
+    def _check_waiting(count: int) -> None:
+        """Refuses a message behind so many.
+
+        Raises:
+            MessageError: They are too many.
+        """
+        if count >= _WAITING_MAX:
+            details = f"more than {_WAITING_MAX} messages wait to be served"
+            raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
 
     def _all_received(self) -> None:
         """No more will come."""

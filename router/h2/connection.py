@@ -7,18 +7,20 @@ of gRPC but that a header block means something to `read_head`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from router.h2 import frames
 from router.h2.errors import H2Code, H2Error
 from router.h2.frames import FrameType, Setting
 from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks
-from router.h2.received_frames import FrameReader
-from router.h2.streams import Drained, Event, Opened, Received, Reset, Stream
+from router.h2.received_frames import FrameReader, expect_size, unpadded
+from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
-# All streams of a connection together may have so much on its way or unread.
+# All streams of a connection together may have so much on its way. It is given back as it comes, for messages
+# that come in parts, side by side, would otherwise wait for each other for ever.
 _CONNECTION_WINDOW_BYTES = 32 << 20
+# And so much unread: beyond it the stream that asks for more is given up.
+_UNREAD_BYTES_MAX = 128 << 20
 # A peer that asks for so many answers without taking one does not want them.
 _CONTROL_ANSWERS_MAX = 1000
 
@@ -47,12 +49,12 @@ class H2Connection:
         self._reader = FrameReader()
         self._events: list[Event] = []
         self._control_answers = 0
-        self._block: _Block | None = None
+        self._block: OpenBlock | None = None
         self._peer_frame_bytes = frames.FRAME_BYTES_LEAST
         self._peer_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._send_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
-        self._consumed_bytes = 0
+        self._consumed_bytes = self._unread_bytes = 0
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: streams_max,
             Setting.INITIAL_WINDOW_SIZE: window_bytes,
@@ -60,7 +62,7 @@ class H2Connection:
             Setting.MAX_HEADER_LIST_SIZE: LIST_BYTES_MAX,
         }
         more_bytes = _CONNECTION_WINDOW_BYTES - frames.WINDOW_BYTES_DEFAULT
-        self._out = [
+        self._out: list[bytes | memoryview] = [
             frames.settings_frame(settings),
             frames.number_frame(FrameType.WINDOW_UPDATE, 0, more_bytes),
         ]
@@ -89,7 +91,7 @@ class H2Connection:
                 handle(self, flags, stream_id, payload)
         return self._events
 
-    def take_out(self) -> list[bytes]:
+    def take_out(self) -> list[bytes | memoryview]:
         """What is to be sent now, in order; it is the caller's from here on."""
         out, self._out = self._out, []
         self._control_answers = 0
@@ -134,7 +136,7 @@ class H2Connection:
         if stream.is_closed:
             return  # given back when it was closed
         stream.unread_bytes -= size
-        self._return_connection_window(size)
+        self._unread_bytes -= size
         if stream.is_remote_closed:
             return
         stream.consumed_bytes += size
@@ -152,18 +154,25 @@ class H2Connection:
         self._receive_window_bytes -= size
         if self._receive_window_bytes < 0:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the connection's window")
+        self._return_connection_window(size)
         stream = self.streams.get(stream_id)
-        if stream is None or stream.is_remote_closed:
+        if stream is None:
             self._check_was_open(stream_id)
-            self._return_connection_window(size)
+            return
+        if stream.is_remote_closed:
+            self._give_up(stream, H2Code.STREAM_CLOSED)
             return
         stream.receive_window_bytes -= size
         if stream.receive_window_bytes < 0:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the stream's window")
         stream.unread_bytes += size
+        self._unread_bytes += size
+        if self._unread_bytes > _UNREAD_BYTES_MAX:
+            self._give_up(stream, H2Code.ENHANCE_YOUR_CALM)
+            return
         is_over = bool(flags & frames.END_STREAM)
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
+            payload = unpadded(payload)
             self.consumed(stream, size - len(payload))
         stream.is_remote_closed = is_over
         self._events.append(Received(stream, payload, is_over))
@@ -172,12 +181,12 @@ class H2Connection:
         if not stream_id & 1:
             raise _broken("a client's streams have odd numbers")
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
+            payload = unpadded(payload)
         if flags & frames.PRIORITY:
             if len(payload) < 5:
                 raise H2Error(H2Code.FRAME_SIZE_ERROR, "HEADERS without its priority")
             payload = payload[5:]
-        self._block = _Block(stream_id, bool(flags & frames.END_STREAM), payload)
+        self._block = OpenBlock(stream_id, bool(flags & frames.END_STREAM), payload)
         if flags & frames.END_HEADERS:
             self._block_complete(self._block)
 
@@ -192,7 +201,7 @@ class H2Connection:
         if flags & frames.END_HEADERS:
             self._block_complete(block)
 
-    def _block_complete(self, block: _Block) -> None:
+    def _block_complete(self, block: OpenBlock) -> None:
         self._block = None
         # Also of streams that are refused: the table follows every block.
         head = self._heads.head(block.data)
@@ -216,7 +225,7 @@ class H2Connection:
         self._events.append(Opened(stream, block.is_over))
 
     def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        _expect_size(payload, 4, "RST_STREAM")
+        expect_size(payload, 4, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:
             self._check_was_open(stream_id)
@@ -228,13 +237,15 @@ class H2Connection:
         if stream_id:
             raise _broken("SETTINGS of a stream")
         if flags & frames.ACK:
-            _expect_size(payload, 0, "an acknowledgement of SETTINGS")
+            expect_size(payload, 0, "an acknowledgement of SETTINGS")
             return
         if len(payload) % 6:
             raise H2Error(H2Code.FRAME_SIZE_ERROR, "SETTINGS of no whole number of pairs")
-        for name, value in frames.read_settings(payload):
-            self._setting(name, value)
+        # Before anything that wider windows let go: clients count by the new ones from here on.
         self._answer_control(frames.frame(FrameType.SETTINGS, frames.ACK, 0))
+        # Each name once: that all streams follow a change of their windows must not be had for a few bytes.
+        for name, value in dict(frames.read_settings(payload)).items():
+            self._setting(name, value)
 
     def _setting(self, name: int, value: int) -> None:
         if name == Setting.ENABLE_PUSH and value > 1:
@@ -253,20 +264,19 @@ class H2Connection:
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise _broken("PING of a stream")
-        _expect_size(payload, 8, "PING")
+        expect_size(payload, 8, "PING")
         if not flags & frames.ACK:
             self._answer_control(frames.frame(FrameType.PING, frames.ACK, 0, payload))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        _expect_size(payload, 4, "WINDOW_UPDATE")
+        expect_size(payload, 4, "WINDOW_UPDATE")
         more = int.from_bytes(payload, "big") & frames.WINDOW_BYTES_MOST
         if stream_id:
             stream = self.streams.get(stream_id)
             if stream is None:
                 self._check_was_open(stream_id)
-            elif not more:
-                self.reset(stream, H2Code.PROTOCOL_ERROR)
-                self._events.append(Reset(stream))
+            elif not 0 < more <= frames.WINDOW_BYTES_MOST - stream.send_window_bytes:
+                self._give_up(stream, H2Code.FLOW_CONTROL_ERROR if more else H2Code.PROTOCOL_ERROR)
             else:
                 self._widen(stream, more)
             return
@@ -284,9 +294,13 @@ class H2Connection:
             raise _broken("GOAWAY without its numbers, or of a stream")
 
     def _priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        _expect_size(payload, 5, "PRIORITY")
+        expect_size(payload, 5, "PRIORITY")
         if not stream_id:
             raise _broken("PRIORITY of no stream")
+
+    def _give_up(self, stream: Stream, code: H2Code) -> None:
+        self.reset(stream, code)
+        self._events.append(Reset(stream))
 
     def _widen(self, stream: Stream, change: int) -> None:
         stream.send_window_bytes += change
@@ -307,7 +321,7 @@ class H2Connection:
             if len(data) > room:
                 pending.appendleft(data[room:])
                 data = data[:room]
-            self._out += (frames.head(len(data), FrameType.DATA, 0, stream.id), bytes(data))
+            self._out += (frames.head(len(data), FrameType.DATA, 0, stream.id), data)
             stream.pending_bytes -= len(data)
             self._take_room(stream, len(data))
         if pending:
@@ -339,7 +353,7 @@ class H2Connection:
         stream.is_closed = stream.is_remote_closed = True
         stream.pending.clear()
         stream.pending_bytes = 0
-        self._return_connection_window(stream.unread_bytes)
+        self._unread_bytes -= stream.unread_bytes
         self.streams.pop(stream.id, None)
 
     def _return_window(self, stream: Stream) -> None:
@@ -366,27 +380,6 @@ class H2Connection:
         self._control_answers += 1
         if self._control_answers > _CONTROL_ANSWERS_MAX:
             raise H2Error(H2Code.ENHANCE_YOUR_CALM, "too many frames that want an answer")
-
-
-@dataclass(slots=True)
-class _Block:
-    """A header block that is not complete yet."""
-
-    stream_id: int
-    is_over: bool
-    data: bytes
-    parts: int = 0
-
-
-def _unpadded(payload: bytes) -> bytes:
-    if not payload or payload[0] >= len(payload):
-        raise _broken("padding as long as its frame")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def _expect_size(payload: bytes, size: int, what: str) -> None:
-    if len(payload) != size:
-        raise H2Error(H2Code.FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes instead of {size}")
 
 
 def _broken(message: str) -> H2Error:

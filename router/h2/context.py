@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
 from typing import Any, NoReturn
 
 import grpc
 
 from router.h2.call_head import CallHead, Metadata
+
+_log = logging.getLogger(__name__)
 
 
 class CallAborted(Exception):  # noqa: N818 (no error: it is what the servicer asked for)
@@ -36,6 +40,7 @@ class CallContext(grpc.ServicerContext):
         self._cancel = cancel
         self._end_s = None if head.timeout_s is None else time.monotonic() + head.timeout_s
         self._callbacks: list[Callable[[], object]] = []
+        self._lock = Lock()
         self._is_over = False
         self.code = grpc.StatusCode.OK
         self.details_text = ""
@@ -44,10 +49,14 @@ class CallContext(grpc.ServicerContext):
 
     def over(self) -> None:
         """The call has ended; callbacks are called."""
-        self._is_over = True
-        callbacks, self._callbacks = self._callbacks, []
+        with self._lock:
+            self._is_over = True
+            callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                _log.exception("a call's callback failed: %s", self._head.path)
 
     def is_active(self) -> bool:
         """gRPC's."""
@@ -64,10 +73,10 @@ class CallContext(grpc.ServicerContext):
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         """gRPC's."""
-        if self._is_over:
-            return False
-        self._callbacks.append(callback)
-        return True
+        with self._lock:
+            if not self._is_over:
+                self._callbacks.append(callback)
+            return not self._is_over
 
     def invocation_metadata(self) -> Metadata:
         """gRPC's."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -16,9 +18,11 @@ from router.stream_watch import CANCELED, OK, UNKNOWN
 
 _log = logging.getLogger(__name__)
 
+_Step = Callable[[], None]
+
 
 class ExchangeCall(Call):
-    """See above."""
+    """See above; one thread at a time is within the exchange."""
 
     def __init__(
         self,
@@ -30,62 +34,65 @@ class ExchangeCall(Call):
     ) -> None:
         super().__init__(link, stream, limits, ended)
         self._method = method
-        self._exchange = method.open()
+        self._room_bytes = limits.inline_bytes_max
+        # What the thread that serves is to do next.
+        self._waiting: deque[_Step] = deque()
+        self._is_serving = self._is_closed = False
+        self._code = CANCELED
+        self._exchange = method.open(self)
         self._watches = [watcher.opened(self) for watcher in method.watchers]
         for watch in self._watches:
             watch.waits()
-        self._room_bytes = limits.inline_bytes_max
-        # What another thread is to serve; None: the client has said all.
-        self._waiting: deque[tuple[bytes, int] | None] = deque()
-        self._is_elsewhere = self._is_serving = self._is_closed = False
-        self._code = CANCELED
+
+    def is_active(self) -> bool:
+        """Whether the client still waits."""
+        return not self.is_over
+
+    def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
+        """Ends the stream from outside, with these answers, behind what is being answered; does not block."""
+        self._do(partial(self._say_last, answers), here=False)
 
     def _message(self, message: bytes, size: int) -> None:
+        self._check_waiting(len(self._waiting))
         self._room_bytes -= size
-        if self._room_bytes >= 0 or self._exchange.is_routed:
-            if not self._goes_elsewhere((message, size), only_behind_others=True):
-                self._serve(message, size)
-        else:
-            self._goes_elsewhere((message, size))
+        here = self._room_bytes >= 0 or self._exchange.is_routed
+        self._do(partial(self._answer, message, size), here=here)
 
     def _all_received(self) -> None:
-        if not self._goes_elsewhere(None, only_behind_others=True):
-            self._finish()
+        self._do(self._finish, here=True)
 
-    def _goes_elsewhere(self, item: tuple[bytes, int] | None, *, only_behind_others: bool = False) -> bool:
-        """Hands over to another thread; `only_behind_others`: unless nothing is there already."""
+    def _do(self, step: _Step, *, here: bool) -> None:
+        """Takes a step: behind those of the thread that serves, or on this one, or on another."""
         with self._lock:
-            is_new = not self._is_elsewhere
-            if is_new and only_behind_others:
-                return False
-            self._is_elsewhere = True
-            self._waiting.append(item)
-        if is_new:
-            self._link.run(self._serve_waiting)
-        return True
+            is_alone, self._is_serving = not self._is_serving, True
+            if not is_alone or not here:
+                self._waiting.append(step)
+        if not is_alone:
+            return
+        if here:
+            self._take(step)
+            self._serve()
+        else:
+            self._link.run(self._serve)
 
-    def _serve_waiting(self) -> None:
+    def _serve(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._is_elsewhere = False
+                    self._is_serving = False
                     break
-                item = self._waiting.popleft()
-            if item is None:
-                self._finish()
-            else:
-                self._serve(*item)
+                step = self._waiting.popleft()
+            self._take(step)
+        # Whoever ended the call meanwhile has left that to us.
         self._close_once()
 
-    def _serve(self, data: bytes, size: int) -> None:
-        with self._lock:
-            if self.is_over:
-                return
-            self._is_serving = True
+    def _take(self, step: _Step) -> None:
+        if self.is_over:
+            return
         for watch in self._watches:
             watch.serves()
         try:
-            self._answer(data)
+            step()
         except MessageError as error:
             self._code = UNKNOWN
             self._end(error.status, str(error))
@@ -93,33 +100,36 @@ class ExchangeCall(Call):
             _log.exception("a call failed: %s", self._stream.head.path)
             self._code = UNKNOWN
             self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
-        self._link.consumed(self._stream, size)
-        self._is_serving = False
         for watch in self._watches:
             watch.waits()
-        # Whoever ended the call meanwhile has left that to us.
-        self._close_once()
 
-    def _answer(self, data: bytes) -> None:
-        exchange, method = self._exchange, self._method
+    def _answer(self, data: bytes, size: int) -> None:
+        exchange = self._exchange
         try:
-            message = method.read(data)
-        except Exception:
-            self._code = UNKNOWN
-            self._end(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
-            return
-        answers = b"".join([self._framed(method.written(answer)) for answer in exchange.answers(message)])
+            message = self._method.read(data)
+        except Exception as error:
+            raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
+        answers = self._written(exchange.answers(message))
         if exchange.finished:
             self._code = OK
             self._end(grpc.StatusCode.OK, data=answers)
-        elif answers:
+            return
+        if answers:
             self._say(answers)
             for watch in self._watches:
                 watch.answered()
+        self._link.consumed(self._stream, size)
+
+    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
+        self._code = OK
+        self._end(grpc.StatusCode.OK, data=self._written(answers()))
 
     def _finish(self) -> None:
         self._code = OK
         self._end(grpc.StatusCode.OK)
+
+    def _written(self, answers: Iterable[Any]) -> bytes:
+        return b"".join([self._framed(self._method.written(answer)) for answer in answers])
 
     def _released(self) -> None:
         self._close_once()
@@ -127,7 +137,7 @@ class ExchangeCall(Call):
     def _close_once(self) -> None:
         """Closes the exchange when the call is over and nobody is within it."""
         with self._lock:
-            if self._is_closed or not self.is_over or self._is_serving or self._is_elsewhere:
+            if self._is_closed or not self.is_over or self._is_serving:
                 return
             self._is_closed = True
         try:

@@ -89,11 +89,12 @@ class MessageReader:
             raise MessageError(grpc.StatusCode.INTERNAL, "a compressed message without grpc-encoding")
         decompressor = zlib.decompressobj(window_bits)
         try:
-            plain = decompressor.decompress(message, self._bytes_max)
+            # One more than allowed: at the limit itself zlib would keep the stream's end to itself.
+            plain = decompressor.decompress(message, self._bytes_max + 1)
         except zlib.error as error:
             raise MessageError(grpc.StatusCode.INTERNAL, f"no {self._encoding}: {error}") from error
-        if decompressor.unconsumed_tail:
-            raise self._too_large(self._bytes_max + 1)
+        if len(plain) > self._bytes_max:
+            raise self._too_large(len(plain))
         if not decompressor.eof:
             raise MessageError(grpc.StatusCode.INTERNAL, f"{self._encoding} ends too early")
         return plain

@@ -6,11 +6,27 @@ take a stream's messages one by one and so need no thread of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import grpc
+
+from router.h2.messages import MessageError
 from router.stream_watch import StreamWatcher
+
+_log = logging.getLogger(__name__)
+
+
+class ExchangeStream(Protocol):
+    """What an exchange knows of its stream."""
+
+    def is_active(self) -> bool:
+        """Whether the client still waits."""
+
+    def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
+        """Ends the stream from outside, with these answers, behind what is being answered; does not block."""
 
 
 class Exchange(Protocol):
@@ -44,7 +60,7 @@ class ExchangeMethod:
         written: An answer in, its bytes out.
     """
 
-    open: Callable[[], Exchange]
+    open: Callable[[ExchangeStream], Exchange]
     read: Callable[[bytes], Any]
     written: Callable[[Any], bytes]
     watchers: Sequence[StreamWatcher] = ()
@@ -91,11 +107,31 @@ class Methods:
         return None
 
 
+def not_one_message(path: str) -> MessageError:
+    """What ends a call that must have one message, and has not (gRPC's statuscodes.md)."""
+    return MessageError(grpc.StatusCode.UNIMPLEMENTED, f'"{path}" requires exactly one request message.')
+
+
 def serialized(message: Any, serializer: Callable[[Any], bytes] | None) -> bytes:
-    """A message's bytes; without a serializer it is bytes already."""
-    return message if serializer is None else serializer(message)
+    """A message's bytes; without a serializer it is bytes already.
+
+    Raises:
+        MessageError: It cannot be written.
+    """
+    try:
+        return message if serializer is None else serializer(message)
+    except Exception as error:
+        _log.exception("an answer cannot be serialized")
+        raise MessageError(grpc.StatusCode.INTERNAL, "Failed to serialize response!") from error
 
 
 def deserialized(data: bytes, deserializer: Callable[[bytes], Any] | None) -> Any:
-    """A message of its bytes; without a deserializer it stays bytes."""
-    return data if deserializer is None else deserializer(data)
+    """A message of its bytes; without a deserializer it stays bytes.
+
+    Raises:
+        MessageError: It is none.
+    """
+    try:
+        return data if deserializer is None else deserializer(data)
+    except Exception as error:
+        raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -30,6 +31,9 @@ _log = logging.getLogger(__name__)
 _RECEIVE_BYTES = 256 << 10
 # A frame's parts follow each other at once; whoever needs longer is no gateway.
 _FRAME_S = 10.0
+# Whoever takes an answer byte by byte keeps a thread that long.
+_WRITE_S = 30.0
+_FAREWELL_S = 0.05
 
 
 class Host(Protocol):
@@ -71,6 +75,11 @@ class Peer:
         self._steps = 0
         self._step_s: float | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no calls now."""
+        return not self._connection.streams
+
     def serve(self) -> None:
         """Reads until the connection ends, from whichever side."""
         room = memoryview(bytearray(_RECEIVE_BYTES))
@@ -94,14 +103,11 @@ class Peer:
 
     def drain(self) -> None:
         """Tells the client to make its next calls elsewhere, or on a new connection."""
-        with suppress(OSError), self._lock:
-            self._connection.goaway(is_early=True)
-            self._write_out()
+        self._say_farewell("the server goes", is_early=True)
 
     def close(self) -> None:
         """Ends the connection; its reader then ends by itself."""
-        with suppress(OSError):
-            self._say_goaway(H2Code.NO_ERROR, "the server ends")
+        self._say_farewell("the server ends", is_early=False)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -176,6 +182,7 @@ class Peer:
                 stream.call.drained()
             else:
                 stream.call.cancelled()
+            self._free_place(stream)
 
     def _begin(self, stream: Stream) -> Call | None:
         """The call for a new stream; None: it is refused, and answered."""
@@ -191,12 +198,31 @@ class Peer:
         if not host.begin_call():
             self._refuse(stream, grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
             return None
-        limits, ended = host.limits(head.path), host.end_call
-        if isinstance(method, ExchangeMethod):
-            return ExchangeCall(self, stream, limits, ended, method)
-        if method.request_streaming or method.response_streaming:
-            return ThreadedCall(self, stream, limits, ended, method)
-        return UnaryCall(self, stream, limits, ended, method)
+        stream.holds_place = True
+        limits, ended = host.limits(head.path), partial(self._call_ended, stream)
+        try:
+            if isinstance(method, ExchangeMethod):
+                return ExchangeCall(self, stream, limits, ended, method)
+            if method.request_streaming or method.response_streaming:
+                return ThreadedCall(self, stream, limits, ended, method)
+            return UnaryCall(self, stream, limits, ended, method)
+        except Exception as error:
+            _log.exception("a call cannot begin: %s", head.path)
+            self._refuse(stream, grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
+            ended()
+            return None
+
+    def _call_ended(self, stream: Stream) -> None:
+        stream.is_served = True
+        self._free_place(stream)
+
+    def _free_place(self, stream: Stream) -> None:
+        """Frees a served call's place once its answer is sent: until then it takes memory."""
+        with self._lock:
+            if not (stream.is_served and stream.is_closed and stream.holds_place):
+                return
+            stream.holds_place = False
+        self._host.end_call()
 
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)
@@ -208,12 +234,39 @@ class Peer:
     def _write_out(self) -> None:
         out = self._connection.take_out()
         if out and not self._is_lost:
-            self._socket.sendall(b"".join(out))
+            try:
+                self._send(memoryview(b"".join(out)))
+            except OSError:
+                # Said before anybody else who waits for the lock tries the same.
+                self._is_lost = True
+                raise
+
+    def _send(self, data: memoryview) -> None:
+        data = data[self._socket.send(data) :]
+        if not data:
+            return
+        end_s = time.monotonic() + _WRITE_S
+        while data:
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            data = data[self._socket.send(data) :]
 
     def _say_goaway(self, code: H2Code, message: str) -> None:
         with self._lock:
             self._connection.goaway(code, message)
             self._write_out()
+
+    def _say_farewell(self, message: str, *, is_early: bool) -> None:
+        # Whoever writes for longer does so to a client that takes nothing, and would not hear of it.
+        if not self._lock.acquire(timeout=_FAREWELL_S):
+            return
+        try:
+            self._connection.goaway(H2Code.NO_ERROR, message, is_early=is_early)
+            self._write_out()
+        except OSError:
+            pass
+        finally:
+            self._lock.release()
 
     def _break(self) -> None:
         """Nothing can be written any more: the reader shall notice, too."""
@@ -230,6 +283,7 @@ class Peer:
         for stream in streams:
             if stream.call is not None:
                 stream.call.cancelled()
+                self._free_place(stream)
         self._socket.close()
 
 

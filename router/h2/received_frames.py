@@ -68,3 +68,24 @@ class FrameReader:
         if kind != FrameType.SETTINGS:
             raise H2Error(H2Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         self._has_settings = True
+
+
+def unpadded(payload: bytes) -> bytes:
+    """A padded frame's payload.
+
+    Raises:
+        H2Error: The padding is as long as its frame.
+    """
+    if not payload or payload[0] >= len(payload):
+        raise H2Error(H2Code.PROTOCOL_ERROR, "padding as long as its frame")
+    return payload[1 : len(payload) - payload[0]]
+
+
+def expect_size(payload: bytes, size: int, what: str) -> None:
+    """Checks a payload that has but one size.
+
+    Raises:
+        H2Error: It has another.
+    """
+    if len(payload) != size:
+        raise H2Error(H2Code.FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes instead of {size}")

@@ -80,6 +80,17 @@ class GrpcServer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
 
+    @property
+    def open_calls(self) -> int:
+        """Calls that hold a place now."""
+        with self._lock:
+            return self._calls
+
+    @property
+    def connections(self) -> int:
+        """Clients connected now."""
+        return len(self._connected())
+
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """As grpc.Server's."""
         self.methods.add_generic_rpc_handlers(handlers)
@@ -163,10 +174,7 @@ class GrpcServer:
         thread = threading.Thread(target=self._serve, args=(peer,), name="grpc-peer", daemon=True)
         try:
             _set_up(connection)
-            with self._lock:
-                if self._is_closed or len(self._peers) >= _CONNECTIONS_MAX:
-                    raise OSError("too many connections")
-                self._peers[peer] = thread
+            idle = self._add(peer, thread)
             thread.start()
         except (OSError, RuntimeError) as error:
             # The system has no more threads, say; those who are served already shall go on.
@@ -174,6 +182,26 @@ class GrpcServer:
             with self._lock:
                 self._peers.pop(peer, None)
             connection.close()
+            return
+        if idle is not None:
+            _log.warning("too many gRPC connections: an idle one from %s is ended", idle.peer)
+            idle.close()
+
+    def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
+        """Takes a connection in; the oldest without calls that has to go for it, if any.
+
+        Raises:
+            OSError: There are too many.
+        """
+        with self._lock:
+            is_full = len(self._peers) >= _CONNECTIONS_MAX
+            idle = next((peer for peer in self._peers if peer.is_idle), None) if is_full else None
+            if self._is_closed or (is_full and idle is None):
+                raise OSError("too many connections")
+            if idle is not None:
+                del self._peers[idle]
+            self._peers[peer] = thread
+        return idle
 
     def _serve(self, peer: Peer) -> None:
         try:

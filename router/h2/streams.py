@@ -24,6 +24,8 @@ class Stream:
         is_remote_closed: Whether the peer has sent its last.
         is_closed: Whether both sides are done, or either has reset it.
         call: The call on it, whoever makes one.
+        is_served: Whether the call has done all it will.
+        holds_place: Whether the stream has one of the server's places for calls.
     """
 
     id: int
@@ -38,6 +40,18 @@ class Stream:
     is_remote_closed: bool = False
     is_closed: bool = False
     call: Any = None
+    is_served: bool = False
+    holds_place: bool = False
+
+
+@dataclass(slots=True)
+class OpenBlock:
+    """A header block that is not complete yet."""
+
+    stream_id: int
+    is_over: bool
+    data: bytes
+    parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import grpc
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallCancelled, CallContext
 from router.h2.messages import MessageError
-from router.h2.methods import deserialized, serialized
+from router.h2.methods import deserialized, not_one_message, serialized
 from router.h2.streams import Stream
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class ThreadedCall(Call):
             self._changed.notify_all()
 
     def _message(self, message: bytes, size: int) -> None:
+        self._check_waiting(len(self._messages))
         with self._changed:
             self._messages.append((message, size))
             self._changed.notify_all()
@@ -69,7 +70,8 @@ class ThreadedCall(Call):
             # A client that goes away ends the iteration of its own messages with an error.
             if not self.is_over:
                 _log.exception("a call failed: %s", self._stream.head.path)
-            self._end(grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
+            doing = "iterating responses" if self._handler.response_streaming else "calling application"
+            self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
         else:
             self._end(context.code, context.details_text, context.trailing, initial=context.initial)
         finally:
@@ -80,7 +82,7 @@ class ThreadedCall(Call):
         read = self._read()
         given: Any = read if handler.request_streaming else next(read, None)
         if given is None:
-            context.abort(grpc.StatusCode.INTERNAL, "no message in a unary call")
+            raise not_one_message(self._stream.head.path)
         if not handler.response_streaming:
             serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
             self._write(serve(given, context))
@@ -105,14 +107,7 @@ class ThreadedCall(Call):
                     return
                 message, size = self._messages.popleft()
             self._link.consumed(self._stream, size)
-            yield self._deserialized(message)
-
-    def _deserialized(self, message: bytes) -> Any:
-        try:
-            return deserialized(message, self._handler.request_deserializer)
-        except Exception as error:
-            details = "Exception deserializing request!"
-            raise MessageError(grpc.StatusCode.INTERNAL, details) from error
+            yield deserialized(message, self._handler.request_deserializer)
 
     def _write(self, answer: Any) -> None:
         data = self._framed(serialized(answer, self._handler.response_serializer))

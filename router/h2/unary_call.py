@@ -11,7 +11,7 @@ import grpc
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallContext
 from router.h2.messages import MessageError
-from router.h2.methods import deserialized, serialized
+from router.h2.methods import deserialized, not_one_message, serialized
 from router.h2.streams import Stream
 
 _log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class UnaryCall(Call):
     def _message(self, message: bytes, size: int) -> None:
         self._link.consumed(self._stream, size)
         if self._request is not None:
-            raise MessageError(grpc.StatusCode.INTERNAL, "more than one message in a unary call")
+            raise not_one_message(self._stream.head.path)
         self._request = message
 
     def _all_received(self) -> None:
         if self._request is None:
-            raise MessageError(grpc.StatusCode.INTERNAL, "no message in a unary call")
+            raise not_one_message(self._stream.head.path)
         if len(self._request) <= self._limits.inline_bytes_max:
             self._serve(self._request)
         else:
@@ -55,10 +55,6 @@ class UnaryCall(Call):
         handler, context = self._handler, self._context
         try:
             request = deserialized(message, handler.request_deserializer)
-        except Exception:
-            self._end(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
-            return
-        try:
             answer = handler.unary_unary(request, context)
             data = self._framed(serialized(answer, handler.response_serializer))
         except CallAborted:

@@ -18,7 +18,8 @@ from router.local.errors import DemoError
 from router.local.stack import StackPlan
 
 _ANSWER_TOKENS = 32
-# A person reads an answer before the next question; the last block's event needs a few milliseconds of that.
+# A person reads an answer before the next question. The last block's event needs a few milliseconds of that,
+# or, where the machine has much else to do, some more.
 _THINK_S = 0.25
 _BURST_PER_POD = 4
 
@@ -60,7 +61,7 @@ def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
 
 def _scenario(plan: StackPlan, url: str, *, explain: bool) -> list[Row]:
     client = ChatClient(url, plan.model_name)
-    named = [(f"turn {at}", answer) for at, answer in enumerate(_converse(client), 1)]
+    named = [(f"turn {at}", answer) for at, answer in enumerate(_converse(plan, client), 1)]
     burst = _burst(client, _BURST_PER_POD * len(plan.pod_urls))
     named += [(f"burst {at}", answer) for at, answer in enumerate(burst, 1)]
     if not explain:
@@ -68,15 +69,20 @@ def _scenario(plan: StackPlan, url: str, *, explain: bool) -> list[Row]:
     return [_explained(plan, name, answer) for name, answer in named]
 
 
-def _converse(client: ChatClient) -> list[ChatAnswer]:
+def _converse(plan: StackPlan, client: ChatClient) -> list[ChatAnswer]:
     messages = demo_texts.first_messages()
     answers = []
     for question in demo_texts.QUESTIONS:
         messages.append({"role": "user", "content": question})
         answers.append(client.chat(messages, max_tokens=_ANSWER_TOKENS))
         messages.append({"role": "assistant", "content": answers[-1].text})
-        time.sleep(_THINK_S)
+        _think(plan)
     return answers
+
+
+def _think(plan: StackPlan) -> None:
+    time.sleep(_THINK_S)
+    stack_api.await_events(plan)
 
 
 def _burst(client: ChatClient, count: int) -> list[ChatAnswer]:
@@ -98,7 +104,7 @@ def _warm_up(plan: StackPlan) -> None:
 
 def _forget(plan: StackPlan) -> None:
     stack_api.empty_caches(plan)
-    time.sleep(_THINK_S)
+    _think(plan)
 
 
 def _explained(plan: StackPlan, name: str, answer: ChatAnswer) -> Row:

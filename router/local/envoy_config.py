@@ -27,6 +27,9 @@ _UNLIMITED = 1_000_000_000
 
 # A router keeps an idle connection longer, so that it never closes one on which a request is on its way.
 _CHECK_IDLE_S = "60s"
+# So do engines, if only for five seconds.
+_POD_IDLE_S = "4s"
+_POD_TRIES = 3
 
 Door = Literal["check", "check_grpc", "ext_proc"]
 
@@ -157,7 +160,7 @@ def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
 def _gateway_routes(unpicked: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Requests go to the pod that the router has set; `unpicked` is where others go, if anywhere."""
     # A generation may take minutes: its client, not the route, says when to give up.
-    picked = {"cluster": "picked_pod", "timeout": "0s"}
+    picked = {"cluster": "picked_pod", "timeout": "0s", "retry_policy": _unsent_again()}
     if unpicked is None:
         # ORIGINAL_DST has no other pod to offer, so a request without a pick can only fail.
         return [{"match": {"prefix": "/"}, "route": picked}]
@@ -166,6 +169,15 @@ def _gateway_routes(unpicked: dict[str, Any] | None) -> list[dict[str, Any]]:
         {"match": {"prefix": "/", "headers": [has_pod]}, "route": picked},
         {"match": {"prefix": "/"}, "route": unpicked},
     ]
+
+
+def _unsent_again() -> dict[str, Any]:
+    """What a pod has not seen yet may be sent to it once more; what it has seen, it may be computing."""
+    return {
+        "retry_on": "connect-failure,refused-stream,reset-before-request",
+        "num_retries": _POD_TRIES,
+        "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.25s"},
+    }
 
 
 def _listener(
@@ -269,6 +281,7 @@ def _original_dst_cluster() -> dict[str, Any]:
         "connect_timeout": "1s",
         "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION_HEADER},
         "circuit_breakers": _no_circuit_breakers(),
+        "typed_extension_protocol_options": _http1(_POD_IDLE_S),
     }
 
 
@@ -280,6 +293,7 @@ def _round_robin_cluster(pods: Sequence[tuple[str, int]]) -> dict[str, Any]:
         "connect_timeout": "1s",
         "load_assignment": _assignment("round_robin", pods),
         "circuit_breakers": _no_circuit_breakers(),
+        "typed_extension_protocol_options": _http1(_POD_IDLE_S),
     }
 
 
@@ -300,26 +314,30 @@ def _router_cluster(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def _router_check_cluster(address: tuple[str, int]) -> dict[str, Any]:
-    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     return {
         "name": "router_check",
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_assignment": _assignment("router_check", [address]),
         "circuit_breakers": _no_circuit_breakers(),
-        "typed_extension_protocol_options": {
-            options: {
-                "@type": f"type.googleapis.com/{options}",
-                "common_http_protocol_options": {"idle_timeout": _CHECK_IDLE_S},
-                "explicit_http_config": {"http_protocol_options": {}},
-            }
-        },
+        "typed_extension_protocol_options": _http1(_CHECK_IDLE_S),
+    }
+
+
+def _http1(idle_timeout: str) -> dict[str, Any]:
+    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {
+        options: {
+            "@type": f"type.googleapis.com/{options}",
+            "common_http_protocol_options": {"idle_timeout": idle_timeout},
+            "explicit_http_config": {"http_protocol_options": {}},
+        }
     }
 
 
 def _no_circuit_breakers() -> dict[str, Any]:
-    """Envoy's own limits (1,024 requests) would refuse what the router has room for."""
-    limits = ("max_connections", "max_pending_requests", "max_requests")
+    """Envoy's own limits (1,024 requests, 3 retries) would refuse what the router has room for."""
+    limits = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
     return {"thresholds": [{"priority": "DEFAULT", **dict.fromkeys(limits, _UNLIMITED)}]}
 
 

@@ -5,6 +5,7 @@ Knows the router's debug pages and the model servers' cache reset; knows nothing
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,11 @@ from router.local.stack import StackPlan
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.05
+_PUBLISHED = "kvroute_kv_event_batches_published_total"
+_RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
 
 
-def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 30.0) -> None:
+def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 120.0) -> None:
     """Waits until the router takes every pod for ready and follows its events without doubt.
 
     Args:
@@ -53,6 +56,19 @@ def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
     return found
 
 
+def await_events(plan: StackPlan) -> None:
+    """Waits until the router has received as much as the pods have published since the start of all.
+
+    After some seconds it waits no more: what was lost and replayed is not counted as received.
+    """
+    end_s = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end_s:
+        published = sum(_sum(url, _PUBLISHED) for url in plan.pod_urls.values())
+        if _sum(plan.router_debug_url, _RECEIVED) >= published:
+            return
+        time.sleep(_POLL_S)
+
+
 def empty_caches(plan: StackPlan) -> None:
     """Makes every pod forget its cached blocks; one whose last request has just ended may need a moment.
 
@@ -72,12 +88,29 @@ def _pods(plan: StackPlan) -> list[dict[str, Any]]:
     return pods
 
 
+def _sum(url: str, metric: str) -> float:
+    """The sum of a metric's series on a page."""
+    lines = _answer("GET", f"{url}/metrics").decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))
+    )
+
+
 def _json(method: str, url: str) -> dict[str, Any]:
     try:
-        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
-        value = response.json()
-    except (urllib3.exceptions.HTTPError, ValueError) as error:
+        value = json.loads(_answer(method, url))
+    except ValueError as error:
         raise LocalStackError(f"{url}: {error}") from error
-    if response.status != 200 or not isinstance(value, dict):
-        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
+    if not isinstance(value, dict):
+        raise LocalStackError(f"{url} answered {str(value)[:200]}")
     return value
+
+
+def _answer(method: str, url: str) -> bytes:
+    try:
+        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
+    except urllib3.exceptions.HTTPError as error:
+        raise LocalStackError(f"{url}: {error}") from error
+    if response.status != 200:
+        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
+    return response.data

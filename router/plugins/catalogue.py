@@ -145,6 +145,11 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
     return entry.fields.fail("type", f"{entry.type!r} is not understood; {advice}")
 
 
+def is_own(kind: str) -> bool:
+    """Whether a type is a user's own plugin, which may do whatever it likes."""
+    return ".py:" in kind or any(entry_points(group=ENTRY_POINTS, name=kind))
+
+
 def known_types() -> frozenset[str]:
     """Names of all types that may stand in a profile."""
     return frozenset(MAKERS) | {point.name for point in entry_points(group=ENTRY_POINTS)}

@@ -22,7 +22,7 @@ from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command
 from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
-from tests.loopback import HERE, free_port, listens
+from tests.loopback import HERE, free_ports, listens
 from tests.wire.router_wire_support import wait_until
 
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
@@ -100,13 +100,13 @@ def _names(page: str) -> Iterator[str]:
 
 
 def _page(url: str) -> str:
-    return urllib3.request("GET", url, timeout=30).data.decode()
+    return urllib3.request("GET", url, timeout=300).data.decode()
 
 
 def _envoys_page(directory: Path, pod_port: int) -> str:
     """Metrics of an Envoy that has answered a request."""
-    gateway, admin = free_port(), free_port()
-    nowhere = (HERE, free_port())
+    gateway, admin, closed = free_ports(3)
+    nowhere = (HERE, closed)
     settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)], router_check=nowhere)
     config = bootstrap(settings)
     config["admin"] = {"address": {"socket_address": {"address": HERE, "port_value": admin}}}

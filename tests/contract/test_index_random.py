@@ -209,7 +209,7 @@ def _references(holdings: Sequence[Holding]) -> dict[tuple[str, str, int], int]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_an_index_equals_the_reference(backend: Backend, make: Callable[[int], Index]) -> None:
     """Whatever is stored, removed, cleared and evicted, an index tells what the reference tells."""
     machine = type("Machine", (IndexMachine,), {"backend": backend, "make": staticmethod(make)})

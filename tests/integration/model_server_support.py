@@ -23,7 +23,7 @@ from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
 
 MODEL = "kvroute-tiny"
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 MAX_BODY_BYTES = 4 << 20
 
 

@@ -15,6 +15,7 @@ import urllib3
 from indexer import IndexerConfig
 from router.config import RouterConfig
 from router.server import RouterServer
+from tests.loopback import free_port
 
 STREAM_PIECE_BYTES = 700
 METRICS = """vllm:num_requests_waiting{engine="0"} 0.0
@@ -38,10 +39,11 @@ class FakePod:
         sources: What /kv_event_sources tells; None: there is no such page.
         seen: Headers of the posted requests.
         bodies: Their bodies.
+        ended: Connections that ended after something was posted on them.
         answer: What a POST is answered; one that asks for a stream gets it as events in pieces.
     """
 
-    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int | None = None, host: str = "127.0.0.1") -> None:
         self.host = host
         self.healthy = True
         self.may_answer = threading.Event()
@@ -53,9 +55,11 @@ class FakePod:
         self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
+        self.ended = 0
         self.answer = b'{"ok": true}'
         self.sources: dict[str, dict[str, Any]] | None = None
-        self._server = self._start(port)
+        # Whoever is dead must find its port free again.
+        self._server = self._start(free_port() if port is None else port)
 
     @property
     def port(self) -> int:
@@ -161,12 +165,14 @@ class _Server(ThreadingHTTPServer):
 def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        posted = False
 
         def do_GET(self) -> None:
             pod.may_answer.wait()
             self._answer(*pod.page(self.path))
 
         def do_POST(self) -> None:
+            self.posted = True
             pod.bodies.append(self._body())
             pod.seen.append({name.lower(): value for name, value in self.headers.items()})
             if b'"stream": true' in pod.bodies[-1] or not pod.may_finish.is_set():
@@ -195,6 +201,10 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
                 body += self.rfile.read(size + 2)[:-2]
             self.rfile.readline()
             return body
+
+        def finish(self) -> None:
+            super().finish()
+            pod.ended += self.posted
 
         def log_message(self, format: str, *args: Any) -> None:
             """Silent."""

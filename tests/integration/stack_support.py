@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,11 +13,11 @@ import urllib3
 from openai import OpenAI
 
 from router.local import stack_api
-from router.local.errors import PortInUseError
 from router.local.stack import StackOptions, StackPlan, plan_stack
-from router.local.supervisor import Child, Supervisor, check_ports
+from router.local.supervisor import Child, Supervisor
+from tests.loopback import free_base
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class RunningStack:
 
     def metrics_page(self, url: str | None = None) -> str:
         """The Prometheus page of the router, or of the server at `url`."""
-        page = urllib3.request("GET", f"{url or self.plan.router_debug_url}/metrics", timeout=10.0)
+        page = urllib3.request("GET", f"{url or self.plan.router_debug_url}/metrics", timeout=300)
         return page.data.decode()
 
     def metric(self, name: str, url: str | None = None) -> float:
@@ -65,16 +64,8 @@ class RunningStack:
 @contextmanager
 def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
     """Starts a stack, and stops it at the end whatever happened."""
-    wanted = StackOptions(**options)
+    wanted = on_free_ports(StackOptions(**options))
     plan = plan_stack(wanted, directory)
-    for _ in range(50):
-        base = random.randrange(10_000, 32_000)
-        plan = plan_stack(replace(wanted, port=base + 50, base_port=base), directory)
-        try:
-            check_ports(plan.ports)
-            break
-        except PortInUseError:
-            continue
     for name, text in plan.files.items():
         (directory / name).write_text(text)
     supervisor = Supervisor(directory, lambda _line: None)
@@ -83,6 +74,13 @@ def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
         supervisor.start(plan.children)
         stack_api.await_pods(plan, supervisor.check)
         yield RunningStack(plan, supervisor, directory, closing)
+
+
+def on_free_ports(options: StackOptions) -> StackOptions:
+    """The same stack, on ports that are free."""
+    above_base = replace(options, port=options.base_port + 50)
+    base = free_base([port - options.base_port for port in plan_stack(above_base, Path()).ports])
+    return replace(options, port=base + 50, base_port=base)
 
 
 def wait_until(what: str, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

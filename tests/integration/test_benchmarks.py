@@ -31,6 +31,13 @@ FIGURES = {
         for blocks in (32, 1)
         for suffix in ("", "_single_payloads", "_array", "_lora", "_slow_path", "_reference")
     },
+    "pick_inside": {
+        *(f"{what}_{size}_us" for what in ("route", "end") for size in ("small", "40kb", "400kb")),
+        *(
+            f"route_small_{step}_us"
+            for step in ("tokens", "keys", "match", "schedule", "speculate", "decided")
+        ),
+    },
     "macs": {
         *(
             f"attention_{way}_{what}"
@@ -43,7 +50,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
     """`kvroute bench NAME --json` tells the machine first, then each figure with its unit and setting."""

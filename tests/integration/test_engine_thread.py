@@ -11,7 +11,7 @@ from model_server.errors import EngineClosedError
 from model_server.requests import TokenOutput
 from tests.integration.engine_support import CheckingRunner, EventLog, checking_engine, next_token, request
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 class Waiter:

@@ -28,7 +28,7 @@ def exchange(played: Scene, requests: list[Mapping[str, Any]]) -> list[pb.Proces
     """One whole stream."""
     with grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel:
         stub = pb_grpc.ExternalProcessorStub(channel)
-        return list(stub.Process(iter([message(request) for request in requests]), timeout=20))
+        return list(stub.Process(iter([message(request) for request in requests]), timeout=300))
 
 
 def with_headers(case: Mapping[str, Any], **headers: str) -> list[Mapping[str, Any]]:
@@ -171,7 +171,7 @@ def test_flow_control_holds_a_request_until_another_ends(tmp_path: Path) -> None
             "response_headers",
             "response_body",
         ]
-        assert answered.wait(20)
+        assert answered.wait(300)
         waiting.join()
         assert set_headers(got[0])[DESTINATION] == played.pods[0].address
         first.rest()

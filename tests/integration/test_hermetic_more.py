@@ -64,7 +64,7 @@ class Played(Scene):
     def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
         """One whole stream."""
         with grpc.insecure_channel(f"127.0.0.1:{self.router.ports['grpc']}") as channel:
-            return list(pb_grpc.ExternalProcessorStub(channel).Process(iter(messages), timeout=20))
+            return list(pb_grpc.ExternalProcessorStub(channel).Process(iter(messages), timeout=300))
 
     def refusal(self, messages: Sequence[pb.ProcessingRequest]) -> tuple[int, str, str | None]:
         """Status, body and reason of the one answer to a stream."""

@@ -137,7 +137,7 @@ def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytes
 
     def hanging(chunks: Any) -> Any:
         entered.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         return run(chunks)
 
     monkeypatch.setattr(server.engine._runner, "run", hanging)
@@ -145,7 +145,7 @@ def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytes
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()
     try:
-        assert entered.wait(60)
+        assert entered.wait(300)
         wait_until(lambda: server.get("/health").status == 503)
     finally:
         go_on.set()

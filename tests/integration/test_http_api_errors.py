@@ -143,7 +143,7 @@ def test_a_body_over_the_cap(server: RunningServer) -> None:
 
 def test_a_body_of_unknown_length_is_cut_off_while_it_comes(server: RunningServer) -> None:
     """A chunked body that never ends gets its answer when the cap is reached, not after its end."""
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), timeout=300)
     sent = 0
     try:
         connection.putrequest("POST", COMPLETIONS)
@@ -166,7 +166,7 @@ def test_headers_that_never_end_are_cut_off(server: RunningServer) -> None:
     """A head beyond the cap is a 400 and a closed connection, whether one header or many."""
     host, port = server.url.removeprefix("http://").split(":")
     for piece in (b"x" * 65_536, b"a: b\r\n" * 10_000):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=300) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nx-long: ")
             with contextlib.suppress(ConnectionError):
                 for _ in range(1_000):
@@ -181,7 +181,7 @@ def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatc
     with running_server() as impatient:
         host, port = impatient.url.removeprefix("http://").split(":")
         for whole in (b"", b"GET /health HTTP/1.1\r\n\r\n"):
-            with socket.create_connection((host, int(port)), timeout=30) as connection:
+            with socket.create_connection((host, int(port)), timeout=300) as connection:
                 connection.sendall(whole)
                 if whole:
                     assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -192,7 +192,7 @@ def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatc
 def test_what_is_not_http_gets_an_openai_shaped_error(server: RunningServer) -> None:
     """Bytes that are no HTTP request are answered with a 400 in the shape of all other errors."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         answer = http.client.HTTPResponse(connection)
         answer.begin()

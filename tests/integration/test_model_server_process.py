@@ -42,7 +42,7 @@ def started(
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """A model server process that ends by itself."""
-    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
 def test_a_signal_in_the_middle_of_a_stream(tmp_path: Path) -> None:

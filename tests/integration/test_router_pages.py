@@ -108,7 +108,7 @@ def test_any_name_has_a_health(tmp_path: Path, name: str) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
         def status() -> int:
-            return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status)
+            return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=300).status)
 
         serving = health_pb2.HealthCheckResponse.SERVING
         wait_until(lambda: status() == serving, "readiness")
@@ -128,7 +128,7 @@ def test_larger_messages_than_allowed_are_refused(tmp_path: Path) -> None:
         )
         messages = [headers(path="/v1/completions"), body(large)]
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Process(iter(messages), timeout=20))
+            list(stub.Process(iter(messages), timeout=300))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        answers = list(stub.Process(iter([headers(path="/v1/completions"), body(small)]), timeout=20))
+        answers = list(stub.Process(iter([headers(path="/v1/completions"), body(small)]), timeout=300))
         assert answers[0].WhichOneof("response") == "request_headers"

@@ -49,7 +49,7 @@ def grpc_port(started: subprocess.Popen[str]) -> int:
 def run(*argv: str) -> tuple[int, str]:
     """Runs a router that cannot start; returns its exit code and what it said."""
     done = subprocess.run(
-        [sys.executable, "-m", "router", *argv], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "router", *argv], capture_output=True, text=True, timeout=300, check=False
     )
     return done.returncode, done.stderr
 
@@ -67,7 +67,7 @@ def test_sigterm_waits_for_the_request_inside_and_ends_with_0(tmp_path: Path) ->
             stream.send(headers(path="/v1/completions", config=(BodyMode.BUFFERED, BodyMode.NONE)))
             stream.receive()
             _drains(started, stream)
-            assert started.wait(20) == 0
+            assert started.wait(300) == 0
 
 
 def test_a_router_without_requests_ends_at_once(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_a_router_without_requests_ends_at_once(tmp_path: Path) -> None:
         ):
             entries: SimpleQueue[None] = SimpleQueue()
             logs = als_pb2_grpc.AccessLogServiceStub(channel).StreamAccessLogs.future(iter(entries.get, None))
-            grpc.channel_ready_future(channel).result(20)
+            grpc.channel_ready_future(channel).result(300)
             started.send_signal(number)
-            assert started.wait(20) == 0
+            assert started.wait(300) == 0
             assert logs.exception(20) is not None
             entries.put(None)
 
@@ -116,7 +116,7 @@ def test_wrong_input_files_are_one_line_and_exit_code_2(
 
 
 def _answered(stub: pb_grpc.ExternalProcessorStub) -> bool:
-    (answer,) = stub.Process(iter([headers(path="/v1/models", end=True)]), timeout=20)
+    (answer,) = stub.Process(iter([headers(path="/v1/models", end=True)]), timeout=300)
     return bool(answer.HasField("request_headers"))
 
 

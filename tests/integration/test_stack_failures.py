@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+import urllib3
 import zmq
 
 from router.local import demo_texts
@@ -48,7 +50,7 @@ class Load:
             thread.join()
 
     def _run(self, client: int) -> None:
-        api = self._stack.openai(max_retries=0, timeout=20.0)
+        api = self._stack.openai(max_retries=0, timeout=300)
         number = client * 1000
         while not self._stop.is_set():
             number += 1
@@ -107,7 +109,7 @@ def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> No
         child = stack.child_of(pod)
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
-    wait_until("the router has left them", lambda: stack.metric("llm_d_epp_ready_endpoints") == 0)
+    wait_until("the router has asked them in vain", lambda: all(map(_is_asked_in_vain, _pods(stack))))
     with pytest.raises(openai.InternalServerError) as caught:
         stack.openai(max_retries=0).completions.create(model=MODEL, prompt="Hello")
     assert caught.value.status_code == 503
@@ -155,3 +157,14 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
             messages.append({"role": "assistant", "content": completion.choices[0].message.content})
             messages.append({"role": "user", "content": f"And then, the {turn}th time?"})
             wait_until("the pods are idle", lambda: stack.metric("llm_d_epp_request_running") == 0)
+
+
+def _pods(stack: RunningStack) -> list[dict[str, Any]]:
+    page = urllib3.request("GET", f"{stack.plan.router_debug_url}/debug/pods", timeout=300)
+    pods: list[dict[str, Any]] = page.json()["pods"]
+    return pods
+
+
+def _is_asked_in_vain(pod: dict[str, Any]) -> bool:
+    # Before that it may only be silent, and worth a try.
+    return str(pod["why_not"]).startswith("/health: ")

@@ -82,5 +82,5 @@ def test_nothing_is_read_far_ahead_or_after_the_end() -> None:
     items.close()
     for thread in threading.enumerate():
         if thread.name == "stream-reader":
-            thread.join(20)
+            thread.join(300)
     assert len(taken) < 10

@@ -171,7 +171,7 @@ class Gate:
     def _go(self, name: str, known: dict[str, Any]) -> None:
         with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known)):
             self.order.append(name)
-            self._ends[name].wait(20)
+            self._ends[name].wait(300)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def gate(parameters: FlowParameters | None = None, **known: Any) -> Iterator[Gat
 def refusal(asked: Future[None]) -> tuple[int, str | None]:
     """How a request was refused."""
     with pytest.raises(FlowError) as caught:
-        asked.result(20)
+        asked.result(300)
     return caught.value.status, caught.value.dropped_reason
 
 

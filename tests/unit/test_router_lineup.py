@@ -42,6 +42,8 @@ def test_a_pod_that_leaves_or_comes_is_seen_by_the_next_request() -> None:
     assert lineups.of(REQUEST).addresses == (B.address,)
     assert lineups.of(REQUEST).candidates.excluded == {A.address: "not ready: its link broke"}
     pods.declare([A.entry, entry("10.0.0.3:8000")])
+    assert lineups.of(REQUEST).addresses == (A.address,)
+    pods.declare([entry("10.0.0.3:8000")])
     with pytest.raises(NoEndpointError):
         lineups.of(REQUEST)
 

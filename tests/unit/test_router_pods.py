@@ -43,6 +43,34 @@ def test_only_ready_pods_are_candidates_and_the_others_are_explained() -> None:
     assert candidates.excluded == {TWO.address: "not ready: /health answered 503"}
 
 
+def test_where_none_is_ready_one_that_fell_silent_is_tried() -> None:
+    """A machine that stalls makes every pod late at once: those that refused nothing are still asked."""
+    pods = pod_set(ONE, TWO)
+    pods.suspect(ONE.address, "its link broke")
+    assert _candidates(pods) == [TWO.address]
+    pods.suspect(TWO.address, "its link broke")
+    assert _candidates(pods) == [ONE.address, TWO.address]
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    pods.put(judge(pods.snapshot()[ONE.address], late))
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, False, why="refused")))
+    assert _candidates(pods) == [ONE.address]
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True)))
+    assert _candidates(pods) == [TWO.address]
+
+
+def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
+    """A pod that never was ready, that is not healthy by its own word, or that ends, is not tried."""
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    unknown = judge(Pod(ONE.address, "one", ONE.entry), late)
+    unhealthy = judge(judge(ONE, ProbeResult(ONE.address, False, why="/health answered 503")), late)
+    ending = pod_set(ONE)
+    ending.suspect(ONE.address, "its link broke")
+    ending.declare([replace(ONE.entry, ready=False)])
+    for pods in (pod_set(unknown), pod_set(unhealthy), ending):
+        with pytest.raises(NoEndpointError):
+            _candidates(pods)
+
+
 def test_without_a_ready_pod_the_answer_is_503_with_the_protocols_reason() -> None:
     """No ready pod means service unavailable, dropped as rejected-no-endpoints."""
     with pytest.raises(NoEndpointError) as caught:
@@ -218,3 +246,7 @@ def test_a_models_page_tells_base_aliases_and_adapters() -> None:
         {"sql"},
         99,
     )
+
+
+def _candidates(pods: PodSet) -> list[str]:
+    return [pod.address for pod in candidates_for(completion("id", "p"), pods.snapshot()).pods]

@@ -51,7 +51,7 @@ class SlowEncoding(Encoding):
 
     def ids(self) -> np.ndarray:
         """Encodes when let."""
-        assert self._tokenizer.go.wait(60)
+        assert self._tokenizer.go.wait(300)
         ids = self._encoding.ids()
         self._tokenizer.encoded.release()
         return ids
@@ -130,7 +130,7 @@ def test_a_late_prompt_is_picked_by_load_and_warms_the_cache(slow: SlowTokenizer
     assert (late.prompts, late.degraded) == ((), "tokenize_deadline")
     assert late.total == request.body_bytes // 4
     slow.go.set()
-    assert slow.encoded.acquire(timeout=60)
+    assert slow.encoded.acquire(timeout=300)
     # Nothing is missing now, so nothing waits.
     slow.go.clear()
     known = registry.prompt_tokens(request, TINY)
@@ -147,8 +147,8 @@ def test_what_finds_the_queue_full_is_shed_with_its_reason(slow: SlowTokenizer) 
     ]
     assert reasons == ["tokenize_deadline", "tokenize_deadline", "tokenize_queue_full"]
     slow.go.set()
-    assert slow.encoded.acquire(timeout=60)
-    assert slow.encoded.acquire(timeout=60)
+    assert slow.encoded.acquire(timeout=300)
+    assert slow.encoded.acquire(timeout=300)
     registry.close()
     assert registry.prompt_tokens(completion("id", unheard(4)), TINY).degraded == "tokenize_queue_full"
 

@@ -109,7 +109,7 @@ def load(repository: str, revision: str, cache: Path, **environment: str) -> str
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from indexer.config import PodStream
-from tests.wire.engine_publisher import batch, wait_until
+from tests.wire.engine_publisher import DEADLINE_S, batch, wait_until
 from tests.wire.subscribe_support import MODEL, Watched
 
 
@@ -28,7 +28,7 @@ class ConnectedEngine:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.linger = 0
         self._pub.connect(endpoint)
-        assert self._pub.poll(30_000), "nobody subscribed"
+        assert self._pub.poll(DEADLINE_S * 1000), "nobody subscribed"
         self._pub.recv()
 
     def publish(self, *events: object, rank: int | None = None, lost: bool = False) -> None:

@@ -14,7 +14,7 @@ import zmq
 from model_server.events import BlockRemoved
 from model_server.publish import KVEventPublisher, KVEventsConfig
 
-DEADLINE_MS = 20_000
+DEADLINE_MS = 300_000
 END = b"\xff" * 8
 
 

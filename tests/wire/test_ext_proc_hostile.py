@@ -53,7 +53,7 @@ class Served:
 
     def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
         """One whole stream."""
-        return list(self.stub.Process(iter(messages), timeout=20))
+        return list(self.stub.Process(iter(messages), timeout=300))
 
     def works(self) -> bool:
         """Whether a plain request is still picked for."""

@@ -220,7 +220,7 @@ def test_a_port_in_use_is_an_error_that_names_the_flag(watched: Watched) -> None
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     command = [sys.executable, "-m", "indexer", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_help_and_version_are_told() -> None:

@@ -13,6 +13,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
+from router.ext_proc_bytes import add_ext_proc
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
@@ -51,7 +52,7 @@ class Served:
 
     def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         """Sends messages, closes, and collects every answer."""
-        return list(self._stub.Process(iter(messages), timeout=20))
+        return list(self._stub.Process(iter(messages), timeout=300))
 
     def stream(self) -> Stream:
         """Opens a stream."""
@@ -81,7 +82,7 @@ def door(options: ReferenceOptions | None = None) -> Iterator[Served]:
         threads=16,
         requests_max=16,
         message_bytes_max=8 << 20,
-        services=(lambda server: pb_grpc.add_ExternalProcessorServicer_to_server(served, server),),
+        services=(lambda server: add_ext_proc(served, server),),
         inline=INLINE[transport()],
     )
     server.start()

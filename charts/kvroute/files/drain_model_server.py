@@ -7,6 +7,7 @@ vLLM's metrics, which ours has, too. Standard library only, for images that are 
 import re
 import sys
 import time
+import urllib.error
 import urllib.request
 
 _ACTIVE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
@@ -24,8 +25,11 @@ def _requests(url: str) -> float:
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
             return sum(float(count) for count in _ACTIVE.findall(page.read().decode()))
-    except OSError:
-        return 0.0  # it serves nobody any more
+    except urllib.error.HTTPError:
+        return 0.0  # it does not tell
+    except OSError as error:
+        # A busy server may be late with its page; who listens no more has nothing left to answer.
+        return float(not isinstance(getattr(error, "reason", error), ConnectionRefusedError))
 
 
 if __name__ == "__main__":

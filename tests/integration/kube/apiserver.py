@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import secrets
-import socket
 import ssl
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from router.local import tether
+from tests.loopback import free_ports
 
 _ISSUER = "https://kubernetes.default.svc"
 _START_S = 120.0
@@ -50,7 +50,7 @@ class ApiServer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._port, self._etcd_port, peer_port = _free_ports(3)
+        self._port, self._etcd_port, peer_port = free_ports(3)
         self.url = f"https://127.0.0.1:{self._port}"
         self.kubeconfig = directory / "kubeconfig"
         self._key = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
@@ -275,14 +275,6 @@ def _end(process: subprocess.Popen[bytes], *, kill: bool) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(_STOP_S)
-
-
-def _free_ports(count: int) -> list[int]:
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in listening]
-    for each in listening:
-        each.close()
-    return ports
 
 
 def _base64(data: bytes, *, url: bool = True) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.integration.kube.apiserver import ApiServer, missing
 from tests.integration.kube.kube_support import Namespace
+from tests.loopback import free_port
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +72,7 @@ def _running(directory: Path, *, definitions: bool = True) -> Iterator[ApiServer
 
 
 def _namespace(server: ApiServer) -> Iterator[Namespace]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    namespace = Namespace(server, port)
+    namespace = Namespace(server, free_port())
     try:
         yield namespace
     finally:

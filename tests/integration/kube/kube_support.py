@@ -23,7 +23,7 @@ from tests.integration.router_server_support import FakePod, get, running_router
 SELECTOR = {"app": "llm"}
 POOL = "pool"
 
-_PATIENCE_S = 90.0
+_PATIENCE_S = 300.0
 _numbers = itertools.count(1)
 _POOLS = f"/apis/{POOL_GROUP}/v1/namespaces"
 
@@ -244,7 +244,7 @@ class Picker:
         """The address of one pick; "" when there is no pod for it, "shed" when they are saturated."""
         request = pb.PickEndpointRequest(**{"model": "kvroute-tiny", "prompt": "hello", **fields})
         try:
-            answer = self._stub.PickEndpoint(request, timeout=30)
+            answer = self._stub.PickEndpoint(request, timeout=300)
             # Over at once, so that the next pick finds the pods as this one did.
             done = pb.ReportOutcomeRequest.OUTCOME_DONE
             self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=answer.request_id, outcome=done))
@@ -258,7 +258,7 @@ class Picker:
     def begin(self, request_id: str) -> None:
         """Picks for a request that stays in flight."""
         request = pb.PickEndpointRequest(request_id=request_id, model="kvroute-tiny", prompt="hello")
-        self._stub.PickEndpoint(request, timeout=30)
+        self._stub.PickEndpoint(request, timeout=300)
 
     def end(self, request_id: str) -> None:
         """Tells that such a request is over."""
@@ -269,7 +269,7 @@ class Picker:
         """Predicted cached tokens of a prompt at the best pod; -1 when there is no pod."""
         request = pb.PickEndpointRequest(model="kvroute-tiny", token_ids=pb.TokenIds(ids=token_ids))
         try:
-            answer = self._stub.PickEndpoint(request, timeout=30)
+            answer = self._stub.PickEndpoint(request, timeout=300)
         except grpc.RpcError:
             return -1
         failed = pb.ReportOutcomeRequest.OUTCOME_FAILED

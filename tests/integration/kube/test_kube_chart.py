@@ -15,8 +15,6 @@ import yaml
 from tests.chart.helm import CHART, EVERYTHING, FULLNAME, RELEASE, text
 from tests.integration.kube.apiserver import ApiServer
 
-pytestmark = pytest.mark.timeout(300)
-
 # Kinds of the Prometheus operator, whose definitions are not here.
 _MONITORING = "monitoring.coreos.com"
 _VALUES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,6 @@ import json
 from contextlib import closing
 
 import numpy as np
-import pytest
 
 from router.server import RouterServer
 from tests.integration.kube.kube_support import Namespace, Picker, eventually_picked, kube_router
@@ -234,7 +233,6 @@ def test_a_router_is_not_ready_while_all_ready_pods_refuse_it(namespace: Namespa
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
 
 
-@pytest.mark.timeout(300)
 def test_hundreds_of_pods_come_and_go(namespace: Namespace) -> None:
     """After much coming and going exactly the pods that there are are known; the one that stays served."""
     namespace.pool()

@@ -1,0 +1,366 @@
+"""One HTTP/2 connection of ours, against another library's client: each rule by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h2.events
+import hpack
+import pytest
+from h2.settings import SettingCodes
+
+from router.h2 import frames
+from router.h2.connection import H2Connection
+from router.h2.errors import H2Code, H2Error
+from router.h2.frames import FrameType, Setting
+from router.h2.streams import Event, Opened, Received, Reset
+from tests.unit.h2_pair import HEADERS, REQUEST, TRAILERS, Pair, fields
+
+_BLOCK = hpack.Encoder().encode(REQUEST)
+
+
+def _begun(**more: int) -> H2Connection:
+    """A connection whose client has sent its preface; what it says by itself is taken out."""
+    connection = H2Connection(fields, **{"streams_max": 10, "window_bytes": 1 << 16, **more})
+    connection.receive(frames.PREFACE + frames.settings_frame({}))
+    connection.take_out()
+    return connection
+
+
+def _headers(flags: int, stream_id: int, payload: bytes) -> bytes:
+    return frames.frame(FrameType.HEADERS, flags, stream_id, payload)
+
+
+def _events(connection: H2Connection, *sent: bytes) -> list[Event]:
+    return [event for data in sent for event in connection.receive(data)]
+
+
+def test_a_call_there_and_back() -> None:
+    """A request's fields and bytes arrive, and so do an answer's headers, bytes and trailers."""
+    pair = Pair()
+    stream = pair.open(more=(("x-a", "1"), ("x-a", "2")))
+    assert [pair for pair in stream.head if pair[0] == b"x-a"] == [(b"x-a", b"1"), (b"x-a", b"2")]
+    pair.client.send_data(stream.id, b"question", end_stream=True)
+    pair.pump()
+    assert (pair.heard[stream.id], pair.over) == (b"question", {stream.id})
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, b"answer")
+    pair.server.send_trailers(stream, TRAILERS)
+    pair.pump()
+    assert (pair.answers[stream.id], pair.answered) == (b"answer", {stream.id})
+    said = [event.headers for event in pair.events if hasattr(event, "headers")]
+    assert said == [[(":status", "200"), ("x", "y")], [("grpc-status", "0")]]
+    assert not pair.server.streams
+
+
+def test_its_settings_are_said_first() -> None:
+    """What a client must know of our limits is the first thing that it hears."""
+    pair = Pair(streams_max=7, window_bytes=99_999)
+    settings = pair.client.remote_settings
+    assert settings.max_concurrent_streams == 7
+    assert settings.initial_window_size == 99_999
+    assert settings.max_frame_size == 1 << 16
+    assert settings.max_header_list_size == 1 << 16
+    assert pair.client.outbound_flow_control_window == 32 << 20
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_header_block_may_come_in_parts(size: int) -> None:
+    """A block in CONTINUATION frames is one block; its stream begins with the last of them."""
+    connection = _begun()
+    parts = [_BLOCK[at : at + size] for at in range(0, len(_BLOCK), size)]
+    opened = _events(connection, _headers(frames.END_STREAM, 1, b""))
+    for part in parts:
+        assert not opened
+        assert connection.is_within
+        opened = _events(connection, frames.frame(FrameType.CONTINUATION, 0, 1, part))
+    opened = _events(connection, frames.frame(FrameType.CONTINUATION, frames.END_HEADERS, 1))
+    assert [
+        (type(event), event.stream.head, event.is_over) for event in opened if isinstance(event, Opened)
+    ] == [(Opened, [(name.encode(), value.encode()) for name, value in REQUEST], True)]
+    assert not connection.is_within
+
+
+@pytest.mark.parametrize("padding", [0, 1, 255])
+def test_padding_and_priority_are_no_content(padding: int) -> None:
+    """Padding of headers and data, and a priority, are dropped; padding counts in the windows."""
+    connection = _begun()
+    payload = bytes((padding,)) + bytes(5) + _BLOCK + bytes(padding)
+    flags = frames.PADDED | frames.PRIORITY | frames.END_HEADERS
+    (opened,) = _events(connection, _headers(flags, 1, payload))
+    assert opened.stream.head[0] == (b":method", b"POST")
+    data = frames.frame(FrameType.DATA, frames.PADDED, 1, bytes((padding,)) + b"data" + bytes(padding))
+    (received,) = _events(connection, data)
+    assert isinstance(received, Received)
+    assert received.data == b"data"
+    assert opened.stream.receive_window_bytes == (1 << 16) - 5 - padding
+    assert opened.stream.unread_bytes == 4
+
+
+def test_trailers_of_a_client_end_its_stream() -> None:
+    """A second block ends the stream; its fields are of no matter, but the table follows them."""
+    pair = Pair()
+    stream = pair.open()
+    pair.client.send_headers(stream.id, [("x-late", "1")], end_stream=True)
+    pair.pump()
+    assert pair.over == {stream.id}
+    assert (b"x-late", b"1") in pair.open(more=(("x-late", "1"),)).head
+
+
+def test_a_second_block_that_does_not_end_the_stream_is_wrong() -> None:
+    """Only trailers may come behind a request's headers."""
+    connection = _begun()
+    connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))
+    with pytest.raises(H2Error, match="in the middle"):
+        connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))
+
+
+def test_an_answer_follows_a_window_of_one_byte() -> None:
+    """A large answer comes byte by byte if that is all the client takes, and its trailers come last."""
+    pair = Pair(INITIAL_WINDOW_SIZE=0)
+    stream = pair.open(ends=True)
+    answer = bytes(range(256)) * 4
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, answer[:100])
+    pair.server.send_data(stream, answer[100:])
+    pair.server.send_trailers(stream, TRAILERS)
+    pair.pump()
+    assert stream.pending_bytes == len(answer)
+    for count in range(len(answer)):
+        assert pair.answers[stream.id] == answer[:count]
+        assert not pair.answered
+        pair.client.increment_flow_control_window(1, stream.id)
+        pair.pump()
+    assert (pair.answers[stream.id], pair.answered) == (answer, {stream.id})
+    assert pair.drained == [stream.id]
+
+
+def test_a_window_below_zero_has_to_be_filled_first() -> None:
+    """Windows that the client makes smaller may go below 0; nothing is sent until they are above it again."""
+    pair = Pair(INITIAL_WINDOW_SIZE=1000)
+    stream = pair.open(ends=True)
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, b"a" * 1500)
+    pair.pump()
+    pair.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 200})
+    pair.pump()
+    assert stream.send_window_bytes == -800
+    pair.client.increment_flow_control_window(800, stream.id)
+    pair.pump()
+    assert len(pair.answers[stream.id]) == 1000
+    pair.client.increment_flow_control_window(1, stream.id)
+    pair.pump()
+    assert len(pair.answers[stream.id]) == 1001
+    pair.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 5000})
+    pair.pump()
+    assert len(pair.answers[stream.id]) == 1500
+
+
+def test_streams_share_the_connections_window() -> None:
+    """What one stream has used of the connection's window another lacks, until the client gives more."""
+    pair = Pair(INITIAL_WINDOW_SIZE=1 << 20)
+    streams = [pair.open(ends=True) for _ in range(3)]
+    for stream in streams:
+        pair.server.send_headers(stream, HEADERS)
+        pair.server.send_data(stream, bytes(40_000))
+        pair.server.send_trailers(stream, TRAILERS)
+    pair.pump()
+    assert [len(pair.answers[stream.id]) for stream in streams] == [40_000, 25_535, 0]
+    pair.client.increment_flow_control_window(54_465)
+    pair.pump()
+    assert [len(pair.answers[stream.id]) for stream in streams] == [40_000, 40_000, 40_000]
+
+
+@pytest.mark.parametrize("frame_bytes", [1 << 14, 20_000, 1 << 20])
+def test_frames_are_no_larger_than_the_client_takes(frame_bytes: int) -> None:
+    """Answers are cut into frames of the client's MAX_FRAME_SIZE."""
+    pair = Pair(INITIAL_WINDOW_SIZE=1 << 24, MAX_FRAME_SIZE=frame_bytes)
+    pair.client.increment_flow_control_window(1 << 24)
+    stream = pair.open(ends=True)
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, bytes(3 << 20))
+    pair.pump()
+    sizes = [len(event.data) for event in pair.events if isinstance(event, h2.events.DataReceived)]
+    assert (max(sizes), sum(sizes)) == (frame_bytes, 3 << 20)
+
+
+def test_a_stream_gets_room_as_its_bytes_are_taken() -> None:
+    """A stream's window is given back by what the call has taken, and not before."""
+    pair = Pair(window_bytes=10_000)
+    stream = pair.open()
+    pair.client.send_data(stream.id, bytes(10_000))
+    pair.pump()
+    assert pair.can_send(stream.id) == 0
+    pair.server.consumed(stream, 4999)
+    pair.pump()
+    assert pair.can_send(stream.id) == 0
+    pair.server.consumed(stream, 1)
+    pair.pump()
+    assert pair.can_send(stream.id) == 5000
+
+
+def test_who_does_not_take_answers_may_not_ask() -> None:
+    """A stream whose answers wait for the client's window gets no room for more until they are sent."""
+    pair = Pair(window_bytes=10_000, INITIAL_WINDOW_SIZE=0)
+    stream = pair.open()
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, b"answer")
+    pair.client.send_data(stream.id, bytes(10_000))
+    pair.pump()
+    pair.server.consumed(stream, 10_000)
+    pair.pump()
+    assert pair.can_send(stream.id) == 0
+    pair.client.increment_flow_control_window(6, stream.id)
+    pair.pump()
+    assert pair.can_send(stream.id) == 10_000
+
+
+def test_streams_beyond_the_limit_are_refused() -> None:
+    """A stream too many is refused, in a way that lets the client try again; others go on."""
+    connection = _begun(streams_max=2)
+    block = _headers(frames.END_HEADERS, 1, _BLOCK)
+    for stream_id in (1, 3):
+        assert len(connection.receive(block[:5] + stream_id.to_bytes(4, "big") + block[9:])) == 1
+    late = block[:5] + (5).to_bytes(4, "big") + block[9:]
+    assert not connection.receive(late)
+    refusal = frames.number_frame(FrameType.RST_STREAM, 5, H2Code.REFUSED_STREAM)
+    assert connection.take_out() == [refusal]
+    connection.receive(frames.number_frame(FrameType.RST_STREAM, 1, H2Code.CANCEL))
+    again = block[:5] + (7).to_bytes(4, "big") + block[9:]
+    assert len(connection.receive(again)) == 1
+
+
+def test_the_last_stream_number_is_served() -> None:
+    """Numbers may be used up to the last; each may be used once."""
+    connection = _begun()
+    last = frames.STREAM_IDS
+    (opened,) = connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, last, _BLOCK))
+    connection.send_trailers(opened.stream, TRAILERS)
+    assert connection.last_stream_id == last
+    assert not connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, last, _BLOCK))
+    assert not connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, 1, _BLOCK))
+
+
+def test_an_answer_may_come_before_the_question_is_over() -> None:
+    """A stream ended early is reset without an error, and what the client still sends is dropped."""
+    pair = Pair()
+    stream = pair.open()
+    pair.server.send_headers(stream, HEADERS + TRAILERS, ends=True)
+    pair.client.send_data(stream.id, b"on its way")
+    pair.pump()
+    resets = [event for event in pair.events if isinstance(event, h2.events.StreamReset)]
+    assert [event.error_code for event in resets] == [H2Code.NO_ERROR]
+    assert pair.answered == {stream.id}
+    assert not pair.heard
+    # Whoever still serves it does no harm.
+    pair.server.send_data(stream, b"late")
+    pair.server.send_trailers(stream, TRAILERS)
+    pair.server.consumed(stream, 5)
+    pair.server.reset(stream, H2Code.CANCEL)
+    assert not pair.server.take_out()
+
+
+def test_data_behind_the_end_resets_the_stream() -> None:
+    """A client that goes on after its last word loses the stream, and nothing else."""
+    connection = _begun()
+    connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, 1, _BLOCK))
+    (event,) = connection.receive(frames.frame(FrameType.DATA, 0, 1, b"more"))
+    assert isinstance(event, Reset)
+    assert connection.take_out() == [frames.number_frame(FrameType.RST_STREAM, 1, H2Code.STREAM_CLOSED)]
+
+
+def test_a_reset_drops_what_waits() -> None:
+    """A reset stream keeps no bytes, from whichever side it is reset."""
+    pair = Pair(INITIAL_WINDOW_SIZE=0)
+    theirs, ours = pair.open(), pair.open()
+    for stream in (theirs, ours):
+        pair.client.send_data(stream.id, bytes(100))
+        pair.server.send_headers(stream, HEADERS)
+        pair.server.send_data(stream, bytes(1000))
+    pair.pump()
+    pair.client.reset_stream(theirs.id)
+    pair.server.reset(ours, H2Code.CANCEL)
+    pair.pump()
+    assert pair.resets == {theirs.id}
+    assert [stream.pending_bytes for stream in (theirs, ours)] == [0, 0]
+    assert not pair.server.streams
+    assert [event.stream_id for event in pair.events if isinstance(event, h2.events.StreamReset)] == [ours.id]
+
+
+def test_pings_are_answered_and_answers_are_not() -> None:
+    """A PING comes back as it was; an acknowledgement of one is the end of it."""
+    pair = Pair()
+    pair.client.ping(b"12345678")
+    pair.pump()
+    acks = [event.ping_data for event in pair.events if isinstance(event, h2.events.PingAckReceived)]
+    assert acks == [b"12345678"]
+    assert not pair.server.receive(frames.frame(FrameType.PING, frames.ACK, 0, bytes(8)))
+    assert not pair.server.take_out()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_goaway_names_the_last_stream(is_early: bool) -> None:
+    """GOAWAY tells which streams are served: those so far, or all that come."""
+    pair = Pair()
+    stream = pair.open()
+    pair.server.goaway(H2Code.ENHANCE_YOUR_CALM, "busy ä", is_early=is_early)
+    pair.pump()
+    (event,) = [event for event in pair.events if isinstance(event, h2.events.ConnectionTerminated)]
+    assert event.last_stream_id == (frames.STREAM_IDS if is_early else stream.id)
+    assert (event.error_code, event.additional_data) == (H2Code.ENHANCE_YOUR_CALM, b"busy ?")
+
+
+def test_a_clients_goaway_changes_nothing() -> None:
+    """A client that goes is served until it is gone."""
+    connection = _begun()
+    connection.receive(frames.goaway_frame(0, 0, "bye"))
+    assert len(connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))) == 1
+
+
+def test_too_much_unread_ends_the_stream_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what a connection may have unread the stream that sends is given up; taking some makes room."""
+    monkeypatch.setattr("router.h2.connection._UNREAD_BYTES_MAX", 30_000)
+    pair = Pair(window_bytes=1 << 16)
+    first, second = pair.open(), pair.open()
+    pair.client.send_data(first.id, bytes(16_000))
+    pair.client.send_data(second.id, bytes(14_000))
+    pair.pump()
+    pair.server.consumed(first, 10_000)
+    pair.client.send_data(first.id, bytes(10_000))
+    pair.pump()
+    assert not pair.resets
+    pair.client.send_data(second.id, b"x")
+    pair.pump()
+    assert pair.resets == {second.id}
+    pair.client.send_data(first.id, bytes(14_000))
+    pair.pump()
+    assert pair.resets == {second.id}
+    (reset,) = [event for event in pair.events if isinstance(event, h2.events.StreamReset)]
+    assert (reset.stream_id, reset.error_code) == (second.id, H2Code.ENHANCE_YOUR_CALM)
+
+
+def test_the_connections_window_is_given_back_as_bytes_come() -> None:
+    """Streams that nobody reads do not stop others: a connection may send on as long as it has streams."""
+    pair = Pair(window_bytes=8 << 20)
+    streams = [pair.open() for _ in range(8)]
+    for stream in streams:
+        for _ in range(127):
+            pair.client.send_data(stream.id, bytes(1 << 16))
+            pair.pump()
+    assert pair.client.outbound_flow_control_window >= 16 << 20
+    assert sum(len(data) for data in pair.heard.values()) == 8 * 127 << 16
+
+
+@pytest.mark.parametrize("name", [9999, Setting.HEADER_TABLE_SIZE, Setting.MAX_CONCURRENT_STREAMS])
+def test_settings_that_mean_nothing_to_us_are_acknowledged(name: Any) -> None:
+    """Settings of no meaning here change nothing."""
+    connection = _begun()
+    connection.receive(frames.settings_frame({name: 0}))
+    assert connection.take_out() == [frames.frame(FrameType.SETTINGS, frames.ACK, 0)]
+
+
+def test_the_first_frame_is_settings() -> None:
+    """A connection that begins with anything else is none."""
+    connection = H2Connection(fields, streams_max=1, window_bytes=1)
+    with pytest.raises(H2Error, match="first frame"):
+        connection.receive(frames.PREFACE + frames.frame(FrameType.PING, 0, 0, bytes(8)))

@@ -1,0 +1,245 @@
+"""One HTTP/2 connection of ours under anything: garbage, and all that an honest client may do."""
+
+from __future__ import annotations
+
+import h2.exceptions
+import hpack
+from h2.settings import SettingCodes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.h2 import frames
+from router.h2.connection import H2Connection
+from router.h2.errors import H2Code, H2Error
+from router.h2.frames import FrameType
+from router.h2.streams import Opened
+from tests.unit.h2_pair import HEADERS, REQUEST, TRAILERS, Pair, fields
+
+_WINDOW_BYTES = 20_000
+_BLOCK = hpack.Encoder().encode(REQUEST)
+_BEGIN = frames.PREFACE + frames.settings_frame({})
+
+_frames = st.builds(
+    frames.frame,
+    st.integers(0, 12),
+    st.integers(0, 255) | st.sampled_from([0, 1, 4, 5]),
+    st.sampled_from([0, 1, 2, 3, 5, 7, frames.STREAM_IDS]) | st.integers(0, 2**32 - 1),
+    st.sampled_from([_BLOCK, b"", bytes(4), bytes(6), bytes(8), b"\x00\x04\x00\x00\x00\x00", b"\xff" * 9])
+    | st.binary(max_size=60),
+)
+_heads = st.builds(
+    frames.head,
+    st.integers(0, 2**24 - 1),
+    st.integers(0, 255),
+    st.integers(0, 255),
+    st.integers(0, 2**32 - 1),
+)
+_garbage = st.lists(_frames | _heads | st.binary(max_size=40), max_size=30).map(b"".join)
+
+
+@given(st.sampled_from([b"", frames.PREFACE, _BEGIN]), _garbage, st.lists(st.integers(0, 2000), max_size=10))
+@settings(max_examples=300)
+def test_any_bytes_are_read_or_refused(begin: bytes, garbage: bytes, cuts: list[int]) -> None:
+    """Whatever comes, however it is cut, ends in events or one H2Error, and its caps hold."""
+    data = begin + garbage
+    whole, whole_error = _fed([data])
+    places = sorted({min(cut, len(data)) for cut in cuts})
+    cut = [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
+    parts, parts_error = _fed(cut)
+    assert (whole.last_stream_id, whole_error) == (parts.last_stream_id, parts_error)
+
+
+@given(_garbage, st.integers(1, 9))
+@settings(max_examples=50)
+def test_bytes_one_by_one_mean_the_same(garbage: bytes, size: int) -> None:
+    """Frames in tiny pieces are the same frames."""
+    data = _BEGIN + garbage
+    whole, whole_error = _fed([data])
+    parts, parts_error = _fed([data[at : at + size] for at in range(0, len(data), size)])
+    assert (list(whole.streams), whole_error) == (list(parts.streams), parts_error)
+
+
+def _fed(parts: list[bytes]) -> tuple[H2Connection, str]:
+    """A connection that was fed, its calls answered as they come; and the error that ended it."""
+    connection = H2Connection(fields, streams_max=3, window_bytes=_WINDOW_BYTES)
+    try:
+        for data in parts:
+            for event in connection.receive(data):
+                if isinstance(event, Opened):
+                    connection.send_headers(event.stream, HEADERS)
+                    connection.send_data(event.stream, b"answer")
+            assert len(connection.streams) <= 3
+            assert sum(stream.unread_bytes for stream in connection.streams.values()) <= 3 * _WINDOW_BYTES
+    except H2Error as error:
+        return connection, str(error)
+    return connection, ""
+
+
+class Both(RuleBasedStateMachine):
+    """An honest client and our end, doing anything that they may at any time."""
+
+    @initialize(window=st.sampled_from([0, 1, 10, 1000, 65_535]), streams_max=st.integers(1, 8))
+    def begin(self, window: int, streams_max: int) -> None:
+        """A connection, with the client's windows small or large."""
+        self.pair = Pair(streams_max=streams_max, window_bytes=_WINDOW_BYTES, INITIAL_WINDOW_SIZE=window)
+        self.streams_max = streams_max
+        self.asked: dict[int, bytes] = {}
+        self.said: dict[int, bytes] = {}
+        self.asking: set[int] = set()
+        self.answering: set[int] = set()
+        self.whole: set[int] = set()
+        self.count = 0
+
+    @precondition(lambda self: len(self.pair.server.streams) < self.streams_max)
+    @rule(ends=st.booleans(), more=st.lists(st.sampled_from(["a", "b", "c" * 900, "d" * 2000]), max_size=3))
+    def open(self, ends: bool, more: list[str]) -> None:
+        """The client begins a stream."""
+        stream = self.pair.open(ends=ends, more=tuple(("x-more", value) for value in more))
+        assert [value.decode() for name, value in stream.head if name == b"x-more"] == more
+        self.pair.server.send_headers(stream, HEADERS)
+        self.asked[stream.id] = self.said[stream.id] = b""
+        self.answering.add(stream.id)
+        if not ends:
+            self.asking.add(stream.id)
+
+    @precondition(lambda self: self.asking)
+    @rule(data=st.data(), size=st.integers(0, 30_000), ends=st.booleans(), padding=st.integers(0, 20))
+    def ask(self, data: st.DataObject, size: int, ends: bool, padding: int) -> None:
+        """The client sends as much as it may."""
+        stream_id = data.draw(st.sampled_from(sorted(self.asking)))
+        room = self.pair.can_send(stream_id) - padding - 1
+        if room < 0:
+            return
+        part = self._bytes(min(size, room))
+        self.pair.client.send_data(stream_id, part, end_stream=ends, pad_length=padding or None)
+        self.asked[stream_id] += part
+        if ends:
+            self.asking.discard(stream_id)
+
+    @precondition(lambda self: self.asking)
+    @rule(data=st.data())
+    def ask_trailers(self, data: st.DataObject) -> None:
+        """The client ends a stream by trailers."""
+        stream_id = data.draw(st.sampled_from(sorted(self.asking)))
+        self.pair.client.send_headers(stream_id, [("x-end", "1")], end_stream=True)
+        self.asking.discard(stream_id)
+
+    @precondition(lambda self: self.answering)
+    @rule(data=st.data(), size=st.integers(0, 50_000))
+    def answer(self, data: st.DataObject, size: int) -> None:
+        """We send, and keep what the client has no room for."""
+        stream_id = data.draw(st.sampled_from(sorted(self.answering)))
+        part = self._bytes(size)
+        self.pair.server.send_data(self.pair.streams[stream_id], part)
+        self.said[stream_id] += part
+
+    @precondition(lambda self: self.answering)
+    @rule(data=st.data())
+    def answer_trailers(self, data: st.DataObject) -> None:
+        """We end a stream, maybe before the client has."""
+        stream_id = data.draw(st.sampled_from(sorted(self.answering)))
+        self.pair.server.send_trailers(self.pair.streams[stream_id], TRAILERS)
+        self.answering.discard(stream_id)
+        self.asking.discard(stream_id)
+        self.whole.add(stream_id)
+        # What the client sent to a stream that is over is dropped.
+        self.pair.pump()
+
+    @precondition(lambda self: self.answering)
+    @rule(data=st.data(), is_ours=st.booleans())
+    def reset(self, data: st.DataObject, is_ours: bool) -> None:
+        """Either side gives a stream up."""
+        stream_id = data.draw(st.sampled_from(sorted(self.answering)))
+        if is_ours:
+            self.pair.server.reset(self.pair.streams[stream_id], H2Code.CANCEL)
+        else:
+            self.pair.client.reset_stream(stream_id)
+        self.answering.discard(stream_id)
+        self.asking.discard(stream_id)
+        self.pair.pump()
+
+    @precondition(lambda self: self.pair.streams)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        """A call takes some of what has come."""
+        stream = data.draw(st.sampled_from(list(self.pair.streams.values())))
+        size = data.draw(st.integers(0, stream.unread_bytes))
+        self.pair.server.consumed(stream, size)
+
+    @precondition(lambda self: self.answering)
+    @rule(data=st.data(), size=st.integers(1, 40_000), is_whole=st.booleans())
+    def widen(self, data: st.DataObject, size: int, is_whole: bool) -> None:
+        """The client takes some of what was sent, of a stream or of all."""
+        stream_id = data.draw(st.sampled_from(sorted(self.answering)))
+        self.pair.client.increment_flow_control_window(size, None if is_whole else stream_id)
+
+    @rule(window=st.sampled_from([0, 1, 500, 20_000, 65_535]), frame=st.sampled_from([1 << 14, 1 << 15]))
+    def set(self, window: int, frame: int) -> None:
+        """The client changes its settings in mid-connection."""
+        changed = {SettingCodes.INITIAL_WINDOW_SIZE: window, SettingCodes.MAX_FRAME_SIZE: frame}
+        self.pair.client.update_settings(changed)
+
+    @rule()
+    def ping(self) -> None:
+        """The client asks whether we are there."""
+        self.pair.client.ping(b"12345678")
+
+    @rule(cut=st.sampled_from([None, 1, 7, 100, 5000]))
+    def pump(self, cut: int | None) -> None:
+        """All that was sent arrives."""
+        self.pair.pump(cut)
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        """What has arrived is what was sent, so far; windows and bytes kept are within their bounds."""
+        if not hasattr(self, "pair"):
+            return
+        server = self.pair.server
+        for stream_id, heard in self.pair.heard.items():
+            assert self.asked[stream_id].startswith(heard)
+        for stream_id, got in self.pair.answers.items():
+            assert self.said[stream_id].startswith(got)
+        for stream in server.streams.values():
+            assert 0 <= stream.receive_window_bytes <= _WINDOW_BYTES
+            assert 0 <= stream.unread_bytes <= _WINDOW_BYTES
+            assert stream.pending_bytes == sum(map(len, stream.pending))
+        assert server._unread_bytes == sum(stream.unread_bytes for stream in server.streams.values())
+
+    def teardown(self) -> None:
+        """In the end the client opens all windows and takes everything: nothing may be missing."""
+        if not hasattr(self, "pair"):
+            return
+        pair = self.pair
+        pair.pump()
+        pair.client.increment_flow_control_window(1 << 30)
+        for stream_id in list(pair.server.streams):
+            try:
+                pair.client.increment_flow_control_window((1 << 30) - 70_000, stream_id)
+            except h2.exceptions.StreamClosedError:
+                continue
+        pair.pump()
+        for stream_id in self.answering | self.whole:
+            assert pair.answers.get(stream_id, b"") == self.said[stream_id]
+        for stream_id in self.answering:
+            assert pair.heard.get(stream_id, b"") == self.asked[stream_id]
+        assert self.whole <= pair.answered
+
+    def _bytes(self, size: int) -> bytes:
+        """Bytes that show where they belong."""
+        self.count += 1
+        return (b"%d," % self.count * (size // 2 + 1))[:size]
+
+
+Both.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+test_an_honest_client_loses_nothing = Both.TestCase
+
+
+def test_a_client_that_obeys_gets_no_error_for_unknown_frames() -> None:
+    """Frames of types that we do not know are dropped, wherever they may come."""
+    connection = H2Connection(fields, streams_max=3, window_bytes=_WINDOW_BYTES)
+    connection.receive(_BEGIN)
+    for kind in range(10, 256):
+        assert not connection.receive(frames.frame(kind, 255, kind, bytes(kind)))
+    flags = frames.END_HEADERS
+    assert len(connection.receive(frames.frame(FrameType.HEADERS, flags, 1, _BLOCK))) == 1

@@ -1,0 +1,194 @@
+"""Header blocks: the same fields as without the short cut, and what a call's fields mean."""
+
+from __future__ import annotations
+
+import base64
+from urllib.parse import unquote_to_bytes
+
+import grpc
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.h2.call_head import (
+    CallHead,
+    call_head,
+    metadata_block,
+    refusal_block,
+    trailers_block,
+)
+from router.h2.errors import H2Code, H2Error
+from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks, field
+
+_names = st.sampled_from([b":path", b":method", b"x-a", b"x-b", b"authorization", b"cookie"])
+_values = st.sampled_from([b"", b"/", b"POST", b"1", b"a" * 50, b"b" * 1500, b"c" * 3000]) | st.binary(
+    max_size=9
+)
+_fields = st.lists(st.tuples(_names, _values, st.booleans()), max_size=6)
+# What an encoder does next: a table of another size, or a block, now and then one that was sent before.
+_steps = st.lists(
+    st.integers(0, 4096) | st.tuples(_fields, st.booleans()) | st.tuples(st.integers(0, 5)), max_size=40
+)
+
+
+@given(_steps)
+@settings(max_examples=300)
+def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> None:
+    """Whatever an encoder does to the table, each block is read as a decoder without a cache reads it."""
+    encoder, plain = hpack.Encoder(), hpack.Decoder()
+    blocks = HeaderBlocks(list[tuple[bytes, bytes]])
+    sent: list[list[tuple[bytes, bytes, bool]]] = []
+    for step in steps:
+        if isinstance(step, int):
+            encoder.header_table_size = step
+            continue
+        assert isinstance(step, tuple)
+        if len(step) == 1:
+            if not sent:
+                continue
+            said, huffman = sent[step[0] % len(sent)], True
+        else:
+            said, huffman = step
+            sent.append(said)
+        block = encoder.encode(said, huffman=huffman)
+        expected = [(bytes(name), bytes(value)) for name, value in plain.decode(block, raw=True)]
+        assert blocks.head(block) == expected == [(name, value) for name, value, _ in said]
+
+
+@given(st.lists(st.binary(max_size=12), max_size=30))
+@settings(max_examples=300)
+def test_any_block_means_what_it_means_to_a_plain_decoder(sent: list[bytes]) -> None:
+    """Blocks that no encoder would make are refused where a plain decoder refuses them."""
+    plain, blocks = (
+        hpack.Decoder(max_header_list_size=LIST_BYTES_MAX),
+        HeaderBlocks(list[tuple[bytes, bytes]]),
+    )
+    for block in sent:
+        try:
+            expected: Fields | None = [
+                (bytes(name), bytes(value)) for name, value in plain.decode(block, raw=True)
+            ]
+        except (hpack.HPACKError, IndexError, ValueError):
+            expected = None
+        try:
+            got: Fields | None = blocks.head(block)
+        except H2Error:
+            got = None
+        assert got == expected
+        if got is None:
+            return
+
+
+def test_a_block_is_read_once_while_the_table_stays() -> None:
+    """A block that leaves the table as it is is read once; after a change of the table, again."""
+    read: list[Fields] = []
+
+    def note(fields: Fields) -> Fields:
+        read.append(fields)
+        return fields
+
+    blocks, encoder = HeaderBlocks(note), hpack.Encoder()
+    first = encoder.encode([("x-a", "1")])
+    indexed = encoder.encode([("x-a", "1")])
+    for block in (first, indexed, indexed, indexed):
+        assert blocks.head(block) == [(b"x-a", b"1")]
+    assert len(read) == 2
+    assert blocks.head(encoder.encode([("x-b", "2")])) == [(b"x-b", b"2")]
+    assert blocks.head(indexed) == [(b"x-b", b"2")]
+    assert len(read) == 4
+
+
+def test_what_is_kept_of_blocks_is_bounded() -> None:
+    """However many blocks a peer sends, few are kept, and long ones are not."""
+    blocks = HeaderBlocks(list[tuple[bytes, bytes]])
+    for number in range(1000):
+        blocks.head(field(b"x", b"%d" % number))
+        assert len(blocks._known) <= 64
+    blocks = HeaderBlocks(list[tuple[bytes, bytes]])
+    blocks.head(field(b"x", bytes(5000)))
+    assert not blocks._known
+
+
+def test_a_list_that_is_too_long_is_refused() -> None:
+    """A small block that stands for many bytes is refused before it takes them."""
+    encoder = hpack.Encoder()
+    bomb = encoder.encode([("x", "b" * 4000)]) + b"\xbe" * 100
+    with pytest.raises(H2Error, match="above") as caught:
+        HeaderBlocks(list[tuple[bytes, bytes]]).head(bomb)
+    assert caught.value.code == H2Code.ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 254, 255, 16_510, 70_000])
+def test_fields_of_any_size_can_be_read(size: int) -> None:
+    """What we send is what another decoder reads."""
+    name, value = b"n" * max(1, size // 2), b"v" * size
+    assert hpack.Decoder(1 << 20).decode(field(name, value), raw=True) == [(name, value)]
+
+
+def _head(**fields: str) -> CallHead:
+    said = {":method": "POST", ":path": "/s/m", "content-type": "application/grpc"}
+    said |= {name.replace("_", "-"): value for name, value in fields.items()}
+    return call_head([(name.encode(), value.encode()) for name, value in said.items()])
+
+
+@pytest.mark.parametrize(
+    ("text", "timeout_s"),
+    [
+        ("2H", 7200.0),
+        ("3M", 180.0),
+        ("5S", 5.0),
+        ("250m", 0.25),
+        ("99999999u", 99.999999),
+        ("1n", 1e-9),
+        ("0n", 0.0),
+        ("", None),
+        ("5", None),
+        ("S", None),
+        ("5s", None),
+        ("-5S", None),
+        ("5.5S", None),
+        ("123456789S", None),
+        ("²S", None),
+    ],
+)
+def test_timeouts_are_read(text: str, timeout_s: float | None) -> None:
+    """grpc-timeout is a number of at most eight digits and a unit; anything else is none."""
+    head = call_head([(b"grpc-timeout", text.encode())])
+    assert head.timeout_s == (None if timeout_s is None else pytest.approx(timeout_s))
+
+
+def test_metadata_is_what_is_not_grpcs_own() -> None:
+    """Keys that only begin as reserved ones do are the client's."""
+    head = _head(te="trailers", tenant="t", grpc_timeout="1S", content_type_x="y", user_agent="u")
+    assert head.metadata == (("tenant", "t"), ("content-type-x", "y"), ("user-agent", "u"))
+
+
+@given(st.binary(max_size=20), st.booleans())
+def test_metadata_of_bytes_is_base64(value: bytes, padded: bool) -> None:
+    """A "-bin" value is bytes, padded or not, and comes out as it went in."""
+    sent = base64.b64encode(value) if padded else base64.b64encode(value).rstrip(b"=")
+    assert call_head([(b"x-bin", sent)]).metadata == (("x-bin", value),)
+    ((name, said),) = hpack.Decoder().decode(metadata_block((("X-Bin", value),)), raw=True)
+    assert call_head([(name, said)]).metadata == (("x-bin", value),)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=8))
+def test_any_fields_make_a_head(fields: Fields) -> None:
+    """Whatever a request says, there is a head, and metadata that can be asked for."""
+    head = call_head(fields)
+    assert head.refusal is not None
+    assert len(head.metadata) <= len(fields)
+
+
+@given(st.sampled_from(list(grpc.StatusCode)), st.text(max_size=50), st.booleans())
+def test_a_status_is_read_as_it_was_said(code: grpc.StatusCode, details: str, has_headers: bool) -> None:
+    """A status of any text is printable ASCII on its way, and the text again when it is decoded."""
+    block = trailers_block(code, details) if has_headers else refusal_block(code, details)
+    said = dict(hpack.Decoder().decode(block, raw=True))
+    assert said[b"grpc-status"] == str(code.value[0]).encode()
+    assert (b":status" in said) is not has_headers
+    message = said.get(b"grpc-message", b"")
+    assert all(0x20 <= byte <= 0x7E for byte in message)
+
+    assert unquote_to_bytes(message) == details.encode("utf-8", "replace")

@@ -1,0 +1,307 @@
+"""Calls of all kinds, by every server of gRPC: what a client sees must not depend on who serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.wire.h2_support import MESSAGE_BYTES_MAX, SERVICE, TRANSPORTS, Served, caller, path, serving
+from tests.wire.router_wire_support import TIMEOUT_S
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """Plain, by each transport."""
+    with serving(request.param) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    """One connection for all tests of a transport."""
+    with served.channel() as channel:
+        yield channel
+
+
+def _call(channel: grpc.Channel, method: str, request: bytes, **more: Any) -> tuple[list[bytes], grpc.Call]:
+    """Calls a method with one message; all answers, and the call."""
+    call = caller(channel, method)
+    more.setdefault("timeout", TIMEOUT_S)
+    if method == "unary":
+        answer, done = call.with_call(request, **more)
+        return [answer], done
+    if method == "client_stream":
+        answer, done = call.with_call(iter([request]), **more)
+        return [answer], done
+    begun = call(b"1 " + request if method == "server_stream" else iter([request]), **more)
+    return list(begun), begun
+
+
+def _failed(channel: grpc.Channel, method: str, request: bytes, **more: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        _call(channel, method, request, **more)
+    return caught.value
+
+
+def _status(error: Any) -> tuple[grpc.StatusCode, str]:
+    return error.code(), error.details()
+
+
+each_kind = pytest.mark.parametrize("method", ["unary", "server_stream", "client_stream", "bidi"])
+
+
+@each_kind
+@pytest.mark.parametrize("size", [0, 1, 16_384, 65_535, 8 << 20])
+def test_messages_of_any_size_go_both_ways(channel: grpc.Channel, method: str, size: int) -> None:
+    """A message comes back as it was sent, be it empty or of eight megabytes."""
+    message = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    assert _call(channel, method, message)[0] == [message]
+
+
+def test_many_messages_of_a_stream_keep_their_order(channel: grpc.Channel) -> None:
+    """A stream's messages are answered one by one, in order; a stream without any is answered with none."""
+    messages = [b"%d" % number * (number % 50) for number in range(2000)]
+    assert list(caller(channel, "bidi")(iter(messages), timeout=TIMEOUT_S)) == messages
+    assert caller(channel, "client_stream")(iter(messages), timeout=TIMEOUT_S) == b"".join(messages)
+    assert list(caller(channel, "server_stream")(b"2000 x", timeout=TIMEOUT_S)) == [b"x"] * 2000
+    assert list(caller(channel, "bidi")(iter([]), timeout=TIMEOUT_S)) == []
+    assert caller(channel, "client_stream")(iter([]), timeout=TIMEOUT_S) == b""
+
+
+@each_kind
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_requests_are_read(channel: grpc.Channel, method: str, compression: Any) -> None:
+    """A client may compress what it sends."""
+    message = b"again and again " * 10_000
+    assert _call(channel, method, message, compression=compression)[0] == [message]
+
+
+@each_kind
+def test_metadata_goes_both_ways(served: Served, channel: grpc.Channel, method: str) -> None:
+    """Metadata reaches the servicer, keys and bytes as sent; its own reaches the client, before and after."""
+    said = (("tenant-id", "t1"), ("x-many", "a,b"), ("test", "te"), ("trace-bin", b"\x00\x01\xfe\xff"))
+    answers, call = _call(channel, method, b"!meta done", metadata=said)
+    assert answers == [b"done"]
+    heard = served.plain.metadata
+    assert {key: heard.get(key) for key, _ in said} == dict(said)
+    assert not [key for key in heard if key.startswith(":") or key in ("te", "content-type", "grpc-timeout")]
+    assert {("first", "1"), ("first-bin", b"\x01\x80")} <= set(call.initial_metadata())
+    assert {("last", "2"), ("last-bin", b"")} <= set(call.trailing_metadata())
+
+
+@each_kind
+def test_a_servicer_knows_its_peer_and_its_deadline(channel: grpc.Channel, method: str) -> None:
+    """The servicer is told how long the client waits, if it says so, and who it is."""
+    (left_s,), _ = _call(channel, method, b"!time", timeout=15.0)
+    # grpcio counts a little more than was said.
+    assert 0.0 < float(left_s) <= 16.0
+    (peer,), _ = _call(channel, method, b"!peer")
+    assert peer.startswith(b"ipv4:127.0.0.1:")
+
+
+@each_kind
+def test_a_raised_error_is_unknown(channel: grpc.Channel, method: str) -> None:
+    """A servicer's exception ends its call with UNKNOWN and the exception's text."""
+    streams = method in ("server_stream", "bidi")
+    what = "Exception iterating responses: " if streams else "Exception calling application: "
+    assert _status(_failed(channel, method, b"!raise oh no")) == (grpc.StatusCode.UNKNOWN, what + "oh no")
+
+
+@each_kind
+def test_an_aborted_call_has_its_code_details_and_metadata(channel: grpc.Channel, method: str) -> None:
+    """abort() reaches the client with everything that was said."""
+    error: Any = _failed(channel, method, b"!abort \xc3\xa4 100 %")
+    assert _status(error) == (grpc.StatusCode.DATA_LOSS, "ä 100 %")
+    assert {("why", "told"), ("why-bin", b"\x00\xff")} <= set(error.trailing_metadata())
+
+
+@each_kind
+def test_a_code_that_is_set_ends_the_call(channel: grpc.Channel, method: str) -> None:
+    """set_code() and set_details() reach the client though the servicer returns normally."""
+    error = _failed(channel, method, b"!code x")
+    assert _status(error) == (grpc.StatusCode.NOT_FOUND, "not here, 100 % sure: ä\n")
+
+
+@each_kind
+def test_an_unreadable_request_is_an_internal_error(channel: grpc.Channel, method: str) -> None:
+    """A message that the method cannot parse ends the call with INTERNAL."""
+    if method == "server_stream":
+        call = caller(channel, method)(b"unreadable", timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        error: Any = caught.value
+    else:
+        error = _failed(channel, method, b"unreadable")
+    assert _status(error) == (grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+
+
+@each_kind
+def test_an_answer_that_cannot_be_written_is_an_internal_error(channel: grpc.Channel, method: str) -> None:
+    """An answer that the method cannot serialize ends the call with INTERNAL."""
+    error = _failed(channel, method, b"!unwritable")
+    assert _status(error) == (grpc.StatusCode.INTERNAL, "Failed to serialize response!")
+
+
+@each_kind
+def test_too_large_requests_are_refused(channel: grpc.Channel, method: str) -> None:
+    """A request above the limit ends with RESOURCE_EXHAUSTED, also if only decompression makes it so."""
+    message = bytes(MESSAGE_BYTES_MAX + 1)
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        error: Any = _failed(channel, method, message, compression=compression)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@each_kind
+def test_the_largest_request_is_served(channel: grpc.Channel, method: str) -> None:
+    """A request of just the limit is served, compressed or not."""
+    message = bytes(MESSAGE_BYTES_MAX - (2 if method == "server_stream" else 0))
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        assert _call(channel, method, message, compression=compression)[0] == [message]
+
+
+@each_kind
+def test_too_large_answers_are_refused(channel: grpc.Channel, method: str) -> None:
+    """An answer above the limit ends with RESOURCE_EXHAUSTED."""
+    error: Any = _failed(channel, method, b"!large %d" % (MESSAGE_BYTES_MAX + 1))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    sizes = f"({MESSAGE_BYTES_MAX + 1} vs. {MESSAGE_BYTES_MAX})"
+    assert error.details().endswith(f"Sent message larger than max {sizes}")
+
+
+def test_unknown_methods_are_unimplemented(channel: grpc.Channel) -> None:
+    """A method that nobody serves ends with UNIMPLEMENTED."""
+    with pytest.raises(grpc.RpcError) as caught:
+        caller(channel, "nothing")(b"", timeout=TIMEOUT_S)
+    assert _status(caught.value) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+@each_kind
+def test_a_deadline_ends_the_servicer_too(served: Served, channel: grpc.Channel, method: str) -> None:
+    """A client that waits no longer gets DEADLINE_EXCEEDED, and the servicer's callbacks are called."""
+    # So large that it is served on no connection's own thread, which would not hear of its client's end.
+    error: Any = _failed(channel, method, b"!hold " + bytes(1 << 17), timeout=0.5)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+    assert served.plain.ended.acquire(timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("method", ["server_stream", "client_stream", "bidi"])
+def test_a_cancelled_stream_ends_its_servicer(served: Served, channel: grpc.Channel, method: str) -> None:
+    """Cancelling in mid-stream wakes the servicer, and its callbacks are called."""
+    call, request = caller(channel, method), b"!hold x"
+    if method == "client_stream":
+        begun = call.future(iter([request]))
+    else:
+        begun = call(b"1 " + request if method == "server_stream" else iter([request]))
+    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+    begun.cancel()
+    assert served.plain.ended.acquire(timeout=TIMEOUT_S)
+
+
+def test_a_hundred_calls_at_once_on_one_connection(channel: grpc.Channel) -> None:
+    """Calls of all kinds share a connection; none gets another's answer."""
+
+    def call(number: int) -> bool:
+        method = ("unary", "server_stream", "client_stream", "bidi")[number % 4]
+        message = b"%d " % number * (1 + number * 997 % 40_000)
+        return _call(channel, method, message)[0] == [message]
+
+    with ThreadPoolExecutor(100) as pool:
+        assert all(pool.map(call, range(400)))
+
+
+def test_large_messages_at_once_on_one_connection(channel: grpc.Channel) -> None:
+    """Messages which together are larger than the connection's window do not wait for each other for ever."""
+    message = bytes(4 << 20)
+
+    def call(number: int) -> int:
+        return len(_call(channel, ("unary", "bidi")[number % 2], message, timeout=60)[0][0])
+
+    with ThreadPoolExecutor(24) as pool:
+        assert set(pool.map(call, range(24))) == {len(message)}
+
+
+def test_many_connections_at_once(served: Served) -> None:
+    """Each client has its own connection."""
+
+    def call(number: int) -> bool:
+        message = b"%d" % number
+        with served.channel() as own:
+            return _call(own, "bidi", message)[0] == _call(own, "unary", message)[0] == [message]
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(call, range(64)))
+
+
+def test_asyncio_clients_are_served(served: Served) -> None:
+    """The asyncio client's calls of all kinds, many at once, are the same as the other's."""
+
+    async def kinds(channel: grpc.aio.Channel, number: int) -> bool:
+        message = b"%d " % number * 1000
+        unary = await channel.unary_unary(path("unary"))(message, timeout=TIMEOUT_S)
+        joined = await channel.stream_unary(path("client_stream"))(iter([message] * 3), timeout=TIMEOUT_S)
+        bidi = channel.stream_stream(path("bidi"))(timeout=TIMEOUT_S)
+        echoes = []
+        for _ in range(3):
+            await bidi.write(message)
+            echoes.append(await bidi.read())
+        await bidi.done_writing()
+        assert await bidi.read() is grpc.aio.EOF
+        stream = channel.unary_stream(path("server_stream"))(b"3 " + message, timeout=TIMEOUT_S)
+        several = [answer async for answer in stream]
+        return unary == message and joined == message * 3 and echoes == several == [message] * 3
+
+    async def cancelled(channel: grpc.aio.Channel) -> None:
+        bidi = channel.stream_stream(path("bidi"))(timeout=TIMEOUT_S)
+        await bidi.write(b"one")
+        assert await bidi.read() == b"one"
+        bidi.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await bidi.read()
+
+    async def everything() -> None:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            assert all(await asyncio.gather(*(kinds(channel, number) for number in range(50))))
+            await asyncio.gather(*(cancelled(channel) for _ in range(20)))
+            assert await kinds(channel, 99)
+
+    asyncio.run(everything())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_health_is_watched(transport: str) -> None:
+    """A Watch tells each change until its client leaves; and those that never leave do not stop a server."""
+    servicer = health.HealthServicer()
+    servicer.set("x", health_pb2.HealthCheckResponse.SERVING)
+
+    def add(server: Any) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+
+    with serving(transport, services=[add]) as served, served.channel() as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=60) for _ in range(5)]
+        assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.SERVING] * 5
+        servicer.set("x", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 5
+        # Not before the change: grpcio's server would wait for ever.
+        watches.pop().cancel()
+        assert stub.Check(health_pb2.HealthCheckRequest(service="x")).status == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_reflection_lists_the_services(transport: str) -> None:
+    """Reflection names the services that it was told of."""
+    with serving(transport, service_names=(SERVICE,)) as served, served.channel() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=TIMEOUT_S)
+        names = {service.name for service in answer.list_services_response.service}
+        assert names == {SERVICE, "grpc.reflection.v1alpha.ServerReflection"}

@@ -1,0 +1,222 @@
+"""Exchanges: served here and there, ended by themselves, by clients and by others; each ends once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from router.h2 import frames
+from router.h2.errors import H2Code
+from router.h2.frames import FrameType
+from router.h2.messages import prefixed
+from router.h2.methods import ExchangeMethod
+from tests.wire.h2_support import OWN, caller, path, serving
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.router_wire_support import TIMEOUT_S, wait_until
+
+
+def _failing(what: str) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise RuntimeError(what)
+
+    return fail
+
+
+def test_the_server_cancels_at_any_moment() -> None:
+    """An exchange cancelled by a third thread while two others feed and serve it ends once, and alone."""
+    opened: list[Any] = []
+
+    class Watcher:
+        """Keeps every stream, and counts their ends."""
+
+        def __init__(self) -> None:
+            self.ends: list[str] = []
+
+        def opened(self, stream: Any) -> Watcher:
+            """A stream."""
+            opened.append(stream)
+            return self
+
+        def waits(self) -> None:
+            """Not of interest."""
+
+        serves = answered = waits
+
+        def closed(self, code: str) -> None:
+            """Its end."""
+            self.ends.append(code)
+
+    watcher = Watcher()
+    with serving("threads", threads=8, requests_max=1000) as served:
+        inner = served.own.methods.find(path("exchange"))
+        assert isinstance(inner, ExchangeMethod)
+        watched = ExchangeMethod(inner.open, inner.read, inner.written, (watcher,))
+        served.own.add_exchange(path("exchange"), watched)
+
+        def cancel_all(stop: threading.Event) -> None:
+            places = random.Random(7)
+            while not stop.wait(places.random() / 2000):
+                while opened:
+                    opened.pop().cancel()
+
+        stop = threading.Event()
+        canceller = threading.Thread(target=cancel_all, args=(stop,))
+        canceller.start()
+
+        def call(channel: grpc.Channel) -> None:
+            messages = (b"%d" % number for number in range(5))
+            try:
+                list(caller(channel, "exchange")(messages, timeout=TIMEOUT_S))
+            except grpc.RpcError as error:
+                code: Any = error
+                assert code.code() is grpc.StatusCode.CANCELLED
+
+        with served.channel() as channel, ThreadPoolExecutor(8) as pool:
+            list(pool.map(call, [channel] * 400))
+        stop.set()
+        canceller.join()
+        served.assert_sound()
+        assert len(watcher.ends) == 400
+
+
+def test_an_exchange_is_handed_over_in_order() -> None:
+    """Messages served here and there by turns are answered in order, though each may wait for a thread."""
+    with serving("native", threads=4) as served:
+        with served.channel() as channel, ThreadPoolExecutor(8) as pool:
+
+            def call(seed: int) -> bool:
+                places = random.Random(seed)
+                sent = [b"%d " % number + bytes(places.choice([0, 3000])) for number in range(100)]
+
+                def slowly() -> Iterator[bytes]:
+                    for message in sent:
+                        time.sleep(places.choice([0, 0, 0.001]))
+                        yield message
+
+                exchange = channel.stream_stream(path("exchange"))
+                return list(exchange(slowly(), timeout=TIMEOUT_S)) == sent
+
+            assert all(pool.map(call, range(32)))
+        served.assert_sound()
+
+
+def test_an_exchange_is_not_closed_while_it_answers() -> None:
+    """A client that gives up while a thread is within its exchange leaves the end to that thread."""
+    with serving("threads") as served:
+        with RawClient(served.server.port) as client:
+            client.open(1, "exchange")
+            client.say(1, b"!stuck", ends=False)
+            assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+            (echo,) = served.plain.exchanges
+            client.send(frames.number_frame(FrameType.RST_STREAM, 1, H2Code.CANCEL))
+            # The second is answered when all that the first was behind is done.
+            for _ in range(2):
+                client.send(frames.frame(FrameType.PING, 0, 0, bytes(8)))
+                client.next(FrameType.PING)
+            assert not echo.stream.is_active()
+            assert (echo.closes, served.own.open_calls) == (0, 1)
+            served.plain.released.set()
+            wait_until(lambda: echo.closes == 1, "its end")
+        served.assert_sound()
+
+
+@pytest.mark.parametrize("transport", OWN)
+def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
+    """A stream ended from outside answers what it has begun, then the given answers, then ends well."""
+    with serving(transport) as served:
+        with RawClient(served.server.port) as client:
+            client.open(1, "exchange")
+            client.say(1, b"first", ends=False)
+            assert client.next(FrameType.DATA, 1).payload == prefixed(b"first")
+            client.say(1, b"!stuck", ends=False)
+            assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+            stream = served.plain.exchanges[0].stream
+            stream.interrupt(lambda: [b"last", b"words"])
+            stream.interrupt(lambda: [b"too late"])
+            assert stream.is_active()
+            served.plain.released.set()
+            data, trailers = client.answer(1)
+            assert data == prefixed(b"!stuck") + prefixed(b"last") + prefixed(b"words")
+            assert trailers["grpc-status"] == "0"
+            wait_until(lambda: not stream.is_active(), "its end")
+            stream.interrupt(lambda: [b"nobody hears"])
+        served.assert_sound()
+
+
+def test_interrupts_at_any_moment_end_each_exchange_once() -> None:
+    """Streams that end by themselves, by their clients and from outside all at once end once each."""
+    with serving("threads", threads=8, requests_max=1000) as served:
+        stop = threading.Event()
+
+        def interrupt_all() -> None:
+            places = random.Random(9)
+            while not stop.wait(places.random() / 2000):
+                for echo in list(served.plain.exchanges):
+                    if not echo.closes and places.random() < 0.3:
+                        echo.stream.interrupt(lambda: [b"interrupted"])
+
+        interrupter = threading.Thread(target=interrupt_all)
+        interrupter.start()
+
+        def call(channel: grpc.Channel) -> None:
+            said = [b"%d" % number for number in range(5)]
+            got = list(caller(channel, "exchange")(iter(said), timeout=TIMEOUT_S))
+            heard = got[:-1] if got[-1:] == [b"interrupted"] else got
+            assert heard == said[: len(heard)]
+
+        with served.channel() as channel, ThreadPoolExecutor(8) as pool:
+            list(pool.map(call, [channel] * 400))
+        stop.set()
+        interrupter.join()
+        served.assert_sound()
+
+
+@pytest.mark.parametrize("message", [b"!raise", b"!finish", b"unreadable", b"unwritable"])
+def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
+    """However an exchange ends, its place is free and it is closed once, also with messages behind it."""
+    with serving("native") as served:
+        with RawClient(served.server.port) as client:
+            for stream_id in range(1, 41, 2):
+                said = prefixed(b"a") + prefixed(message) + prefixed(b"b") * 5
+                client.send(open_frame(stream_id, "exchange") + data_frame(stream_id, said))
+                client.answer(stream_id)
+        served.assert_sound()
+
+
+def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
+    """Faults in a method's own beginning and end are told and logged; the connection goes on."""
+    with serving("native") as served:
+        inner: Any = served.own.methods.find(path("exchange"))
+        unopened = ExchangeMethod(_failing("closed today"), inner.read, inner.written)
+        served.own.add_exchange(path("unopened"), unopened)
+
+        class Unclosable:
+            """Fails at its end."""
+
+            finished = is_routed = True
+
+            def __init__(self, _stream: object) -> None: ...
+
+            def answers(self, message: bytes) -> Iterator[bytes]:
+                """Echoes."""
+                yield message
+
+            close = _failing("cannot end")
+
+        served.own.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
+        with served.channel() as channel:
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(channel.stream_stream(path("unopened"))(iter([b"x"]), timeout=TIMEOUT_S))
+                error: Any = caught.value
+                assert error.code() is grpc.StatusCode.UNKNOWN
+                unclosable = channel.stream_stream(path("unclosable"))
+                assert list(unclosable(iter([b"x"]), timeout=TIMEOUT_S)) == [b"x"]
+        served.assert_sound()

@@ -1,0 +1,214 @@
+"""A server's beginning and end, and calls that are cancelled, reset or left alone at any moment."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from router.errors import ListenError
+from router.grpc_listen import listen
+from router.h2 import frames
+from router.h2.errors import H2Code
+from router.h2.frames import FrameType, Setting
+from router.h2.messages import prefixed
+from tests.wire.h2_support import METHODS, OWN, Served, caller, serving
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.router_wire_support import TIMEOUT_S, wait_until
+
+
+@pytest.mark.parametrize("transport", OWN)
+def test_drain_lets_calls_finish(transport: str) -> None:
+    """Drained clients are told to go; their calls are served to the end, and so are new ones on the way."""
+    with serving(transport) as served, RawClient(served.server.port) as client:
+        for stream_id, method in enumerate(METHODS):
+            client.open(2 * stream_id + 1, method)
+        client.send(data_frame(3, prefixed(b"2 x")[:4]))
+        wait_until(lambda: served.own.open_calls == len(METHODS), "all have begun")
+        served.server.drain()
+        goaway = client.next(FrameType.GOAWAY)
+        assert goaway.payload[:8] == frames.STREAM_IDS.to_bytes(4, "big") + bytes(4)
+        client.send(data_frame(3, prefixed(b"2 x")[4:], ends=True))
+        assert client.answer(3)[0] == prefixed(b"x") * 2
+        for stream_id in (1, 5, 7, 9):
+            client.say(stream_id, b"%d" % stream_id)
+            assert client.answer(stream_id)[0] == prefixed(b"%d" % stream_id)
+        client.open(11)
+        client.say(11, b"crossed the notice")
+        assert client.answer(11)[0] == prefixed(b"crossed the notice")
+
+
+def test_a_drained_channel_connects_anew() -> None:
+    """grpcio's client makes its next calls on another connection, and loses none of them."""
+    with serving("native") as served, served.channel() as channel:
+        unary, stop = caller(channel, "unary"), threading.Event()
+
+        def calls() -> int:
+            count = 0
+            while not stop.is_set():
+                assert unary(b"x", timeout=TIMEOUT_S) == b"x"
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(4) as pool:
+            counts = [pool.submit(calls) for _ in range(4)]
+            for _ in range(20):
+                served.server.drain()
+                time.sleep(0.02)
+            stop.set()
+            assert all(one.result() for one in counts)
+
+
+@pytest.mark.parametrize("transport", OWN)
+def test_close_ends_stuck_calls(transport: str) -> None:
+    """Whatever servicers, clients and writers are stuck in, the server closes and its clients hear of it."""
+    with serving(transport, threads=8) as served, served.channel() as channel:
+        stuck = [caller(channel, "bidi")(iter([b"!stuck"]), timeout=60) for _ in range(3)]
+        silent = caller(channel, "bidi")(iter(threading.Event().wait, None), timeout=60)
+        wide = {Setting.INITIAL_WINDOW_SIZE: frames.WINDOW_BYTES_MOST}
+        with RawClient(served.server.port, wide) as deaf:
+            deaf.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, frames.WINDOW_BYTES_MOST - 65_535))
+            for stream_id in range(1, 9, 2):
+                deaf.open(stream_id, "bidi")
+                deaf.say(stream_id, b"!large 8000000")
+            for _ in stuck:
+                assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+            wait_until(lambda: _has_stuck_writer(served), "a writer waits for the deaf client")
+            closer = threading.Thread(target=served.server.close)
+            closer.start()
+            # Well below what a writer that takes nothing is given.
+            closer.join(8.0)
+            assert not closer.is_alive()
+            for call in (*stuck, silent):
+                with pytest.raises(grpc.RpcError) as caught:
+                    next(call)
+                error: Any = caught.value
+                assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+        served.server.close()
+
+
+def _has_stuck_writer(served: Served) -> bool:
+    for _ in range(20):
+        time.sleep(0.005)
+        if not any(peer._lock.locked() for peer in list(served.own._peers)):
+            return False
+    return True
+
+
+def test_a_closed_port_is_free_again() -> None:
+    """A server can be started again on its port at once, with clients still connected."""
+    with serving("native") as served, RawClient(served.server.port) as client:
+        client.next(FrameType.SETTINGS)
+        port = served.server.port
+        served.server.close()
+        again = listen(
+            "--grpc-port",
+            "127.0.0.1",
+            port,
+            threads=1,
+            requests_max=1,
+            message_bytes_max=0,
+            services=[served.plain.add_to],
+            inline={},
+        )
+        again.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            ready = caller(channel, "unary")(b"again", timeout=TIMEOUT_S, wait_for_ready=True)
+            assert ready == b"again"
+        with pytest.raises(ListenError, match=f"--other {port}: cannot listen on 127.0.0.1:{port}: "):
+            listen(
+                "--other",
+                "127.0.0.1",
+                port,
+                threads=1,
+                requests_max=1,
+                message_bytes_max=0,
+                services=[],
+                inline={},
+            )
+        again.close()
+
+
+@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("method", METHODS)
+def test_cancels_at_any_moment_leave_nothing(transport: str, method: str) -> None:
+    """Calls cancelled before, while and after they are served give their places back; exchanges end once."""
+    count, places = 400, random.Random(5)
+    with serving(transport, threads=8, requests_max=2 * count) as served:
+        with RawClient(served.server.port) as client:
+            sent: list[bytes] = []
+            for number in range(count):
+                stream_id, payload = 2 * number + 1, prefixed(b"1 " + bytes(places.choice([1, 1 << 15])))
+                at = places.randrange(len(payload) + 1)
+                parts = [
+                    open_frame(stream_id, method),
+                    data_frame(stream_id, payload[:at]),
+                    data_frame(stream_id, payload[at:], ends=True),
+                ]
+                reset = frames.number_frame(FrameType.RST_STREAM, stream_id, H2Code.CANCEL)
+                parts.insert(places.randint(1, 3), reset)
+                sent += parts if places.random() < 0.5 else [b"".join(parts)]
+            reader = threading.Thread(target=client.end)
+            reader.start()
+            for part in sent:
+                client.send(part)
+                if places.random() < 0.1:
+                    time.sleep(places.random() / 1000)
+            client.socket.shutdown(1)
+            reader.join()
+        served.assert_sound()
+
+
+def _failing(what: str) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise RuntimeError(what)
+
+    return fail
+
+
+@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("method", ["unary", "bidi"])
+def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None:
+    """A servicer's callback that raises is logged; others are called, and the call's place is free."""
+    with serving(transport) as served:
+        called = threading.Semaphore(0)
+
+        def careless(_rest: bytes, context: grpc.ServicerContext) -> bytes:
+            context.add_callback(_failing("a callback"))
+            context.add_callback(called.release)
+            return b"done"
+
+        setattr(served.plain, "_careless", careless)  # noqa: B010
+        with served.channel() as channel:
+            for _ in range(5):
+                if method == "unary":
+                    assert caller(channel, method)(b"!careless", timeout=TIMEOUT_S) == b"done"
+                else:
+                    assert list(caller(channel, method)(iter([b"!careless"]), timeout=TIMEOUT_S)) == [b"done"]
+                assert called.acquire(timeout=TIMEOUT_S)
+        served.assert_sound()
+
+
+@pytest.mark.parametrize("transport", OWN)
+def test_calls_beyond_the_places_are_refused(transport: str) -> None:
+    """One call too many ends with RESOURCE_EXHAUSTED, and is served once there is a place."""
+    with serving(transport, requests_max=3) as served:
+        with served.channel() as channel:
+            held = [caller(channel, "bidi")(iter([b"!hold"]), timeout=60) for _ in range(3)]
+            for _ in held:
+                assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+            with pytest.raises(grpc.RpcError) as caught:
+                caller(channel, "unary")(b"x", timeout=TIMEOUT_S)
+            error: Any = caught.value
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.details() == "Concurrent RPC limit exceeded!"
+            held.pop().cancel()
+            wait_until(lambda: served.own.open_calls == 2, "a place is free")
+            assert caller(channel, "unary")(b"x", timeout=TIMEOUT_S) == b"x"
+        served.assert_sound()
