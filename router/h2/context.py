@@ -52,6 +52,8 @@ class CallContext(grpc.ServicerContext):
         with self._lock:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, []
+        # It leads back to the call, which shall go with its last user and not wait for a collector.
+        self._cancel = _nothing
         for callback in callbacks:
             try:
                 callback()
@@ -130,3 +132,7 @@ class CallContext(grpc.ServicerContext):
     def set_details(self, details: str) -> None:
         """gRPC's."""
         self.details_text = details
+
+
+def _nothing() -> None:
+    pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import grpc
 
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.messages import MessageError
-from router.h2.methods import ExchangeMethod
+from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
 from router.stream_watch import CANCELED, OK, UNKNOWN
 
@@ -39,7 +39,7 @@ class ExchangeCall(Call):
         self._waiting: deque[_Step] = deque()
         self._is_serving = self._is_closed = False
         self._code = CANCELED
-        self._exchange = method.open(self)
+        self._exchange: Exchange = method.open(self)
         self._watches = [watcher.opened(self) for watcher in method.watchers]
         for watch in self._watches:
             watch.waits()
@@ -146,4 +146,21 @@ class ExchangeCall(Call):
             _log.exception("a stream's end failed: %s", self._stream.head.path)
         for watch in self._watches:
             watch.closed(self._code)
+        # They lead back to the call, which shall go with its last user and not wait for a collector.
+        self._exchange, self._watches = _GONE, []
         self._ended()
+
+
+class _Gone:
+    """The exchange of a call that is over."""
+
+    finished = is_routed = True
+
+    def answers(self, _message: object) -> Iterator[Any]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+_GONE = _Gone()

@@ -169,19 +169,21 @@ class Peer:
 
     def _take(self, event: Event) -> None:
         stream = event.stream
-        if isinstance(event, Received):
-            call: Call | None = stream.call
+        call: Call | None = stream.call
+        if isinstance(event, Opened):
+            call = self._begin(stream)
+            stream.call = None if stream.is_served else call
+            if event.is_over and call is not None:
+                call.receive(b"", True)
+        elif isinstance(event, Received):
             if call is not None:
                 call.receive(event.data, event.is_over)
-        elif isinstance(event, Opened):
-            stream.call = self._begin(stream)
-            if event.is_over and stream.call is not None:
-                stream.call.receive(b"", True)
-        elif stream.call is not None:
-            if isinstance(event, Drained):
-                stream.call.drained()
-            else:
-                stream.call.cancelled()
+        else:
+            if call is not None:
+                if isinstance(event, Drained):
+                    call.drained()
+                else:
+                    call.cancelled()
             self._free_place(stream)
 
     def _begin(self, stream: Stream) -> Call | None:
@@ -214,6 +216,8 @@ class Peer:
 
     def _call_ended(self, stream: Stream) -> None:
         stream.is_served = True
+        # What is over waits for no collector, which looks seldom: it may hold a large message.
+        stream.call = None
         self._free_place(stream)
 
     def _free_place(self, stream: Stream) -> None:
@@ -281,9 +285,10 @@ class Peer:
             for stream in streams:
                 stream.is_closed = True
         for stream in streams:
-            if stream.call is not None:
-                stream.call.cancelled()
-                self._free_place(stream)
+            call: Call | None = stream.call
+            if call is not None:
+                call.cancelled()
+            self._free_place(stream)
         self._socket.close()
 
 

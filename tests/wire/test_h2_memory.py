@@ -1,0 +1,50 @@
+"""What a call leaves behind: nothing, without Python's cycle collector, which the router lets look seldom."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from router.h2.calls import Call
+from tests.wire.h2_support import caller, serving
+from tests.wire.router_wire_support import wait_until
+
+METHODS = ("unary", "server_stream", "client_stream", "bidi", "exchange")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Whatever is freed meanwhile is freed by its last user."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _calls() -> int:
+    return sum(isinstance(found, Call) for found in gc.get_objects())
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transport", ["native", "threads"])
+def test_a_call_that_is_over_is_freed_at_once(transport: str, method: str) -> None:
+    """Answered or ended with an error, no call waits for the collector: each may hold a large message."""
+    with serving(transport) as served:
+        with served.channel() as channel:
+            call = caller(channel, method)
+            times = b"2 " if method == "server_stream" else b""
+            for order in [b"hello"] * 20 + [b"!abort on purpose"] * 3 * (method != "exchange"):
+                request = times + order
+                given = request if method in ("unary", "server_stream") else iter([request])
+                try:
+                    answer = call(given)
+                    assert b"".join([answer] if isinstance(answer, bytes) else answer)
+                except grpc.RpcError:
+                    assert order.startswith(b"!")
+        wait_until(lambda: served.own.open_calls == 0, "all calls are over")
+        served.plain.exchanges.clear()
+        wait_until(lambda: _calls() == 0, "all calls are freed")
