@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
-from itertools import repeat
 
 import hpack
 import pytest
@@ -108,17 +107,6 @@ def test_a_broken_rule_ends_the_connection(client: RawClient, data: bytes, code:
     """Each rule of HTTP/2 that a client breaks ends its connection with that rule's code."""
     client.send(data)
     assert client.end()[0] == code
-
-
-def test_more_than_a_window_is_refused(client: RawClient) -> None:
-    """DATA beyond a stream's window, which the client was told, ends the connection."""
-    client.open(1, "client_stream")
-    part = data_frame(1, bytes(1 << 16))
-    beyond = (MESSAGE_BYTES_MAX >> 16) + 3
-    # Not one message that is complete, so none of it is taken.
-    client.send(data_frame(1, prefixed(bytes(MESSAGE_BYTES_MAX))[:5]))
-    client.send_until_closed(repeat(part, beyond))
-    assert client.end()[0] in (H2Code.FLOW_CONTROL_ERROR, None)
 
 
 @pytest.mark.parametrize(
