@@ -364,3 +364,28 @@ def test_the_first_frame_is_settings() -> None:
     connection = H2Connection(fields, streams_max=1, window_bytes=1)
     with pytest.raises(H2Error, match="first frame"):
         connection.receive(frames.PREFACE + frames.frame(FrameType.PING, 0, 0, bytes(8)))
+
+
+@pytest.mark.parametrize("flags", [0, frames.END_STREAM])
+def test_a_stream_takes_its_window_and_not_a_byte_more(flags: int) -> None:
+    """What its call has not taken fills the window; the byte beyond it ends the connection."""
+    full = frames.frame(FrameType.DATA, 0, 1, bytes(100))
+    connection = _begun(window_bytes=100)
+    (opened, received) = _events(connection, _headers(frames.END_HEADERS, 1, _BLOCK), full)
+    assert isinstance(received, Received)
+    assert len(received.data) == 100
+    with pytest.raises(H2Error) as caught:
+        connection.receive(frames.frame(FrameType.DATA, flags, 1, b"x"))
+    assert caught.value.code == H2Code.FLOW_CONTROL_ERROR
+    assert opened.stream is received.stream
+
+
+def test_what_a_call_has_taken_may_be_sent_again() -> None:
+    """The window is given back with the bytes that the call took, and holds as before."""
+    full = frames.frame(FrameType.DATA, 0, 1, bytes(100))
+    connection = _begun(window_bytes=100)
+    _, received = _events(connection, _headers(frames.END_HEADERS, 1, _BLOCK), full)
+    connection.consumed(received.stream, 100)
+    assert len(_events(connection, full)) == 1
+    with pytest.raises(H2Error):
+        connection.receive(full)

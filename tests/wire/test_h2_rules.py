@@ -14,6 +14,7 @@ from router.h2.frames import FrameType, Setting
 from router.h2.messages import prefixed
 from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, request_block
+from tests.wire.router_wire_support import TIMEOUT_S
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
 
@@ -107,6 +108,19 @@ def test_a_broken_rule_ends_the_connection(client: RawClient, data: bytes, code:
     """Each rule of HTTP/2 that a client breaks ends its connection with that rule's code."""
     client.send(data)
     assert client.end()[0] == code
+
+
+def test_more_than_a_window_is_refused(client: RawClient, served: Served) -> None:
+    """DATA beyond a stream's window, which the client was told, ends the connection."""
+    client.open(1, "client_stream")
+    client.say(1, b"!hold on", ends=False)
+    # From here on its handler takes nothing, so that nothing of the window is given back.
+    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+    message = prefixed(bytes(MESSAGE_BYTES_MAX))
+    data = message + message[: 1 << 18]
+    parts = [data[at : at + (1 << 16)] for at in range(0, len(data), 1 << 16)]
+    client.send_until_closed(iter([data_frame(1, part) for part in parts]))
+    assert client.end()[0] in (H2Code.FLOW_CONTROL_ERROR, None)
 
 
 @pytest.mark.parametrize(
