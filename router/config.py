@@ -117,16 +117,14 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     picker = _picker(flags)
     pods_file, watch, kube = _discovery(flags, picker)
     compat = _compat(flags, picker)
-    index, tokenizers = _index(flags), {_TINY_MODEL: str(TINY_DIRECTORY)}
+    index = _index(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
-        tokenizers |= tokenizers_of(picker)
-    tokenizers |= dict(flags.tokenizer)
     config = RouterConfig(
         pods_file=pods_file,
         watch_pods_file=watch,
         kube=kube,
-        tokenizers=tuple(tokenizers.items()),
+        tokenizers=_tokenizers(flags, picker),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
         host=flags.host,
         grpc_port=flags.grpc_port,
@@ -165,6 +163,12 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         stream_metrics=flags.enable_grpc_stream_metrics,
     )
     return config, flags
+
+
+def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
+    """Where tokenizers are by model; what a flag says goes before the configuration file."""
+    named = tokenizers_of(picker) if picker is not None else {}
+    return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizer)}.items())
 
 
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:

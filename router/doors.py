@@ -6,6 +6,7 @@ Knows which service is served where; knows nothing of how a pod is picked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import GrpcListener, check_free, listen
+from router.grpc_listen import GrpcListener, listen
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
@@ -48,6 +49,7 @@ from router.route import Router
 from router.slow_streams import SlowStreams
 from router.stream_metrics import StreamMetrics
 from router.stream_watch import StreamWatcher
+from router.tcp_listen import check_free
 
 # Envoy holds one access log stream open per worker thread.
 _ACCESS_LOG_STREAMS = 64
@@ -117,19 +119,18 @@ class Doors:
         )
         cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
         self._slow = SlowStreams(config.max_streams, cut)
-        self._check_http = self._listen_http(parts.metrics)
-        self._grpc = self._listen(parts)
-        self._grpc_health = listen(
-            "--grpc-health-port",
-            config.host,
-            config.grpc_health_port,
-            threads=_HEALTH_CALLS,
-            requests_max=_HEALTH_CALLS,
-            message_bytes_max=0,
-            services=(parts.health.add_to,),
-            inline=_HEALTH if config.grpc_transport == "native" else None,
-        )
-        self._debug = self._listen_debug(parts)
+        # Closed in the other order: by `close`, or at once if one of them cannot be had.
+        with ExitStack() as opened:
+            self._debug = self._listen_debug(parts)
+            opened.callback(self._debug.close)
+            self._grpc_health = self._listen_health(parts.health)
+            opened.callback(self._grpc_health.close)
+            self._grpc = self._listen(parts)
+            opened.callback(self._grpc.close)
+            self._check_http = self._listen_http(parts.metrics)
+            if self._check_http is not None:
+                opened.callback(self._check_http.close)
+            self._opened = opened.pop_all()
 
     @property
     def ports(self) -> dict[str, int]:
@@ -157,11 +158,7 @@ class Doors:
 
     def close(self) -> None:
         """Ends serving; idempotent."""
-        if self._check_http is not None:
-            self._check_http.close()
-        for server in (self._grpc, self._grpc_health):
-            server.close()
-        self._debug.close()
+        self._opened.close()
 
     def _listen(self, parts: DoorParts) -> GrpcListener:
         config = self._config
@@ -226,6 +223,19 @@ class Doors:
             pages,
             tls=tls,
             authorize=_metrics_auth(config) if config.metrics_auth else None,
+        )
+
+    def _listen_health(self, health: Health) -> GrpcListener:
+        config = self._config
+        return listen(
+            "--grpc-health-port",
+            config.host,
+            config.grpc_health_port,
+            threads=_HEALTH_CALLS,
+            requests_max=_HEALTH_CALLS,
+            message_bytes_max=0,
+            services=(health.add_to,),
+            inline=_HEALTH if config.grpc_transport == "native" else None,
         )
 
     def _listen_http(self, metrics: RouterMetrics) -> HttpServer | None:

@@ -5,7 +5,6 @@ Without TLS a server of our own serves them, which costs a third of grpcio; with
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -46,11 +45,32 @@ class GrpcListener(Protocol):
 
 
 class _Grpcio:
-    """grpcio's server as a listener."""
+    """grpcio's server as a listener, bound when made; arguments as `listen`'s."""
 
-    def __init__(self, server: grpc.Server, port: int) -> None:
+    def __init__(
+        self,
+        flag: str,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None,
+        *,
+        threads: int,
+        requests_max: int,
+        receive_bytes_max: int,
+        send_bytes_max: int,
+    ) -> None:
+        server = grpc.server(
+            ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
+            options=[
+                # Two routers on one port would share its requests without a word.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", receive_bytes_max),
+                ("grpc.max_send_message_length", send_bytes_max),
+            ],
+            maximum_concurrent_rpcs=requests_max,
+        )
         self._server = server
-        self.port = port
+        self.port = _bind(server, flag, host, port, credentials)
         self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
         # The types' stubs do not know it; generated code calls it.
         self.add_registered_method_handlers = getattr(server, "add_registered_method_handlers")  # noqa: B009
@@ -66,21 +86,6 @@ class _Grpcio:
         """See `GrpcListener`."""
         # gRPC never ends a call whose message it could not read, and would wait for it for ever.
         self._server.stop(grace=0).wait(_STOP_S)
-
-
-def check_free(flag: str, host: str, port: int) -> None:
-    """Tries an address before anything is built for it; gRPC's own complaint is long and names no flag.
-
-    Raises:
-        ListenError: The address is in use or not ours.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def listen(
@@ -129,17 +134,16 @@ def listen(
             inline=inline,
         )
     else:
-        server = grpc.server(
-            ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
-            options=[
-                # Two routers on one port would share its requests without a word.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", receive_max),
-                ("grpc.max_send_message_length", send_max),
-            ],
-            maximum_concurrent_rpcs=requests_max,
+        listener = _Grpcio(
+            flag,
+            host,
+            port,
+            credentials,
+            threads=threads,
+            requests_max=requests_max,
+            receive_bytes_max=receive_max,
+            send_bytes_max=send_max,
         )
-        listener = _Grpcio(server, _bind(server, flag, host, port, credentials))
     for add in services:
         add(listener)
     if service_names:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from router.errors import ListenError
 from router.http_requests import HttpRequest, HttpRequestError, RequestReader
+from router.tcp_listen import TcpListener, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ Serve = Callable[[HttpRequest, bool], bytes]
 Refuse = Callable[[HttpRequestError], bytes]
 
 _RECEIVE_BYTES = 64 << 10
-_BACKLOG = 1024
 # A gateway sends a request in one go; whoever needs longer is not one.
 _REQUEST_S = 10.0
 # Envoy closes idle connections of its own earlier, see envoy_config.
@@ -62,12 +61,8 @@ class HttpServer:
         connections_max: int,
         refused: Callable[[], None],
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = TcpListener(flag, host, port, self._take, "http")
+        self.port = self._listener.port
         self._serve = serve
         self._refuse = refuse
         self._body_bytes_max = body_bytes_max
@@ -75,12 +70,11 @@ class HttpServer:
         self._refused = refused
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._is_draining = self._is_closed = False
-        self._acceptor = threading.Thread(target=self._accept, name=f"http-{self.port}", daemon=True)
+        self._is_draining = False
 
     def start(self) -> None:
         """Begins to serve."""
-        self._acceptor.start()
+        self._listener.start()
 
     def drain(self) -> None:
         """Says on every answer from now on that its connection ends."""
@@ -88,12 +82,8 @@ class HttpServer:
 
     def close(self) -> None:
         """Ends serving; answers that are being made are still sent. Idempotent."""
-        self._is_draining = self._is_closed = True
-        # Closing alone would leave the acceptor waiting.
-        _shutdown(self._listener, socket.SHUT_RDWR)
+        self._is_draining = True
         self._listener.close()
-        if self._acceptor.is_alive():
-            self._acceptor.join(_STOP_S)
         with self._lock:
             connections = list(self._connections.items())
         for connection, _ in connections:
@@ -102,20 +92,7 @@ class HttpServer:
         for _, thread in connections:
             thread.join(max(0.0, end_s - time.monotonic()))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                # Out of file descriptors, say: whoever waits is served when some are free again.
-                _log.exception("cannot accept a connection")
-                time.sleep(_STOP_S)
-                continue
-            self._take(connection)
-
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket, _: Any) -> None:
         thread = threading.Thread(target=self._run, args=(connection,), name="http", daemon=True)
         with self._lock:
             is_taken = len(self._connections) < self._connections_max
@@ -135,7 +112,7 @@ class HttpServer:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            _bound_waits(connection)
+            prepare(connection, int(_REQUEST_S))
             self._converse(connection)
         except OSError:
             pass  # the client is gone, or too slow
@@ -171,14 +148,6 @@ class HttpServer:
         closes = self._is_draining or not request.keeps_alive
         connection.sendall(self._serve(request, closes))
         return not closes
-
-
-def _bound_waits(connection: socket.socket) -> None:
-    # The kernel's own timeouts: Python's would ask twice for every message.
-    wait = struct.pack("ll", int(_REQUEST_S), 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _receive(connection: socket.socket, room: memoryview, reader: RequestReader) -> int:

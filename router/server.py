@@ -7,16 +7,16 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import KvIndexer, PodStream
+from indexer import KvIndexer
 from indexer.open_files import raise_open_files
 from indexer.peer_service import PeerDoor
-from indexer.reconcile import EngineReading
 from router.assembly import entrance, may_wait, plugin_states, ranker, scheduler
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
@@ -68,13 +68,8 @@ class RouterServer:
         # What the configuration may have wrong comes before whatever opens sockets.
         self._ranker = ranker(config)
         registry = CollectorRegistry()
-        self._source = open_source(config, registry, self._take)
         resources = read_resources(config.resources_file) if config.resources_file else Resources()
         self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
-        self._tokenizers = TokenizerRegistry.load(
-            dict(config.tokenizers), TokenizeOptions(deadline_s=config.tokenize_deadline_s)
-        )
-        self._traces = Traces.to_collector() if config.tracing else None
         self.pods = PodSet()
         self._admission, self._flow = entrance(config, resources.priorities, self.pods, registry)
         self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.board)
@@ -90,40 +85,17 @@ class RouterServer:
         self._outcomes = Outcomes(
             self._ledger, self._rates, self.explain, self._metrics, self._settle, self._drop
         )
-        prober = Prober(timeout_s=_PROBE_TIMEOUT_S)
-        self.watch = PodWatch(
-            self._source,
-            self.pods,
-            prober,
-            self._follow,
-            interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._outcomes.promises, self._observe),
-            declared=self._forget_others,
-        )
-        self.index = KvIndexer(
-            config.index,
-            registry=registry,
-            on_stored=self._outcomes.stored,
-            on_link=self.watch.link,
-        )
-        self.router = Router(
-            pods=self.pods,
-            tokenizers=self._tokenizers,
-            index=self.index,
-            admission=self._admission,
-            scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
-            sink=self._outcomes,
-            flow=self._flow,
-            traces=self._traces,
-        )
-        self.health = Health()
-        self._doors = self._made_doors(registry)
-        self._stopping = threading.Event()
         self._reconciler = Reconciler(self._outcomes)
+        self.health = Health()
+        self._stopping = threading.Event()
         self._parity_due_s = 0.0
         self._looked_s = 0.0
         self._listed_s: float | None = None
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
+        # Closed in the other order: by `close`, or at once if one of them cannot be had.
+        with ExitStack() as opened:
+            self._open(registry, opened)
+            self._opened = opened.pop_all()
 
     @property
     def ports(self) -> dict[str, int]:
@@ -157,15 +129,49 @@ class RouterServer:
     def close(self) -> None:
         """Ends everything; idempotent."""
         self._stop_housekeeping()
-        if self._flow is not None:
-            self._flow.close()
-        self._doors.close()
-        self._source.close()
-        self.watch.close()
-        self.index.close()
-        self._tokenizers.close()
+        self._opened.close()
+
+    def _open(self, registry: CollectorRegistry, opened: ExitStack) -> None:
+        """Makes the parts that hold sockets, loops and processes; each is closed before what it calls."""
+        config = self._config
+        self._source = open_source(config, registry, self._take)
+        opened.callback(self._source.close)
+        self._tokenizers = TokenizerRegistry.load(
+            dict(config.tokenizers), TokenizeOptions(deadline_s=config.tokenize_deadline_s)
+        )
+        opened.callback(self._tokenizers.close)
+        self._traces = Traces.to_collector() if config.tracing else None
         if self._traces is not None:
-            self._traces.close()
+            opened.callback(self._traces.close)
+        self.index = KvIndexer(
+            config.index, registry=registry, on_stored=self._outcomes.stored, on_link=self._link
+        )
+        opened.callback(self.index.close)
+        self.watch = PodWatch(
+            self._source,
+            self.pods,
+            Prober(timeout_s=_PROBE_TIMEOUT_S),
+            self.index.follow,
+            interval_s=config.refresh_interval_s,
+            engines=EngineWatch(self._outcomes.promises, self.index.observe),
+            declared=self._forget_others,
+        )
+        opened.callback(self.watch.close)
+        self.router = Router(
+            pods=self.pods,
+            tokenizers=self._tokenizers,
+            index=self.index,
+            admission=self._admission,
+            scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
+            sink=self._outcomes,
+            flow=self._flow,
+            traces=self._traces,
+        )
+        self._doors = self._made_doors(registry)
+        opened.callback(self._doors.close)
+        if self._flow is not None:
+            # Before the doors: whoever waits in it waits in them.
+            opened.callback(self._flow.close)
 
     def _made_doors(self, registry: CollectorRegistry) -> Doors:
         pages = DebugPages(
@@ -258,11 +264,9 @@ class RouterServer:
     def _drop(self, request_id: str) -> None:
         self.index.dropped(request_id)
 
-    def _observe(self, pod: str, reading: EngineReading) -> None:
-        self.index.observe(pod, reading)
-
-    def _follow(self, streams: Iterable[PodStream]) -> None:
-        self.index.follow(streams)
+    # Likewise the watch, which the index tells of links.
+    def _link(self, pod: str, up: bool) -> None:
+        self.watch.link(pod, up)
 
     def _forget_others(self, pods: Collection[str]) -> None:
         self._rates.keep(pods)

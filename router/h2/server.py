@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from router.errors import ListenError
 from router.h2.calls import CallLimits
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.peer import Peer
+from router.tcp_listen import TcpListener, prepare
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
 _CONNECTIONS_MAX = 1024
 # A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
 _SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
-_RETRY_S = 1.0
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
 
@@ -58,12 +55,8 @@ class GrpcServer:
         send_bytes_max: int,
         inline: Mapping[str, int],
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = TcpListener(flag, host, port, self._take, "grpc")
+        self.port = self._listener.port
         self.methods = Methods()
         self.receive_bytes_max = receive_bytes_max
         self._calls_max = requests_max
@@ -78,7 +71,6 @@ class GrpcServer:
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
 
     @property
     def open_calls(self) -> int:
@@ -105,7 +97,7 @@ class GrpcServer:
 
     def start(self) -> None:
         """Begins to serve."""
-        self._acceptor.start()
+        self._listener.start()
 
     def drain(self) -> None:
         """Has clients connect anew, and so elsewhere, for their next calls."""
@@ -115,12 +107,7 @@ class GrpcServer:
     def close(self) -> None:
         """Ends serving, calls included. Idempotent."""
         self._is_closed = True
-        # Closing alone would leave the acceptor waiting.
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        if self._acceptor.is_alive():
-            self._acceptor.join(_STOP_S)
         peers = self._connected()
         for peer in peers:
             peer.close()
@@ -154,19 +141,6 @@ class GrpcServer:
     def _connected(self) -> dict[Peer, threading.Thread]:
         with self._lock:
             return dict(self._peers)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                # Out of file descriptors, say: whoever waits is served when some are free again.
-                _log.exception("cannot accept a connection")
-                time.sleep(_RETRY_S)
-                continue
-            self._take(connection, address)
 
     def _take(self, connection: socket.socket, address: Any) -> None:
         name = f"ipv6:[{address[0]}]:{address[1]}" if ":" in address[0] else f"ipv4:{address[0]}:{address[1]}"
@@ -214,11 +188,7 @@ class GrpcServer:
 
 
 def _set_up(connection: socket.socket) -> None:
-    # The kernel's own timeouts: Python's would ask twice for every message.
-    wait = struct.pack("ll", _SOCKET_TIMEOUT_S, 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare(connection, _SOCKET_TIMEOUT_S)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

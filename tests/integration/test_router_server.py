@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
 import threading
+import warnings
 from pathlib import Path
 
 import grpc
@@ -16,6 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from router.errors import ConfigError, ListenError
 from router.request import RequestKind, RouteRequest
 from router.server import RouterServer
+from router.tls_options import TlsOptions
 from tests.integration.router_server_support import (
     FakePod,
     fake_pods,
@@ -177,6 +180,18 @@ def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
                 running_router(path, **settings),
             ):
                 pass
+
+
+def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    """What was opened before the part that cannot be had is closed again, down to the last port and loop."""
+    path, tls = write_pods(tmp_path / "pods.yaml", []), TlsOptions(cert_dir=tmp_path / "absent")
+    with pytest.raises(ConfigError, match="absent") as caught, running_router(path, tls=tls):
+        pass
+    del caught
+    with warnings.catch_warnings(record=True) as unclosed:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(warning.message) for warning in unclosed] == []
 
 
 def test_a_missing_or_wrong_pods_file_stops_the_start(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.wire.h2_support import Served, serving
+from tests.wire.raw_h2_support import RawClient
 from tests.wire.router_wire_support import INLINE, served_by
 
 
@@ -14,3 +16,24 @@ def each_transport(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once by each server of gRPC, on a connection's thread and on others."""
     with served_by(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A plain service, by a connection's own thread where that may be."""
+    with serving("native") as served:
+        yield served
+
+
+@pytest.fixture
+def sound(served: Served) -> Iterator[None]:
+    """Looks after each test whether the service still serves and has nothing left of it."""
+    yield
+    served.assert_sound()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[RawClient]:
+    """A connection to the plain service that has begun as it should."""
+    with RawClient(served.server.port) as client:
+        yield client

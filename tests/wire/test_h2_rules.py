@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 
 import hpack
 import pytest
@@ -12,32 +11,14 @@ from router.h2 import frames
 from router.h2.errors import H2Code
 from router.h2.frames import FrameType, Setting
 from router.h2.messages import prefixed
-from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served, serving
+from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, request_block
 from tests.wire.router_wire_support import TIMEOUT_S
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """Plain, by a connection's own thread where that may be."""
-    with serving("native") as served:
-        yield served
-
-
-@pytest.fixture(autouse=True)
-def sound(served: Served) -> Iterator[None]:
-    """Whatever was done, others are served and nothing is left of it."""
-    yield
-    served.assert_sound()
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[RawClient]:
-    """A connection that has begun as it should."""
-    with RawClient(served.server.port) as client:
-        yield client
+# Whatever was done, others are served and nothing is left of it.
+pytestmark = pytest.mark.usefixtures("sound")
 
 
 def _bomb() -> bytes:
