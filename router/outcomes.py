@@ -151,7 +151,7 @@ class Outcomes:
         # Whoever found others waiting tells their prefills' time, too.
         if dispatch.found_idle:
             tokens = dispatch.uncached_tokens * dispatch.slowdown
-            self._rates.observe(dispatch.computed_on, tokens, now_s - dispatch.dispatched_s)
+            self._rates.observe(dispatch.computed_on, tokens, now_s - dispatch.dispatched_s, now_s)
 
     def _lost(self, request_id: str, now_s: float) -> None:
         """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""

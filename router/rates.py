@@ -29,6 +29,8 @@ class RateParameters:
         belief: As many observations the fleet's median (or what the pod itself tells) is worth.
         tokens_min: Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
         bound: Estimates stay within [prior / bound, prior * bound].
+        life_s: Older observations are forgotten. A pod that was slow once is sent nothing by which it could
+            show that it is not any more.
     """
 
     prior_tokens_per_s: float = 15_000.0
@@ -37,6 +39,7 @@ class RateParameters:
     belief: float = 4.0
     tokens_min: int = 128
     bound: float = 100.0
+    life_s: float = 300.0
 
 
 class PrefillRates:
@@ -53,10 +56,11 @@ class PrefillRates:
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
         self._board = board or PodBoard()
-        self._observed: dict[str, deque[float]] = {}
+        # (when, tokens per second) by pod.
+        self._observed: dict[str, deque[tuple[float, float]]] = {}
         self._medians: dict[str, float] = {}
         self._lock = Lock()
-        self._fleet = parameters.prior_tokens_per_s
+        self._fleet = self._before = parameters.prior_tokens_per_s
         self._board.learnt({}, self._fleet)
 
     def tokens_per_s(self, pod: str) -> float:
@@ -68,17 +72,41 @@ class PrefillRates:
         """The speed believed of a pod of which nothing is known."""
         return self._board.fleet_tokens_per_s
 
-    def observe(self, pod: str, tokens: float, seconds: float) -> None:
-        """Takes one prefill of `tokens` uncached tokens that took `seconds` on an idle pod."""
+    def observe(self, pod: str, tokens: float, seconds: float, now_s: float) -> None:
+        """Takes a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and is over now."""
         known = self._parameters
         if tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
-            observed.append(self._bounded(tokens / seconds))
+            observed.append((now_s, self._bounded(tokens / seconds)))
             if len(observed) >= known.observations_min:
-                self._medians[pod] = median(observed)
+                self._medians[pod] = median(speed for _, speed in observed)
                 self._tell([pod])
+
+    def forget(self, now_s: float) -> None:
+        """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet."""
+        oldest_s = now_s - self._parameters.life_s
+        changed, unknown = [], []
+        with self._lock:
+            for pod, observed in self._observed.items():
+                known = len(observed)
+                while observed and observed[0][0] < oldest_s:
+                    observed.popleft()
+                if len(observed) == known or pod not in self._medians:
+                    continue
+                if len(observed) >= self._parameters.observations_min:
+                    self._medians[pod] = median(speed for _, speed in observed)
+                    changed.append(pod)
+                else:
+                    del self._medians[pod]
+                    unknown.append(pod)
+            if unknown:
+                # A fleet at rest is as fast as it was.
+                self._before = self._fleet
+                self._unlearn(unknown)
+            elif changed:
+                self._tell(changed)
 
     def keep(self, pods: Collection[str]) -> None:
         """Forgets every pod but these."""
@@ -88,12 +116,15 @@ class PrefillRates:
                 del self._observed[pod]
                 self._medians.pop(pod, None)
             if gone:
-                self._board.learnt(dict.fromkeys(gone, 0.0), self._fleet)
-                self._tell(self._medians)
+                self._unlearn(gone)
+
+    def _unlearn(self, pods: Collection[str]) -> None:
+        self._board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
+        self._tell(self._medians)
 
     def _tell(self, pods: Iterable[str]) -> None:
-        # What is configured counts as one pod more.
-        fleet = median([*self._medians.values(), self._parameters.prior_tokens_per_s])
+        # What was believed before, at first what is configured, counts as one pod more.
+        fleet = median([*self._medians.values(), self._before])
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
             # Before the estimates, which lean on it.

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
-_PARITY_EVERY_S = 5.0
+_REVIEW_EVERY_S = 5.0
 _LOOK_EVERY_S = 1.0
 _COLLECT_AFTER = (20_000, 20, 20)
 
@@ -88,7 +88,7 @@ class RouterServer:
         self._reconciler = Reconciler(self._outcomes)
         self.health = Health()
         self._stopping = threading.Event()
-        self._parity_due_s = 0.0
+        self._review_due_s = 0.0
         self._looked_s = 0.0
         self._listed_s: float | None = None
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
@@ -222,9 +222,10 @@ class RouterServer:
         self._outcomes.expire(now_s)
         self._doors.relieve()
         self._reconciler.look(self.pods.snapshot(), now_s)
-        if now_s >= self._parity_due_s:
-            self._parity_due_s = now_s + _PARITY_EVERY_S
+        if now_s >= self._review_due_s:
+            self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
+            self._rates.forget(now_s)
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def fleet(
     rates = PrefillRates(parameters, board)
     for pod, observations in observed.items():
         for tokens, seconds in observations:
-            rates.observe(pod, tokens, seconds)
+            rates.observe(pod, tokens, seconds, now_s=0.0)
     return rates
 
 
@@ -89,7 +91,7 @@ def test_what_a_pod_tells_of_itself_is_believed_before_the_fleet() -> None:
     board.scraped("a", load(prefill_tokens_per_s=300.0))
     assert rates.tokens_per_s("a") == 300.0
     for _ in range(4):
-        rates.observe("a", 1000, 1.0)
+        rates.observe("a", 1000, 1.0, now_s=0.0)
     assert rates.tokens_per_s("a") == pytest.approx(1000.0 ** (4 / 6) * 300.0 ** (2 / 6))
 
 
@@ -108,3 +110,38 @@ def test_pods_learn_apart_and_are_forgotten_when_gone() -> None:
     assert [rates.tokens_per_s(pod) for pod in "abc"] == [2000.0, 500.0, 1000.0]
     rates.keep(["b", "c"])
     assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s == 750.0
+
+
+def test_a_slow_pod_is_given_another_chance() -> None:
+    """Old observations are forgotten: without requests a pod could never show that it recovered."""
+    parameters = replace(NO_BELIEF, life_s=60.0)
+    rates = fleet(parameters, a=[(1000, 10.0)] * 4, b=[(1000, 0.5)] * 4)
+    for _ in range(4):
+        rates.observe("b", 1000, 0.5, now_s=50.0)
+    rates.forget(60.0)
+    assert [rates.tokens_per_s(pod) for pod in "ab"] == [100.0, 2000.0]
+    rates.forget(61.0)
+    assert [rates.tokens_per_s(pod) for pod in "ab"] == [rates.fleet_tokens_per_s, 2000.0]
+    assert rates.fleet_tokens_per_s == 1500.0
+
+
+def test_what_is_young_enough_counts_alone() -> None:
+    """Of old and new observations only the new ones make the median, once the old ones are too old."""
+    rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4)
+    for _ in range(4):
+        rates.observe("a", 1000, 2.0, now_s=100.0)
+    assert rates.tokens_per_s("a") == 1250.0
+    rates.forget(NO_BELIEF.life_s + 1.0)
+    assert rates.tokens_per_s("a") == 500.0
+
+
+def test_a_fleet_at_rest_stays_as_fast_as_it_was() -> None:
+    """When all observations have grown too old, the fleet is not taken for what was configured again."""
+    slow = {name: [(1000, 4.0)] * 4 for name in "abcde"}
+    rates = fleet(NO_BELIEF, **slow)
+    for pod in "ab":
+        for _ in range(4):
+            rates.observe(pod, 1000, 4.0, now_s=100.0)
+    rates.forget(NO_BELIEF.life_s + 1.0)
+    rates.forget(NO_BELIEF.life_s + 101.0)
+    assert [rates.tokens_per_s(pod) for pod in ("a", "e", "new")] == [250.0] * 3
