@@ -23,6 +23,7 @@ from indexer.flat_apply import (
     LAST_COPIES,
     NOT_HELD,
     NOT_PLAIN,
+    REMOVED_BLOCKS,
     REUSED_NAMES,
     ROW,
     RUNS,
@@ -143,7 +144,7 @@ class FlatApplier:
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
         awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
-        done.counts[[STORED_BLOCKS, RUNS, COPIED_BLOCKS]] = 0
+        done.counts[[STORED_BLOCKS, RUNS, COPIED_BLOCKS, REMOVED_BLOCKS]] = 0
         with engine.index.lock:
             pod = PlainPod(
                 number=engine.index.number(self._holder),

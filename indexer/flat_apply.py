@@ -17,8 +17,9 @@ from indexer.cache_groups import FULL_ATTENTION
 from indexer.flat_holders import held_tiers, hold
 from indexer.flat_layout import FlatArrays
 from indexer.flat_names import find_named, key_named
-from indexer.flat_naming import name_of
-from indexer.flat_update import remove_named, store_blocks
+from indexer.flat_naming import name_hashes, name_of
+from indexer.flat_remove import look_ahead_named, slot_held
+from indexer.flat_update import remove_slot, store_blocks
 from indexer.jit import inlined, kernel
 from indexer.key_kernels import chain_keys
 
@@ -39,7 +40,13 @@ FURTHER_COPIES = 4
 NOT_HELD = 5
 RUNS = 6
 COPIED_BLOCKS = 7
-COUNTS = 8
+REMOVED_BLOCKS = 8
+AHEAD_START = 9
+AHEAD_STOP = 10
+COUNTS = 11
+
+# So many names are looked ahead for: what removing them reads still fits into the nearest caches.
+_AHEAD = 128
 
 
 class PlainPod(NamedTuple):
@@ -66,7 +73,8 @@ class Progress(NamedTuple):
     """Where the kernel writes.
 
     Attributes:
-        counts: int64 [COUNTS]: the row to go on with, and sums of what was done.
+        counts: int64 [COUNTS]: the row to go on with, sums of what was done, and for which hashes the kernel
+            looked ahead.
         keys: uint64 [room]: keys of all blocks stored.
         names: uint64 [room], overwritten.
         chain: int64 [room], overwritten.
@@ -121,9 +129,11 @@ def apply_rows(
         awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
 
     Returns:
-        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored or copied as many blocks as there was room for.
+        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored, copied or removed as many blocks as there was
+            room for.
     """
     counts = done.counts
+    counts[AHEAD_STOP] = 0
     while counts[ROW] < last:
         event = events[counts[ROW]]
         kind = event[rows.KIND]
@@ -133,8 +143,12 @@ def apply_rows(
         first = event[rows.HASH_START]
         named = hashes[first : first + event[rows.HASH_COUNT]]
         if kind == rows.REMOVED:
-            if not _remove(arrays, pod, tier, named, counts):
+            blocks = len(named) * pod.split
+            if counts[REMOVED_BLOCKS] and counts[REMOVED_BLOCKS] + blocks > len(done.keys):
+                return NO_ROOM
+            if pod.split > len(done.names) or not _remove(arrays, pod, tier, events, last, hashes, done):
                 return NOT_PLAIN
+            counts[REMOVED_BLOCKS] += blocks
         elif event[rows.TOKEN_COUNT] == 0:
             blocks = len(named) * pod.split
             if counts[COPIED_BLOCKS] + blocks > len(done.keys):
@@ -232,18 +246,32 @@ def _copy(arrays: FlatArrays, pod: PlainPod, tier: int, named: NDArray[np.uint64
 
 @inlined
 def _remove(
-    arrays: FlatArrays, pod: PlainPod, tier: int, named: NDArray[np.uint64], counts: NDArray[np.int64]
+    arrays: FlatArrays,
+    pod: PlainPod,
+    tier: int,
+    events: NDArray[np.int64],
+    last: int,
+    hashes: NDArray[np.uint64],
+    done: Progress,
 ) -> bool:
     """Counts one copy less of each block; False, and nothing done, where one is not held in the tier."""
-    for block in range(len(named)):
-        slot = find_named(arrays, name_of(named[block], pod.scope, 0), pod.number)
+    counts = done.counts
+    event = events[counts[ROW]]
+    first = event[rows.HASH_START]
+    stop = first + event[rows.HASH_COUNT]
+    for block in range(first, stop):
+        place = _look_ahead(arrays, pod, events, last, hashes, block, done)
+        slot = slot_held(arrays, done.names[place], pod.number, done.chain[place])
         if slot < 0 or (held_tiers(arrays, slot, pod.number) >> tier) & 1 == 0:
             return False
-    for block in range(len(named)):
+    for block in range(first, stop):
+        first_part = _look_ahead(arrays, pod, events, last, hashes, block, done)
         outcome = -1
-        for part in range(pod.split):
-            name = name_of(named[block], pod.scope, part)
-            outcome = max(outcome, remove_named(arrays, pod.number, tier, name))
+        for place in range(first_part, first_part + pod.split):
+            name = done.names[place]
+            slot = slot_held(arrays, name, pod.number, done.chain[place])
+            if slot >= 0:
+                outcome = max(outcome, remove_slot(arrays, pod.number, tier, name, slot))
         if outcome > 0:
             counts[LAST_COPIES] += 1
         elif outcome == 0:
@@ -252,3 +280,33 @@ def _remove(
             # Named twice in one event, but held once.
             counts[NOT_HELD] += 1
     return True
+
+
+@inlined
+def _look_ahead(
+    arrays: FlatArrays,
+    pod: PlainPod,
+    events: NDArray[np.int64],
+    last: int,
+    hashes: NDArray[np.uint64],
+    block: int,
+    done: Progress,
+) -> int:
+    """Where in `done.names` and `done.chain` the name of a removal's hash and its guess are.
+
+    They are made for many hashes at a time, also those of the removals behind, and last until the next store.
+    """
+    counts = done.counts
+    if block < counts[AHEAD_START] or block >= counts[AHEAD_STOP]:
+        end = block + max(1, min(_AHEAD, len(done.names)) // pod.split)
+        stop = block
+        row = counts[ROW]
+        while row < last and stop < end and events[row, rows.KIND] == rows.REMOVED:
+            stop = events[row, rows.HASH_START] + events[row, rows.HASH_COUNT]
+            row += 1
+        counts[AHEAD_START] = block
+        counts[AHEAD_STOP] = min(stop, end)
+        named = hashes[block : counts[AHEAD_STOP]]
+        name_hashes(named, pod.scope, pod.split, done.names)
+        look_ahead_named(arrays, done.names, len(named) * pod.split, pod.number, done.chain, done.key)
+    return (block - counts[AHEAD_START]) * pod.split

@@ -95,9 +95,9 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
         room = place - gap
         if room < 0:
             room += size
-        if distance >= room:
-            table[gap] = entry
-            gap = place
+        # Without a branch, which nobody could foresee: what lies in the gap is overwritten at last.
+        table[gap] = entry
+        gap = place if distance >= room else gap
     table[gap] = _NOTHING
 
 

@@ -25,8 +25,9 @@ from indexer.flat_export import (
 )
 from indexer.flat_index import SWEEP_SLOTS, TURN_BLOCKS, FlatIndex
 from indexer.flat_layout import CAPACITY, SLOTS_USED
-from indexer.flat_names import holds_named, key_named, released_by
+from indexer.flat_names import holds_named, key_named
 from indexer.flat_naming import name_hashes
+from indexer.flat_released import released_by
 from indexer.flat_update import remove_named, store_blocks
 from indexer.keys import Keys
 from indexer.pod_cache import Dropped

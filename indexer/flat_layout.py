@@ -67,7 +67,10 @@ BLOCK_BYTES = 32 + 8 + 4 + 2 * 12
 ALIAS_BYTES = 16 + 12
 FURTHER_BYTES = 16 + 12
 
+# A set of released names: a line of the processor's cache each for names and keys.
 RELEASED_WAYS = 8
+RELEASED_NAME = 0
+RELEASED_KEY = 1
 # Most blocks, names or further copies that one run may bring.
 RUN_MAX = 1 << 15
 
@@ -99,7 +102,7 @@ class FlatArrays(NamedTuple):
         aliases: uint64 [n, 2]: a name, and its slot << 32 | the slot's next alias.
         further: uint64 [n, 2]: which (slot, pod, tier), and how many copies beyond the first.
         further_buckets: uint64: by the hash of (slot, pod, tier), the place in `further` + 1.
-        released: uint64 [sets, RELEASED_WAYS, 2]: name mixed with life of a pod's blocks that went, and key.
+        released: uint64 [sets, 2, RELEASED_WAYS]: names mixed with lives of pods' blocks that went, and keys.
         pod_blocks: int64 [PODS_MAX + 1]: blocks that each pod holds.
         gone: uint8 [PODS_MAX + 1]: 1 for numbers of pods whose holdings are void, but not yet swept out.
         lives: uint64 [PODS_MAX + 1]: which life each number stands for.
@@ -152,7 +155,7 @@ def allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_nam
         aliases=reserved((aliases, 2), np.uint64),
         further=reserved((further, 2), np.uint64),
         further_buckets=empty_table(further),
-        released=reserved((sets, RELEASED_WAYS, 2), np.uint64),
+        released=reserved((sets, 2, RELEASED_WAYS), np.uint64),
         pod_blocks=reserved((PODS_MAX + 1,), np.int64),
         gone=reserved((PODS_MAX + 1,), np.uint8),
         lives=reserved((PODS_MAX + 1,), np.uint64),

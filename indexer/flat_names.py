@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import GOLDEN, behind, delete, hash_bits, home_of, insert
+from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
 from indexer.flat_layout import (
     ALIAS_FREE,
@@ -18,9 +18,9 @@ from indexer.flat_layout import (
     ALIASES_USED,
     NAMES,
     NO_SLOT,
-    RELEASE_TURN,
     FlatArrays,
 )
+from indexer.flat_released import find_released, released_key
 from indexer.jit import inlined, kernel
 
 # More names than this for one block, and the oldest further one is forgotten.
@@ -31,11 +31,6 @@ _NUMBER = 0x7FFF_FFFF
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
 _NOTHING = np.uint64(0)
-_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
-# What takes a multiplication by it back, modulo 2**64.
-_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
-_STEP = np.uint64(0xA076_1D64_78BD_642F)
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @inlined
@@ -58,12 +53,19 @@ def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
 def _slot_named(arrays: FlatArrays, number: int, name: np.uint64) -> int:
     """The slot of a bucket's entry, if it is one of this name."""
     if number & _ALIAS_BIT:
-        alias = (number & _NUMBER) - 1
-        if arrays.aliases[alias, 0] == name:
-            return np.int64(arrays.aliases[alias, 1] >> _HALF)
+        if arrays.aliases[(number & _NUMBER) - 1, 0] == name:
+            return slot_of_number(arrays, number)
     elif arrays.names[number - 1] == name:
         return number - 1
     return -1
+
+
+@inlined
+def slot_of_number(arrays: FlatArrays, number: int) -> int:
+    """The slot of a bucket's entry, whatever name it is of."""
+    if number & _ALIAS_BIT:
+        return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> _HALF)
+    return number - 1
 
 
 @inlined
@@ -120,7 +122,7 @@ def _give_alias(arrays: FlatArrays, alias: int) -> None:
     arrays.counters[NAMES] -= 1
 
 
-@kernel
+@inlined
 def forget_names(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot."""
     if arrays.names[slot] == _NOTHING:
@@ -128,81 +130,19 @@ def forget_names(arrays: FlatArrays, slot: int) -> None:
     delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
     arrays.names[slot] = _NOTHING
     arrays.counters[NAMES] -= 1
+    if arrays.first_alias[slot] != np.uint32(NO_SLOT):
+        _forget_aliases(arrays, slot)
+
+
+@kernel
+def _forget_aliases(arrays: FlatArrays, slot: int) -> None:
+    """Forgets all names of a slot but the first."""
     alias = np.int64(arrays.first_alias[slot])
     while alias != NO_SLOT:
         following = np.int64(arrays.aliases[alias, 1] & _LOW)
         _give_alias(arrays, alias)
         alias = following
     arrays.first_alias[slot] = np.uint32(NO_SLOT)
-
-
-@inlined
-def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
-    """The name mixed with the life of the pod that used it; `released_by` takes it apart."""
-    mixed = (name ^ (arrays.lives[pod] * _ODD)) * _ODD
-    return mixed ^ (mixed >> _HALF)
-
-
-@inlined
-def _released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
-    """Where in `released` a name is remembered, if it is."""
-    return np.int64(hash_bits(name + arrays.lives[pod] * _STEP)) % len(arrays.released)
-
-
-@kernel
-def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
-    """Remembers for a while which block a name meant for a pod that holds it no more."""
-    mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[_released_set(arrays, name, pod)]
-    turn = arrays.counters[RELEASE_TURN]
-    arrays.counters[RELEASE_TURN] = turn + 1
-    place = turn % len(ways)
-    for way in range(len(ways)):
-        if ways[way, 0] == mixed or ways[way, 0] == _NOTHING:
-            place = way
-            break
-    ways[place, 0] = mixed
-    ways[place, 1] = key
-
-
-@kernel
-def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
-    """Where in its set of `released` a name is remembered; -1: it is not."""
-    mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[_released_set(arrays, name, pod)]
-    for way in range(len(ways)):
-        if ways[way, 0] == mixed:
-            return way
-    return -1
-
-
-@kernel
-def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
-    """The key that `find_released` found."""
-    return arrays.released[_released_set(arrays, name, pod), way, 1]
-
-
-def released_by(
-    released: NDArray[np.uint64], first: int, stop: int, life: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The names that one life remembers in these sets, and their keys.
-
-    A name taken out with another life than it was put in with would lie in another set, mostly: of the
-    strangers one in as many as there are sets is told too, under a name that nobody uses.
-
-    Args:
-        released: See `FlatArrays.released`.
-        first: The first set.
-        stop: The one behind the last.
-        life: As in `FlatArrays.lives`.
-    """
-    entries = released[first:stop]
-    mixed = entries[:, :, 0]
-    names = ((mixed ^ (mixed >> _HALF)) * _ODD_INVERSE) ^ np.uint64(life * int(_ODD) & _WORD)
-    hashes = (names + np.uint64(life * int(_STEP) & _WORD)) * GOLDEN >> _HALF
-    sets = np.arange(first, first + len(entries), dtype=np.uint64)[:, None]
-    mine = (hashes % np.uint64(len(released)) == sets) & (mixed != _NOTHING) & (names != _NOTHING)
-    return names[mine], entries[:, :, 1][mine]
 
 
 @kernel

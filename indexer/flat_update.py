@@ -29,7 +29,8 @@ from indexer.flat_layout import (
     TIERS_USED,
     FlatArrays,
 )
-from indexer.flat_names import find_named, forget_names, give_name, remember_released
+from indexer.flat_names import find_named, forget_names, give_name
+from indexer.flat_released import remember_released
 from indexer.flat_slots import find, give_slot, link, take_slot, unlink, use
 from indexer.jit import inlined, kernel
 
@@ -51,6 +52,12 @@ def used_bytes(arrays: FlatArrays) -> int:
 
 @kernel
 def drop_slot(arrays: FlatArrays, slot: int) -> None:
+    """As `forget_slot`, compiled by itself: for where it is rarely called."""
+    forget_slot(arrays, slot)
+
+
+@inlined
+def forget_slot(arrays: FlatArrays, slot: int) -> None:
     """Forgets a block that nobody holds."""
     forget_names(arrays, slot)
     delete(arrays.buckets, hash_bits(arrays.keys[slot, 0]), slot + 1)
@@ -208,14 +215,18 @@ def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint
 def remove_named(arrays: FlatArrays, pod: int, tier: int, name: np.uint64) -> int:
     """Counts a copy less of the block that a pod holds under this name; answers as `release`."""
     slot = find_named(arrays, name, pod)
-    if slot < 0:
-        return -1
+    return remove_slot(arrays, pod, tier, name, slot) if slot >= 0 else -1
+
+
+@inlined
+def remove_slot(arrays: FlatArrays, pod: int, tier: int, name: np.uint64, slot: int) -> int:
+    """As `remove_named`, of the block in this slot."""
     key = arrays.keys[slot, 0]
     outcome = release(arrays, slot, pod, tier)
     if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
         remember_released(arrays, name, pod, key)
     if outcome == 2:
-        drop_slot(arrays, slot)
+        forget_slot(arrays, slot)
     return outcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -9,13 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from indexer.applier import DecodingApplier, Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_applier import FlatApplier, FlatEngine
+from indexer.flat_buckets import GOLDEN, hash_bits
 from indexer.flat_cache import FlatCache
-from indexer.flat_index import FlatIndex
+from indexer.flat_index import TURN_BLOCKS, FlatIndex
+from indexer.flat_layout import FlatArrays
+from indexer.flat_naming import name_of
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.pod_cache import MappedCache
@@ -253,3 +258,93 @@ def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
     for left in (blocks, blocks, 0):
         state.applier.apply([msgspec.msgpack.encode([1.0, [removal], None])])
         assert index.stats().blocks == left
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("hashes_per_event", [1, 3, 150])
+@pytest.mark.parametrize("split", [1, 4])
+def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event: int, seed: int) -> None:
+    """Pods with other hashes for the same blocks drop them in any order: some held twice, some unknown."""
+    rng = np.random.default_rng(seed)
+    both = BothWays()
+    blocks, block_tokens = 400, 4 * split
+    tokens = rng.integers(0, 1000, blocks * block_tokens).tolist()
+    stored: list[Keys] = []
+    for pod, first in zip(PODS, (1, 10_001), strict=True):
+        hashes = np.arange(first, first + blocks)
+        store = _stored(hashes, tokens, block_tokens)
+        copies = [
+            _stored(rng.permutation(hashes)[:100], [], 0, medium=medium) for medium in ("GPU", "CPU", "CPU")
+        ]
+        stored += both.apply(pod, [_payload(store), _payload(*copies)]).applied.stored
+    keys = np.unique(_joined(stored))
+    for pod, first in zip(PODS, (1, 10_001), strict=True):
+        # One in ten is of no block; many come twice.
+        hashes = rng.integers(first, first + blocks + blocks // 10, 3 * blocks)
+        removals = [
+            _removed(hashes[start : start + hashes_per_event], medium=str(rng.choice(["GPU", "GPU", "CPU"])))
+            for start in range(0, len(hashes), hashes_per_event)
+        ]
+        # A store among them that takes back what went.
+        removals.insert(len(removals) // 2, _stored(np.arange(first, first + blocks), tokens, block_tokens))
+        both.apply(pod, [_payload(*removals[:2]), _payload(*removals[2:])])
+        both.check(keys)
+
+
+def test_hashes_that_share_a_bucket_are_told_apart() -> None:
+    """Removing a hash that nobody stored leaves a block alone whose name has the same 32 bits of hash."""
+    both = BothWays()
+    cache = FlatCache(both.flat, PODS[0], MODEL)
+    known = int(name_of(np.uint64(1), np.uint64(cache.scope), 0))
+    # The next product with GOLDEN, and what `name_of` makes that name of.
+    name = (known * int(GOLDEN) + 1) * pow(int(GOLDEN), -1, 1 << 64) % (1 << 64)
+    like = (name ^ name >> 32) * pow(0xBF58_476D_1CE4_E5B9, -1, 1 << 64) % (1 << 64) ^ cache.scope
+    assert int(name_of(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
+    assert hash_bits(np.uint64(name)) == hash_bits(np.uint64(known))
+    stored = both.apply(PODS[0], [_payload(_stored(np.array([1]), [1, 2, 3, 4], 4))]).applied.stored
+    for hashes in ([like], [1]):
+        both.apply(PODS[0], [_payload(_removed(np.array(hashes, np.uint64)))])
+        both.check(_joined(stored))
+
+
+def test_a_long_row_of_removals_lets_readers_in_between() -> None:
+    """However many removals one call brings, each turn under the lock is of a bounded number of blocks."""
+    blocks = 5000
+    held: list[int] = []
+
+    class Counting(FlatIndex):
+        def prepare(self, blocks: int) -> FlatArrays:
+            held.append(int(self.arrays.pod_blocks.sum()))
+            return super().prepare(blocks)
+
+    hasher, index = BlockHasher(1, 1), Counting(1 << 22, TIERS)
+    config = IndexerConfig(block_tokens=1, hash_seed=1)
+    state = PodStates(config, index, hasher).make(PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    hashes = np.arange(1, blocks + 1)
+    state.applier.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
+    held.clear()
+    state.applier.apply([_payload(*(_removed(hashes[place : place + 1]) for place in range(blocks)))])
+    assert index.stats().blocks == 0
+    assert max(before - after for before, after in pairwise([*held, 0])) <= 2 * TURN_BLOCKS
+
+
+def _stored(
+    hashes: NDArray[np.int64], tokens: list[int], block_tokens: int, medium: str = "GPU"
+) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes.tolist(),
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": block_tokens,
+        "lora_id": None,
+        "medium": medium,
+    }
+
+
+def _removed(hashes: NDArray[np.int64] | NDArray[np.uint64], medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes.tolist(), "medium": medium}
+
+
+def _payload(*events: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode([1.0, events, None])
