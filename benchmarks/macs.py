@@ -1,7 +1,8 @@
 """What the KV cache saves: multiply-accumulates that one generation really executes with and without it.
 
 The engine's decoder writes the same text twice: with a KV pool, one token a step, and without, the whole text
-anew in every step. torch counts the operations that run, by the sizes of the tensors that reach its kernels.
+anew in every step. torch counts the operations that run, by the sizes of the tensors that reach its kernels:
+blocks are gathered, for it cannot see into the compiled kernel that attends to them where they lie.
 Attention is the four projections of each layer and the products of queries with keys and of weights with
 values; beside it stand the closed forms for s tokens and width D: 4sD^2 + 2s^2D a layer without the cache,
 4D^2 + 2sD with it. They hold for plain multi-head attention: the model has a KV head for each query head. The

@@ -35,7 +35,8 @@ LABEL org.opencontainers.image.title="kvroute model server" org.opencontainers.i
 RUN groupadd --gid 10001 kvroute && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin kvroute
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=kvroute /opt/kvroute /opt/kvroute
-ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH \
+# Attention's kernel is compiled for the processor that it runs on, once for a temporary directory.
+ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH NUMBA_CACHE_DIR=/tmp/cache \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/kvroute

@@ -5,7 +5,8 @@ With NUMBA_DISABLE_JIT=1 the very same functions run as plain Python, for debugg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -41,17 +42,26 @@ def inlined(function: _Kernel) -> _Kernel:
     return _compiled(function, {"forceinline": True})
 
 
+def callback(signature: Any) -> Callable[[_Kernel], Any]:
+    """Compiles a function, which may make arrays, for C to call at its `address`; it needs no GIL."""
+
+    def compiled(function: _Kernel) -> Any:
+        config: Any = numba.config
+        directory = cache_directory(config.CACHE_DIR)
+        with _cached_in(directory):
+            return numba.cfunc(signature, error_model="numpy", cache=directory is not None)(function)
+
+    return compiled
+
+
 def _compiled(function: _Kernel, options: dict[str, bool]) -> _Kernel:
     config: Any = numba.config
     if not config.DISABLE_JIT:
         directory = cache_directory(config.CACHE_DIR)
-        before, config.CACHE_DIR = config.CACHE_DIR, directory or config.CACHE_DIR
         # Without reference counts, which cost more than most kernels' work.
         options = {"cache": directory is not None, "_nrt": False, **options}
-        try:
+        with _cached_in(directory):
             compiled: Any = numba.njit(function, error_model="numpy", **options)  # type: ignore[call-overload]
-        finally:
-            config.CACHE_DIR = before
         return compiled  # type: ignore[no-any-return]
 
     @wraps(function)
@@ -61,3 +71,14 @@ def _compiled(function: _Kernel, options: dict[str, bool]) -> _Kernel:
             return function(*args)
 
     return interpreted  # type: ignore[return-value]
+
+
+@contextmanager
+def _cached_in(directory: str | None) -> Iterator[None]:
+    """Has numba keep what is compiled meanwhile in a directory."""
+    config: Any = numba.config
+    before, config.CACHE_DIR = config.CACHE_DIR, directory or config.CACHE_DIR
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
 
 from xxhash import xxh3_64_hexdigest
 
-# Files with constants that are compiled into kernels; those with kernels import `jit`.
-_CONSTANTS = ("jit.py", "cache_groups.py", "event_rows.py", "events.py", "flat_layout.py")
+# Files with what is compiled into kernels; those with kernels import `jit`.
+_CONSTANTS = (
+    *("jit.py", "cache_groups.py", "event_rows.py", "events.py", "flat_layout.py"),
+    *("lanes.py", "native.py", "paged_job.py", "rows.py"),
+)
 _NAME = "kvroute-kernels"
 
 
@@ -43,9 +47,8 @@ def cache_directory(chosen: str) -> str | None:
 
 
 def _digest(root: Path) -> str:
-    texts = {
-        path: path.read_bytes() for path in sorted([*root.glob("indexer/*.py"), *root.glob("router/*.py")])
-    }
+    patterns = ("indexer/*.py", "router/*.py", "model_server/attention/*.py")
+    texts = {path: path.read_bytes() for path in sorted(chain.from_iterable(map(root.glob, patterns)))}
     used = [text for path, text in texts.items() if path.name in _CONSTANTS or b".jit import" in text]
     return xxh3_64_hexdigest(b"\0".join(used))
 

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from model_server.attention.batch import Attention, KvLayout, Span, StepMeta
+from model_server.attention.paged_decodes import paged_fault
 from model_server.attention.sdpa import SdpaAttention
 from model_server.shapes import AttentionShape
 
@@ -28,8 +29,12 @@ def new_attention(
         device: Where the pool goes.
         fp8: Keep keys and values in 8-bit floats.
     """
-    if fp8 or device.type != "cuda":
-        return SdpaAttention(shape, layout, dtype, device, fp8=fp8)
+    if fp8:
+        return SdpaAttention(shape, layout, dtype, device, fp8=True)
+    if device.type != "cuda":
+        if (fault := paged_fault(shape, dtype, device)) is not None:
+            logger.warning("attention gathers blocks, because the compiled kernel cannot be used: %s", fault)
+        return SdpaAttention(shape, layout, dtype, device, paged=fault is None)
     # Not before it is needed: torch's module brings its compiler, which takes longer to import than the rest.
     from model_server.attention.varlen import VarlenAttention, varlen_fault
 

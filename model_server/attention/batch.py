@@ -65,6 +65,18 @@ class Span(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.length
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the layers of one group and one window share: they read the same blocks."""
+
+    group: int
+    window: int | None
+
+    def first_position(self, position: int) -> int:
+        """Return the first position that a token sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
 class StepMeta(Protocol):
     """One step as a backend has laid it out; the same for all layers.
 

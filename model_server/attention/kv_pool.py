@@ -46,6 +46,10 @@ class KvPool:
         self._block_tokens = layout.block_tokens
         self._gathered = [torch.empty((0, *size[2:]), dtype=dtype, device=device) for _ in range(2)]
 
+    def plane(self, plane: int) -> tuple[Tensor, Tensor]:
+        """Return a plane's keys and values, [blocks, kv_heads, block_tokens, head_dim] each."""
+        return self._keys[plane], self._values[plane]
+
     def plan_write(self, slots: Numbers) -> SlotWrite:
         """Lay out the writes of one step."""
         return SlotWrite(to_device(head_rows(slots, self._kv_heads, self._block_tokens), self._device))

@@ -34,10 +34,10 @@ def test_a_router_starts_with_the_kernels_of_its_image() -> None:
 
 
 def test_each_image_has_what_its_program_needs() -> None:
-    """The router's has the kernels' compiler and no torch; the model server's has neither but its server."""
+    """Both have the kernels' compiler; the router's has no torch, and the model server's its server."""
     router, server = (json.loads(_python(image, _WHO)) for image in (ROUTER, MODEL_SERVER))
     assert router == {"user": 10001, "torch": False, "numba": True, "starlette": False}
-    assert (server["user"], server["numba"], server["starlette"]) == (10001, False, True)
+    assert (server["user"], server["numba"], server["starlette"]) == (10001, True, True)
 
 
 def test_the_entrypoint_is_the_command() -> None:
