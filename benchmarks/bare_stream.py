@@ -10,18 +10,19 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from socket import socket
 
 from starlette.types import Receive, Scope, Send
 
-from model_server.serve import _Uvicorn
+from model_server.http_server import HttpServer
 
-_CHUNK = (
+CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
     b'"model":"kvroute-tiny","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,'
     b'"finish_reason":null,"stop_reason":null}]}\n\n'
 )
+END = b"data: [DONE]\n\n"
 
 
 class BareStream:
@@ -36,24 +37,18 @@ class BareStream:
         self._loop = loop
         self._step_s = step_s
         self._waiting: list[asyncio.Future[None]] = []
-        self._stopping = False
-        self._server: _Uvicorn | None = None
+        self._server: HttpServer | None = None
 
     async def serve(self, listener: socket, on_ready: Callable[[], None]) -> None:
         """Answer requests until `stop`."""
-        self._server = _Uvicorn(self, on_ready, lambda: True)
-        ticker = threading.Thread(target=self._tick)
-        ticker.start()
-        try:
+        self._server = HttpServer(self, on_ready, lambda: True)
+        with Ticker(self._loop, self._step_s, self._waiting, self._wake):
             await self._server.serve(sockets=[listener])
-        finally:
-            self._stopping = True
-            await self._loop.run_in_executor(None, ticker.join)
 
     def stop(self) -> None:
         """End `serve`; called on the loop."""
         assert self._server is not None
-        self._server.should_exit = True
+        self._server.stop()
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Stream; the ASGI interface."""
@@ -69,17 +64,46 @@ class BareStream:
             woken = self._loop.create_future()
             self._waiting.append(woken)
             await woken
-            await send({"type": "http.response.body", "body": _CHUNK, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        await send({"type": "http.response.body", "body": END, "more_body": False})
+
+    def _wake(self) -> None:
+        waiting = self._waiting.copy()
+        self._waiting.clear()
+        for woken in waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+
+class Ticker:
+    """A thread that has a loop call something at every step, while somebody waits for it.
+
+    Args:
+        loop: The loop.
+        step_s: Seconds from one call to the next.
+        waiting: Who waits.
+        call: What is called.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, step_s: float, waiting: Sized, call: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._step_s = step_s
+        self._waiting = waiting
+        self._call = call
+        self._stopping = False
+        self._thread = threading.Thread(target=self._tick)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        self._thread.join()
 
     def _tick(self) -> None:
         while not self._stopping:
             time.sleep(self._step_s)
             if self._waiting:
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for woken in waiting:
-            if not woken.done():
-                woken.set_result(None)
+                self._loop.call_soon_threadsafe(self._call)

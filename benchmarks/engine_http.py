@@ -1,8 +1,9 @@
 """What one more streamed token costs the HTTP side: the real server, with the model's arithmetic taken out.
 
 In: how many rounds. Out: CPU time of the event loop's thread per token, the clients being another process;
-and beside it, in turns, that of a bare server whose chunks are constant. Steps are paced, so that each token
-is decoded, encoded and written alone, as it is behind a real model; what a request costs once is not in it.
+and beside it, in turns, that of two servers whose chunks are constant: uvicorn, and a bare loop that is woken
+and writes. Steps are paced, so that each token is decoded, encoded and written alone, as it is behind a real
+model, with caches that have gone cold; what a request costs once is not in it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import uvloop
 
 from benchmarks.against_transformers import Figure
 from benchmarks.bare_stream import BareStream
+from benchmarks.bare_wakeup import BareWakeup
 from model_server.build import build_engine
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.events import NullSink
@@ -28,7 +30,7 @@ from model_server.requests import ChosenToken
 from model_server.scheduler import Chunk
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
-_STREAMS = (1, 32)
+_STREAMS = (1, 4, 32)
 _TOKENS = 100
 _SHORT_TOKENS = 20
 _STEP_S = 0.02
@@ -47,7 +49,7 @@ class _Serving(Protocol):
 
 
 def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
-    """Yields `http_token_cpu_us` and `http_token_floor_cpu_us` for one stream and for many at once.
+    """Yields `http_token_cpu_us` and its two floors for one stream and for several at once.
 
     Args:
         rounds: The figures are their medians.
@@ -59,8 +61,16 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
     try:
-        with _serving(lambda _: server) as real, _serving(lambda loop: BareStream(loop, _STEP_S)) as bare:
-            sides = {"http_token_cpu_us": real, "http_token_floor_cpu_us": bare}
+        with (
+            _serving(lambda _: server) as real,
+            _serving(lambda loop: BareStream(loop, _STEP_S)) as bare,
+            _serving(lambda loop: BareWakeup(loop, _STEP_S)) as wakeup,
+        ):
+            sides = {
+                "http_token_cpu_us": real,
+                "http_token_floor_cpu_us": bare,
+                "http_token_wakeup_floor_cpu_us": wakeup,
+            }
             for streams in _STREAMS:
                 costs_s: dict[str, list[float]] = {name: [] for name in sides}
                 for number in range(rounds + 1):

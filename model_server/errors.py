@@ -5,6 +5,7 @@ ModelServerError
 |-- CapacityError           a plan for more than the GPUs' memory holds
 |-- ModelError              a checkpoint that cannot be loaded
 |-- AdapterError            a LoRA adapter that cannot be loaded or unloaded
+|-- StartError              a server that cannot start
 |-- WorkerError             a process that computes a part of the model is lost
 `-- RequestError            a request that the engine did not take
     |-- QueueFullError      ... because the waiting queue is full (the only one worth a retry)
@@ -30,6 +31,10 @@ class ModelError(ModelServerError):
 
 class AdapterError(ModelServerError):
     """A LoRA adapter does not fit the model, is not supported, or there is no room or no such name for it."""
+
+
+class StartError(ModelServerError):
+    """The server cannot start: an address is in use, or a file cannot be read."""
 
 
 class WorkerError(ModelServerError):

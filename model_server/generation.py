@@ -1,13 +1,15 @@
 """The engine's outputs on the event loop: one Generation per HTTP request, one text per choice.
 
-In: engine requests. Out: deltas of text, in the order they are made. The engine thread only appends to a
-deque and wakes the loop once for all it has appended; decoding happens on the loop. Knows nothing of HTTP.
+In: engine requests. Out: deltas of text, in the order they are made: iterated, or passed on by the callback
+that brings them, which saves a task's turn with every token. The engine thread only appends to a deque and
+wakes the loop once for all it has appended; decoding happens on the loop. Knows nothing of HTTP.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from model_server.api_errors import ApiError, from_exception
@@ -45,12 +47,16 @@ class AsyncEngine:
         metrics: Observes each request's latencies.
 
     Attributes:
+        loop: The same.
         metrics: The same.
+        now_s: The clock of all times here.
     """
+
+    now_s = staticmethod(time.monotonic)
 
     def __init__(self, engine: EngineLike, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
         self._engine = engine
-        self._loop = loop
+        self.loop = loop
         self.metrics = metrics
         self._arrived: deque[TokenOutput] = deque()
         self._wake_pending = False
@@ -87,10 +93,6 @@ class AsyncEngine:
         for generation in set(self._generations.values()):
             generation.fail(ApiError(503, "the server is shutting down; send the request again"))
 
-    def now_s(self) -> float:
-        """The clock of all times here."""
-        return time.monotonic()
-
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of requests that run, and of those that wait for their first token."""
         running: set[str] = set()
@@ -116,16 +118,20 @@ class AsyncEngine:
             self._wake_pending = True
             # The loop may have closed while the engine was finishing its step.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         # Cleared before the deque is emptied: an output appended meanwhile is either seen now or wakes again.
         self._wake_pending = False
+        met: dict[Generation, None] = {}
         while self._arrived:
             output = self._arrived.popleft()
             generation = self._generations.get(output.request_id)
             if generation is not None:
                 generation.put(output)
+                met[generation] = None
+        for generation in met:
+            generation.wake()
 
 
 class Generation:
@@ -150,7 +156,8 @@ class Generation:
         self._waiting: list[TokenOutput] = []
         self._woken: asyncio.Future[None] | None = None
         self._unfinished = len(texts)
-        self._error: ApiError | None = None
+        self._pass_on: Callable[[], bool] | None = None
+        self._error: Exception | None = None
         self.texts = texts
 
     @property
@@ -168,18 +175,51 @@ class Generation:
         index = self._indices[request_id]
         return self._lora_names[index], self._observers[index].began
 
+    def divert(self, pass_on: Callable[[], bool]) -> None:
+        """Have what arrives while the iteration waits passed on without it.
+
+        Args:
+            pass_on: Called on the loop: uses what `take` gives and returns True, or takes nothing and returns
+                False, so that the iteration goes on.
+        """
+        self._pass_on = pass_on
+
     def put(self, output: TokenOutput) -> None:
-        """Take one of the engine's outputs."""
+        """Take one of the engine's outputs; `wake` follows."""
         self._waiting.append(output)
-        self._wake()
+
+    def wake(self) -> None:
+        """Have what was put passed on, or wake the iteration for it; for its end in any case."""
+        if self._woken is None or self._woken.done():
+            return  # it is not waiting, and looks again before it does
+        passed_on = False
+        try:
+            passed_on = self._pass_on is not None and self._error is None and self._pass_on()
+        except Exception as error:  # told to the request's own task: other requests must not suffer from it
+            self._error = error
+        if not passed_on or self._error is not None or not self._unfinished:
+            self._woken.set_result(None)
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """Return what has arrived."""
+        outputs, self._waiting = self._waiting, []
+        deltas = []
+        for output in outputs:
+            index = self._indices[output.request_id]
+            delta = self._push(index, output)
+            if delta is not None:
+                deltas.append((index, delta))
+                self._unfinished -= delta.finish_reason is not None
+        return deltas
 
     def fail(self, error: ApiError) -> None:
         """Make the iteration raise `error`."""
         self._error = error
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort what still runs, and let the diversion go. Idempotent."""
+        self._pass_on = None
         for request_id, index in self._indices.items():
             if self._engine.release(request_id, finished=False):
                 self._observers[index].broken("abort")
@@ -194,30 +234,17 @@ class Generation:
             ApiError: The engine failed or the server is stopping.
         """
         while self._unfinished:
-            if not self._waiting:
-                if self._error is not None:
-                    raise self._error
-                self._woken = asyncio.get_running_loop().create_future()
-                await self._woken
-            deltas = [delta for output in self._take() if (delta := self._push(output)) is not None]
-            if deltas:
-                self._unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
+            if deltas := self.take():
                 return deltas
+            if self._error is not None:
+                raise self._error
+            self._woken = self._engine.loop.create_future()
+            await self._woken
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
 
-    def _wake(self) -> None:
-        # A plain future, not an Event: this happens with every token.
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
-
-    def _take(self) -> list[TokenOutput]:
-        outputs, self._waiting = self._waiting, []
-        return outputs
-
-    def _push(self, output: TokenOutput) -> tuple[int, Delta] | None:
-        index = self._indices[output.request_id]
+    def _push(self, index: int, output: TokenOutput) -> Delta | None:
         text, observer = self.texts[index], self._observers[index]
         if text.finished:
             return None
@@ -237,7 +264,7 @@ class Generation:
             constraint = self._constraints[index]
             if constraint is not None and constraint.error is not None:
                 self._error = ApiError(500, f"the answer's shape could not be kept: {constraint.error}")
-        return index, delta
+        return delta
 
 
 def _failure(output: TokenOutput) -> ApiError:

@@ -5,7 +5,7 @@ In: HTTP requests. Out: answers, whole or streamed. Knows the routes and the ord
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from model_server.answer_stream import AnswerStream, usage
 from model_server.api_errors import ApiError
 from model_server.generation import AsyncEngine, Generation
 from model_server.http_admin import AdminApi, ServerState, SwitchableEngine
@@ -30,7 +31,6 @@ from model_server.text import Delta, TextAssembler, joined
 _PREPARE_THREADS = 2
 _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
-_DONE = b"data: [DONE]\n\n"
 
 _T = TypeVar("_T")
 
@@ -149,11 +149,12 @@ class HttpApi:
             if not job.fields.stream:
                 whole = await unless_disconnected(request.receive, _whole(responder, generation))
                 return json_response(whole)
-            pieces = _pieces(responder, generation)
+            answer = AnswerStream(responder, generation)
+            pieces = answer.pieces()
             # Awaited before the status is sent: an early failure is a proper error, and the time to the first
             # byte is the time to the first token.
             first = await unless_disconnected(request.receive, anext(pieces))
-            return EventStream(first, pieces, cleanup.pop_all().close)
+            return EventStream(first, pieces, cleanup.pop_all().close, write_to=answer.write_to)
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -196,34 +197,7 @@ async def _whole(responder: Responder, generation: Generation) -> dict[str, Any]
     async for deltas in generation:
         for index, delta in deltas:
             said[index].append(delta)
-    return responder.whole([joined(deltas) for deltas in said], _usage(responder, generation))
-
-
-async def _pieces(responder: Responder, generation: Generation) -> AsyncGenerator[bytes]:
-    """Make the events of a stream; an error after the first piece is an event too."""
-    begun = False
-    try:
-        async for deltas in generation:
-            usage = _usage(responder, generation) if responder.usage_always else None
-            chunks = [chunk for index, delta in deltas for chunk in responder.chunks(index, delta, usage)]
-            if chunks:
-                yield b"".join(map(_event, chunks))
-                begun = True
-        if responder.usage_last:
-            yield _event(responder.usage_chunk(_usage(responder, generation)))
-    except ApiError as error:
-        if not begun:
-            raise
-        yield b"data: " + error.body() + b"\n\n"
-    yield _DONE
-
-
-def _usage(responder: Responder, generation: Generation) -> dict[str, Any]:
-    return responder.usage(generation.completion_tokens, generation.cached_tokens)
-
-
-def _event(chunk: bytes) -> bytes:
-    return b"data: " + chunk + b"\n\n"
+    return responder.whole([joined(deltas) for deltas in said], usage(responder, generation))
 
 
 def _header_id(request: Request) -> str | None:

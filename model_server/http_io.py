@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model_server.api_errors import ApiError
+from model_server.http_protocol import DirectBody
 
 _BODY_TIMEOUT_S = 60.0
 # After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
@@ -122,6 +123,7 @@ class EventStream(Response):
         rest: The others.
         on_close: Called when the stream ends, in whatever way.
         media_type: Of the body.
+        write_to: Given the body once its first piece is sent, to write more into while `rest` is awaited.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class EventStream(Response):
         rest: AsyncGenerator[bytes],
         on_close: Callable[[], None],
         media_type: str = "text/event-stream",
+        write_to: Callable[[DirectBody], None] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -137,18 +140,21 @@ class EventStream(Response):
         self._first = first
         self._rest = rest
         self._on_close = on_close
+        self._write_to = write_to
         self.init_headers({"cache-control": "no-cache"})
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; the ASGI interface."""
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(send, DirectBody.of(scope)))
         finally:
             self._on_close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, body: DirectBody | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        if body is not None and self._write_to is not None:
+            self._write_to(body)
         async with aclosing(self._rest):
             async for piece in self._rest:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

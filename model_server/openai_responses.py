@@ -1,6 +1,6 @@
 """Shapes of the OpenAI responses: whole answers, stream chunks, usage.
 
-In: texts and counts. Out: dicts ready for JSON, and the chunks of a stream in it. Knows nothing of HTTP, the
+In: texts and counts. Out: dicts ready for JSON, and the events of a stream. Knows nothing of HTTP, the
 engine, or how text came about.
 """
 
@@ -44,12 +44,12 @@ class Responder:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage}
 
-    def chunks(self, index: int, delta: Delta, usage: Json | None) -> list[bytes]:
-        """The chunks that carry one choice's delta; later than the first, only if it says something."""
+    def events(self, index: int, delta: Delta, usage: Json | None) -> bytes:
+        """The events that carry one choice's delta; later than the first, only if it says something."""
         plain = self._plain.get(index)
         ends_or_tells = delta.finish_reason is not None or delta.tokens
         if plain is not None and delta.text and not ends_or_tells and usage is None:
-            return [plain[0] + msgspec.json.encode(delta.text) + plain[1]]
+            return plain[0] + msgspec.json.encode(delta.text) + plain[1]
         chunks = []
         opens = index not in self._opened
         self._opened.add(index)
@@ -60,11 +60,11 @@ class Responder:
             chunks.append(self._chunk(index, self._said(text), delta, usage))
         if opens:
             self._plain[index] = self._around_text(index)
-        return list(map(msgspec.json.encode, chunks))
+        return b"".join(map(_event, chunks))
 
-    def usage_chunk(self, usage: Json) -> bytes:
-        """The last chunk of a stream that asked for usage."""
-        return msgspec.json.encode({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
+    def usage_event(self, usage: Json) -> bytes:
+        """The last event of a stream that asked for usage."""
+        return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
 
     def usage(self, completion_tokens: int, cached_tokens: Sequence[int]) -> Json:
         """Token counts so far: generated ones together, cached ones per choice."""
@@ -79,11 +79,11 @@ class Responder:
         }
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in a chunk that has nothing else to say."""
+        """What stands before and after the text in an event that has nothing else to say."""
         mark = "\0"
-        chunk = msgspec.json.encode(self._chunk(index, self._said(mark), None, None))
+        event = _event(self._chunk(index, self._said(mark), None, None))
         # The last one: a model's or a request's name may hold anything, but stands before the text.
-        before, _, after = chunk.rpartition(msgspec.json.encode(mark))
+        before, _, after = event.rpartition(msgspec.json.encode(mark))
         return before, after
 
     def _head(self, chat_object: str) -> Json:
@@ -124,3 +124,7 @@ class Responder:
         told = completion_logprobs(tokens, self._tokenizer, self._shown_chars[index])
         self._shown_chars[index] += sum(map(len, told["tokens"]))
         return told
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -5,7 +5,6 @@ In: the options of a run. Out: an exit code. Knows how the parts fit together; n
 
 import asyncio
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,20 +12,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from model_server.build import build_engine
 from model_server.capacity import log_pool
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine import Engine
-from model_server.errors import ModelServerError
+from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
 from model_server.http_admin import ServerState
 from model_server.http_api import HttpApi
-from model_server.http_protocol import HeadCappedProtocol
+from model_server.http_server import GRACE_S, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
 from model_server.publish import KVEventPublisher, KVEventsConfig
@@ -36,15 +33,8 @@ from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
 
-# On a signal, running requests get this long to finish; then they are told to try again elsewhere.
-_GRACE_S = 2.0
-_ABORT_S = 1
 # A step that takes longer, with work to do, is a hang: no sane token budget needs this long.
 _STUCK_S = 60.0
-# Longer than common proxies keep idle connections, so that it is they who close them.
-_KEEP_ALIVE_S = 120
-_BACKLOG = 2048
-_TICKS_PER_LOOK = 10  # uvicorn ticks ten times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +60,6 @@ class ServeOptions:
     max_body_bytes: int
     api_key: str | None = None
     runtime_loras: bool = False
-
-
-class StartError(ModelServerError):
-    """The server cannot start: an address is in use, or a file cannot be read."""
 
 
 class EngineDiedError(ModelServerError):
@@ -129,7 +115,7 @@ class Server:
         self._engine = engine
         self._publisher = publisher
         self._tokenizer = tokenizer
-        self._http: _Uvicorn | None = None
+        self._http: HttpServer | None = None
         self._async_engine: AsyncEngine | None = None
         self.name = options.served_names[0]
 
@@ -168,7 +154,7 @@ class Server:
             load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
         )
-        self._http = _Uvicorn(api.app(self._engine, state), on_ready, lambda: self._engine.stats().healthy)
+        self._http = HttpServer(api.app(self._engine, state), on_ready, lambda: self._engine.stats().healthy)
         try:
             with self._http.stopped_by_signals(self.stop):
                 await self._http.serve(sockets=[listener])
@@ -182,8 +168,8 @@ class Server:
         if self._http.should_exit:
             self._async_engine.abort_all()
             return
-        self._http.should_exit = True
-        asyncio.get_running_loop().call_later(_GRACE_S, self._async_engine.abort_all)
+        self._http.stop()
+        asyncio.get_running_loop().call_later(GRACE_S, self._async_engine.abort_all)
 
     def _healthy(self) -> bool:
         stats = self._engine.stats()
@@ -209,53 +195,6 @@ class Server:
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "max_model_len": str(self._engine.max_model_len),
         }
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn, leaving signals to us: its own handling would end the process with the signal's exit code."""
-
-    def __init__(self, app: ASGIApp, on_ready: Callable[[], None], alive: Callable[[], bool]) -> None:
-        config = uvicorn.Config(
-            app,
-            http=HeadCappedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_GRACE_S) + _ABORT_S,
-        )
-        super().__init__(config)
-        self._on_ready = on_ready
-        self._alive = alive
-
-    async def on_tick(self, counter: int) -> bool:
-        dead = counter % _TICKS_PER_LOOK == 0 and not self._alive()
-        return dead or await super().on_tick(counter)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        except OSError as error:
-            raise StartError(f"cannot listen: {error.strerror or error}") from error
-        self._on_ready()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def stopped_by_signals(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` on SIGTERM and SIGINT, where this thread may handle signals."""
-        loop = asyncio.get_running_loop()
-        try:
-            for signal_number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(signal_number, stop)
-        except (ValueError, RuntimeError):
-            logger.debug("not the main thread: signals are someone else's")
-        yield
 
 
 @contextmanager

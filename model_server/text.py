@@ -67,6 +67,7 @@ class TextAssembler:
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stop_strings, show=show_stop)
+        self._has_stops = bool(stop_strings)
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._show_stop = show_stop
@@ -79,6 +80,9 @@ class TextAssembler:
         assert not self.finished
         assert output.finish_reason in (None, "stop", "length")
         self.cached_tokens = output.cached_tokens
+        if not (self._has_stops or output.finish_reason or output.logprobs):  # as nearly every token
+            self.completion_tokens += len(output.token_ids)
+            return Delta("".join(map(self._decoder.push, output.token_ids)), None)
         counted_before = self.completion_tokens
         text, reason, stop_reason = self._take(output)
         self.finished = reason is not None

@@ -1,16 +1,16 @@
 """Incremental decoding: token ids in one at a time, text out as soon as it can no longer change.
 
-Knows only `decode`; knows nothing of requests or streams.
+Knows only `decode` and the texts of single ids; knows nothing of requests or streams.
 """
 
 from __future__ import annotations
 
+from tokenization.own_texts import REPLACEMENT
 from tokenization.tokenizer import PromptTokenizer
 
 # A character has at most 4 bytes in UTF-8 and a token at least one: it spans at most 4 tokens.
 _CHARACTER_TOKENS_MAX = 4
 _CONTEXT_TOKENS_MAX = 8
-_REPLACEMENT = "�"
 
 
 class IncrementalDecoder:
@@ -23,6 +23,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: PromptTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._own_texts = tokenizer.own_texts(skip_special_tokens=skip_special_tokens)
         # Decoders may drop a leading space: the last emitted tokens are decoded again as context.
         self._context: list[int] = []
         self._context_text = ""
@@ -30,6 +31,10 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """Takes the next id and returns the text that is now final, often one word, sometimes nothing."""
+        if self._own_texts is not None and not self._pending:
+            text = self._own_texts[token_id]
+            if text is not None:
+                return text
         self._pending.append(token_id)
         for held in range(min(_CHARACTER_TOKENS_MAX, len(self._pending))):
             text = self._emit_all_but(held)
@@ -49,7 +54,7 @@ class IncrementalDecoder:
         before = self._context_text
         final = self._decode(self._context + self._pending[:cut])
         if held == 0:
-            if final.endswith(_REPLACEMENT):
+            if final.endswith(REPLACEMENT):
                 return None
         elif cut == 0 or len(self._pending) <= _CHARACTER_TOKENS_MAX:
             return None

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+from tokenization.own_texts import OwnTexts, own_texts
 from tokenization.segments import Encoding, SegmentEncoder
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
@@ -46,6 +47,7 @@ class PromptTokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
         self._conversations = (
             Conversations(chat_template, self._segments, _CONVERSATIONS_BYTES) if chat_template else None
@@ -112,6 +114,10 @@ class PromptTokenizer:
         """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def own_texts(self, *, skip_special_tokens: bool = True) -> OwnTexts | None:
+        """The texts of single ids; None where they depend on the ids around them."""
+        return self._own_texts[skip_special_tokens]
 
     def to_json(self) -> str:
         """The content of the tokenizer.json that it stands for."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -157,6 +159,136 @@ def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: in
         assert engine.aborted == ["0"]
 
     asyncio.run(scenario())
+
+
+def test_what_is_diverted_does_not_wake_the_iteration() -> None:
+    """Tokens that arrive while the iteration waits are passed on in order; it sees the end alone."""
+
+    async def scenario() -> tuple[list[str], dict[int, str]]:
+        engine = TellingEngine()
+        running = generation(engine, stop=("five",))
+        passed: list[str] = []
+
+        def pass_on() -> bool:
+            passed.extend(delta.text for _, delta in running.take())
+            return True
+
+        running.divert(pass_on)
+        engine.tell("0", "one")
+        iterated = asyncio.create_task(collect(running))
+        while not running.completion_tokens:
+            await asyncio.sleep(0)
+        for word in (" two", " three", " four five six"):
+            engine.tell("0", word)
+            await asyncio.sleep(0)
+        assert engine.aborted == ["0"]
+        return passed, await iterated
+
+    assert asyncio.run(scenario()) == ([" two", " three", " four "], {0: "one"})
+
+
+def test_what_cannot_be_passed_on_is_iterated() -> None:
+    """While the diversion takes nothing the iteration gets it all, in order and once."""
+
+    async def scenario() -> tuple[str, dict[int, str]]:
+        engine = TellingEngine()
+        running = generation(engine)
+        passed: list[str] = []
+        takes = True
+
+        def pass_on() -> bool:
+            if takes:
+                passed.extend(delta.text for _, delta in running.take())
+            return takes
+
+        running.divert(pass_on)
+        iterated = asyncio.create_task(collect(running))
+        await asyncio.sleep(0)
+        for willing, word in ((True, "a"), (False, "b"), (False, "c"), (True, "d")):
+            takes = willing
+            engine.tell("0", word)
+            for _ in range(3):  # the loop's callback, the iteration's turn, its next wait
+                await asyncio.sleep(0)
+        engine.tell("0", "", "length")
+        texts = await iterated
+        return "".join(passed), texts
+
+    assert asyncio.run(scenario()) == ("ad", {0: "bc"})
+
+
+def test_a_broken_diversion_ends_its_own_request_alone() -> None:
+    """An error while one request's tokens are passed on is raised by its iteration; others go on."""
+
+    async def scenario() -> None:
+        engine = TellingEngine()
+        metrics = RequestMetrics("m", CollectorRegistry())
+        bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
+        bad, good = (
+            bridge.generate(
+                (GenerationRequest(name, (1,), SamplingParams(9)),),
+                (TextAssembler(TOKENIZER),),
+                bridge.now_s(),
+            )
+            for name in ("bad", "good")
+        )
+
+        def pass_on() -> bool:
+            raise ValueError("no bytes for this")
+
+        bad.divert(pass_on)
+        ends = [asyncio.create_task(collect(running)) for running in (bad, good)]
+        await asyncio.sleep(0)
+        for name in ("bad", "good"):
+            engine.tell(name, "text", "length")
+        with pytest.raises(ValueError, match="no bytes"):
+            await ends[0]
+        assert await ends[1] == {0: "text"}
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_generation_goes_with_its_last_user() -> None:
+    """What takes a generation's tokens may hold it: once closed it needs no collector."""
+
+    class Taker:
+        def __init__(self, running: Generation) -> None:
+            self.running = running
+            running.divert(self.take)
+
+        def take(self) -> bool:
+            return self.running.take() is not None
+
+    async def scenario() -> weakref.ref[Generation]:
+        running = generation(TellingEngine())
+        Taker(running)
+        running.close()
+        return weakref.ref(running)
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        if collects:
+            gc.enable()
+
+
+@pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
+def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, status: int) -> None:
+    """Not even a diversion that takes everything hides that the engine failed."""
+
+    async def scenario() -> int:
+        engine = TellingEngine()
+        running = generation(engine)
+        running.divert(lambda: running.take() is not None)
+        iterated = asyncio.create_task(collect(running))
+        await asyncio.sleep(0)
+        engine.tell("0", "", reason, "out of memory")
+        with pytest.raises(ApiError) as caught:
+            await iterated
+        return caught.value.status
+
+    assert asyncio.run(scenario()) == status
 
 
 def test_an_output_after_the_loops_end_is_no_error() -> None:

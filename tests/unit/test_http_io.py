@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from model_server import http_io
 from model_server.api_errors import ApiError
-from model_server.http_io import BodyReader, QuietEnd, unless_disconnected
+from model_server.http_io import BodyReader, EventStream, QuietEnd, unless_disconnected
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -131,6 +131,27 @@ def test_work_that_ends_first_counts() -> None:
     assert run(unless_disconnected(chunks(), result())) == 5
     with pytest.raises(ApiError, match="wrong"):
         run(unless_disconnected(chunks(), error()))
+
+
+def test_a_stream_needs_nothing_but_asgi() -> None:
+    """On a server without direct bodies every piece goes through `send`, and the end is told."""
+    sent: list[dict[str, Any]] = []
+    ended: list[bool] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def rest() -> AsyncGenerator[bytes]:
+        yield b"two"
+
+    def write_to(_: object) -> None:
+        pytest.fail("there is no body to write to")
+
+    stream = EventStream(b"one", rest(), lambda: ended.append(True), write_to=write_to)
+    run(stream({"type": "http"}, chunks(more=True), send))
+    assert [message.get("body") for message in sent] == [None, b"one", b"two", b""]
+    assert [message.get("more_body") for message in sent] == [None, True, True, False]
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("started", [False, True])

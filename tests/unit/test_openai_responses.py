@@ -1,4 +1,6 @@
-"""model_server.openai_responses: what a stream's chunks say, chunk by chunk."""
+"""model_server.openai_responses: what a stream's events say, one by one."""
+
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,20 +24,27 @@ def job(api: Api, **fields: object) -> Job:
     )
 
 
+def said(events: bytes) -> list[Any]:
+    """What these events carry."""
+    *pieces, rest = events.split(b"\n\n")
+    assert rest == b""
+    return [msgspec.json.decode(piece.removeprefix(b"data: ")) for piece in pieces]
+
+
 @pytest.mark.parametrize("api", ["chat", "completion"])
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 @given(st.lists(st.tuples(st.integers(0, 1), st.text(min_size=1)), max_size=8))
-def test_every_chunk_differs_from_the_first_in_its_text_alone(
-    api: Api, options: object, said: list[tuple[int, str]]
+def test_every_event_differs_from_the_first_in_its_text_alone(
+    api: Api, options: object, texts: list[tuple[int, str]]
 ) -> None:
-    """Later chunks, put together from ready parts, have the fields of those that are encoded whole."""
+    """Later events, put together from ready parts, have the fields of those that are encoded whole."""
     responder = Responder(job(api, stream_options=options), TOKENIZER)
-    first = [responder.chunks(index, Delta("first", None), None)[-1] for index in (0, 1)]
-    for index, text in said:
-        (chunk,) = responder.chunks(index, Delta(text, None), None)
-        whole = first[index].replace(b'"first"', msgspec.json.encode(text))
-        assert chunk == whole
-        assert msgspec.json.decode(chunk)["model"] == NAME
+    first = [responder.events(index, Delta("first", None), None) for index in (0, 1)]
+    for index, text in texts:
+        event = responder.events(index, Delta(text, None), None)
+        whole = first[index][first[index].rindex(b"data: ") :]
+        assert event == whole.replace(b'"first"', msgspec.json.encode(text))
+        assert [chunk["model"] for chunk in said(event)] == [NAME]
 
 
 def test_a_chunk_that_says_more_is_encoded_whole() -> None:
@@ -44,11 +53,11 @@ def test_a_chunk_that_says_more_is_encoded_whole() -> None:
         job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}), TOKENIZER
     )
     usage = responder.usage(3, [0, 0])
-    responder.chunks(0, Delta("a", None), usage)
-    assert responder.chunks(0, Delta("", None), usage) == []
-    (counted,) = map(msgspec.json.decode, responder.chunks(0, Delta("b", None), usage))
+    responder.events(0, Delta("a", None), usage)
+    assert responder.events(0, Delta("", None), usage) == b""
+    (counted,) = said(responder.events(0, Delta("b", None), usage))
     assert (counted["usage"], counted["choices"][0]["delta"]) == (usage, {"content": "b"})
-    (last,) = map(msgspec.json.decode, responder.chunks(0, Delta("c", "stop", "c"), usage))
+    (last,) = said(responder.events(0, Delta("c", "stop", "c"), usage))
     choice = last["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"], choice["delta"]) == (
         "stop",

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from model_server.serve import StartError, reserve
+from model_server.errors import StartError
+from model_server.serve import reserve
 
 
 def test_a_reserved_port_refuses_connections_until_it_listens() -> None:

@@ -1,0 +1,120 @@
+"""model_server.answer_stream: the same bytes, awaited or written as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from model_server.answer_stream import AnswerStream
+from model_server.generation import AsyncEngine, OutputSink
+from model_server.metrics import RequestMetrics
+from model_server.openai_responses import Responder
+from model_server.openai_types import generation_body
+from model_server.prepare import Job
+from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.text import TextAssembler
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+
+TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
+WORDS = ["one", " two", " three", "", " five", " six"]
+
+
+class Hands:
+    """An engine whose outputs the test makes."""
+
+    def submit(self, request: GenerationRequest, sink: OutputSink) -> None:
+        """Remember where outputs go."""
+        self.sink = sink
+
+    def abort(self, request_id: str) -> None:
+        """Nothing runs."""
+
+    def say(self, words: str, *, last: bool = False) -> None:
+        """Bring the tokens of one step."""
+        ids = tuple(TOKENIZER.encode(words))
+        self.sink(TokenOutput("0", ids, "length" if last else None, 0))
+
+
+class Page:
+    """A body that keeps up, or not."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.writable = True
+
+    def write(self, chunk: bytes) -> None:
+        """Take it, which only a writable body may be asked to."""
+        assert self.writable
+        assert chunk
+        self.written += chunk
+
+
+def streamed(options: object, before: Callable[[Page, int], None] | None) -> tuple[bytes, bytes]:
+    """What one answer's stream says, and what of it was written as it came.
+
+    Args:
+        options: The request's stream options.
+        before: Called before each word; None has everything awaited.
+    """
+
+    async def scenario() -> tuple[bytes, bytes]:
+        engine, page, said = Hands(), Page(), b""
+        bridge = AsyncEngine(engine, asyncio.get_running_loop(), RequestMetrics("m", CollectorRegistry()))
+        texts = (TextAssembler(TOKENIZER),)
+        generation = bridge.generate((GenerationRequest("0", (1,), SamplingParams(99)),), texts, 0.0)
+        fields = generation_body("chat", {"stream": True, "stream_options": options})
+        responder = Responder(Job("chat", "id", "m", fields, ((1, 2),), (), ("",)), TOKENIZER)
+        responder._created = 0
+        answer = AnswerStream(responder, generation)
+        if before is not None:
+            answer.write_to(page)  # type: ignore[arg-type]
+
+        async def read() -> None:
+            nonlocal said
+            async for piece in answer.pieces():
+                said += page.written + piece
+                page.written = b""
+
+        reading = asyncio.create_task(read())
+        direct = b""
+        for at, word in enumerate(WORDS):
+            for _ in range(4):  # until the answer waits for more
+                await asyncio.sleep(0)
+            direct += page.written
+            said, page.written = said + page.written, b""
+            if before is not None:
+                before(page, at)
+            engine.say(word, last=at == len(WORDS) - 1)
+        await reading
+        return said, direct
+
+    return asyncio.run(scenario())
+
+
+def test_what_is_written_as_it_comes_is_what_would_have_been_awaited() -> None:
+    """Both ways give the same bytes, whether the client keeps up or not, and with counts in every event."""
+    for options in (None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+        awaited, _ = streamed(options, None)
+        assert awaited.endswith(b"data: [DONE]\n\n")
+
+        def keeps_up(_: Page, __: int) -> None:
+            pass
+
+        def stalls(page: Page, at: int) -> None:
+            page.writable = at % 3 == 0
+
+        assert streamed(options, keeps_up)[0] == awaited
+        assert streamed(options, stalls)[0] == awaited
+
+
+def test_a_client_that_keeps_up_gets_its_tokens_without_a_task() -> None:
+    """All but the end is written as it comes; what does not keep up is written nothing."""
+
+    def never(page: Page, _: int) -> None:
+        page.writable = False
+
+    _, direct = streamed(None, lambda page, at: None)
+    assert direct.count(b'"content":"') == 1 + sum(map(bool, WORDS[:-1]))
+    assert streamed(None, never)[1] == b""
