@@ -1,14 +1,14 @@
 """The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD native|grpcio`; what the router costs above this is
-what it does.
+`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD native|grpcio skip|full`; what the router costs
+above this is what it does.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -17,8 +17,16 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router import check_answers
 from router.check_messages import ok_answer
-from router.ext_proc_bytes import REQUEST_BODY, add_ext_proc, streamed_bytes
-from router.ext_proc_messages import request_headers_answer
+from router.ext_proc_bytes import (
+    REQUEST_BODY,
+    RESPONSE_BODY,
+    Answer,
+    Message,
+    ResponseChunk,
+    add_ext_proc,
+    streamed_bytes,
+)
+from router.ext_proc_messages import request_headers_answer, response_headers_answer
 from router.grpc_listen import listen
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.http_listen import HttpServer
@@ -29,15 +37,16 @@ _INLINE_BYTES = 64 << 10
 
 
 class _BareExtProc:
-    def __init__(self, pod: str) -> None:
+    def __init__(self, pod: str, responses: str) -> None:
         self._answer = request_headers_answer(pod, {}, ())
+        self._is_full = responses == "full"
 
     def exchange(self, _stream: object = None) -> _BareExchange:
-        return _BareExchange(self._answer)
+        return _BareExchange(self._answer, self._is_full)
 
     def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
-    ) -> Iterator[pb.ProcessingResponse]:
+        self, request_iterator: Iterator[Message], _context: grpc.ServicerContext
+    ) -> Iterator[Answer]:
         exchange = self.exchange()
         for message in request_iterator:
             yield from exchange.answers(message)
@@ -46,27 +55,34 @@ class _BareExtProc:
 
 
 class _BareExchange:
-    is_routed = False
-
-    def __init__(self, answer: pb.ProcessingResponse) -> None:
+    def __init__(self, answer: pb.ProcessingResponse, is_full: bool) -> None:
         self._answer = answer
+        self._is_full = is_full
         self._body = b""
-        self.finished = False
+        self.finished = self.is_routed = False
 
-    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse | bytes]:
-        if message.WhichOneof("request") != "request_body":
-            return
-        self._body += message.request_body.body
-        if message.request_body.end_of_stream:
-            self.finished = True
-            yield self._answer
-            yield from streamed_bytes(REQUEST_BODY, self._body, end_of_stream=True)
+    def answers(self, message: Message) -> Iterable[Answer]:
+        return (message.echo,) if isinstance(message, ResponseChunk) else self._answers(message)
+
+    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+        match message.WhichOneof("request"):
+            case "request_body":
+                self._body += message.request_body.body
+                if message.request_body.end_of_stream:
+                    self.is_routed, self.finished = True, not self._is_full
+                    yield self._answer
+                    yield from streamed_bytes(REQUEST_BODY, self._body, end_of_stream=True)
+            case "response_headers":
+                yield response_headers_answer()
+            case "response_body":
+                body = message.response_body
+                yield from streamed_bytes(RESPONSE_BODY, body.body, end_of_stream=body.end_of_stream)
 
     def close(self) -> None:
         pass
 
 
-def main(port: int, check_port: int, pod: str, transport: str) -> None:
+def main(port: int, check_port: int, pod: str, transport: str, responses: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -87,7 +103,7 @@ def main(port: int, check_port: int, pod: str, transport: str) -> None:
         message_bytes_max=_MESSAGE_BYTES_MAX,
         services=(
             lambda server: server.add_generic_rpc_handlers((handlers,)),
-            lambda server: add_ext_proc(_BareExtProc(pod), server),
+            lambda server: add_ext_proc(_BareExtProc(pod, responses), server),
         ),
         inline=inline if transport == "native" else None,
     )
@@ -108,4 +124,4 @@ def main(port: int, check_port: int, pod: str, transport: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

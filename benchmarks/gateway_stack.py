@@ -111,7 +111,7 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     )
     if setting.bare:
         argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), str(base + 4)]
-        argv += [f"{HOST}:{base + 101}", setting.bare]
+        argv += [f"{HOST}:{base + 101}", setting.bare, setting.responses]
         router = replace(router, argv=argv, ports=(base, base + 4), ready_url=None)
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])

@@ -118,16 +118,38 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
         rounds = _rounds(effort, lambda: stack.load(bodies["small"], _CLIENTS, effort.seconds))
         cpu = [one.cpu_ms["router"] for one in rounds]
         report.figure("extproc_full_small_cpu_ms", "ms", cpu, _shown(setting, rounds))
-        plain = _rounds(effort, lambda: stack.load(bodies["small"], _STREAM_CLIENTS, effort.seconds))
-        streams = _rounds(effort, lambda: stack.load(bodies["stream"], _STREAM_CLIENTS, effort.seconds))
-        chunk_us = [
-            1000
-            * (stream.cpu_ms["router"] - one.cpu_ms["router"])
-            / (stream.seen["reads"] - one.seen["reads"])
-            for stream, one in zip(streams, plain, strict=True)
-        ]
-        shown = _shown(setting, streams, chunks=round(streams[0].seen["reads"], 1))
-        report.figure("chunk_full_cpu_us", "us", chunk_us, shown)
+        _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
+    setting = replace(setting, bare="native")
+    with gateway_stack(setting, bodies["all"], directory) as stack:
+        _chunks("chunk_floor_cpu_us", stack, setting, bodies, effort, report)
+
+
+def _chunks(
+    name: str,
+    stack: GatewayStack,
+    setting: StackSetting,
+    bodies: dict[str, Path],
+    effort: Effort,
+    report: Report,
+) -> None:
+    """What one more chunk adds: streams and answers in one piece, in turns."""
+
+    def turn() -> tuple[Stretch, Stretch]:
+        plain, stream = (
+            stack.load(bodies[kind], _STREAM_CLIENTS, effort.seconds) for kind in ("small", "stream")
+        )
+        return plain, stream
+
+    turns = [turn() for _ in range(effort.rounds + 1)][1:]
+    chunk_us = [
+        1000
+        * (stream.cpu_ms["router"] - plain.cpu_ms["router"])
+        / (stream.seen["reads"] - plain.seen["reads"])
+        for plain, stream in turns
+    ]
+    streams = [stream for _, stream in turns]
+    shown = _shown(setting, streams, chunks=round(streams[0].seen["reads"], 1))
+    report.figure(name, "us", chunk_us, shown)
 
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:

@@ -5,7 +5,7 @@ Knows the order of messages and answers of the endpoint picker protocol v1.0.0; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,7 +15,14 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint, system_owned
 from router.errors import RequestError
-from router.ext_proc_bytes import REQUEST_BODY, Answer, routed_bytes, streamed_bytes
+from router.ext_proc_bytes import (
+    REQUEST_BODY,
+    Answer,
+    Message,
+    ResponseChunk,
+    routed_bytes,
+    streamed_bytes,
+)
 from router.ext_proc_messages import (
     BodyMode,
     header_values,
@@ -64,7 +71,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         return _Exchange(self._picks, self._outcomes, self._metrics, self._options)
 
     def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[pb.ProcessingRequest], _context: grpc.ServicerContext
+        self, request_iterator: Iterator[Message], _context: grpc.ServicerContext
     ) -> Iterator[Answer]:
         """Serves one HTTP request."""
         exchange = self.exchange()
@@ -82,6 +89,7 @@ class _Exchange:
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
+        is_routed: Whether nothing is left that could take its time.
     """
 
     def __init__(
@@ -95,18 +103,24 @@ class _Exchange:
         self._headers: dict[str, str] | None = None
         self._candidates: frozenset[str] | None = None
         self._body = bytearray()
-        self._is_routed = False
+        self.is_routed = False
         self._response = ResponsePhase(outcomes)
         self._inside = metrics.inside(_DOOR)
         self._inside.__enter__()
 
-    @property
-    def is_routed(self) -> bool:
-        """Whether nothing is left that could take its time."""
-        return self._is_routed
+    def answers(self, message: Message) -> Iterable[Answer]:
+        """The answers to one message, in the order Envoy expects them; to be read to the end."""
+        if isinstance(message, ResponseChunk):
+            return self._response.body(message, self._response_body_mode)
+        return self._answers(message)
 
-    def answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
-        """The answers to one message, in the order Envoy expects them."""
+    def close(self) -> None:
+        """The stream has ended, however it did."""
+        self._inside.__exit__(None, None, None)
+        if self._options.responses_full:
+            self._response.cut()
+
+    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         try:
             match message.WhichOneof("request"):
                 case "request_headers":
@@ -126,12 +140,6 @@ class _Exchange:
         except RequestError as error:
             self.finished = True
             yield immediate_answer(error)
-
-    def close(self) -> None:
-        """The stream has ended, however it did."""
-        self._inside.__exit__(None, None, None)
-        if self._options.responses_full:
-            self._response.cut()
 
     def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         if self._headers is not None:
@@ -162,7 +170,7 @@ class _Exchange:
             yield pb.ProcessingResponse(request_body=pb.BodyResponse())
             if body.end_of_stream:
                 self._finish_request()
-        elif self._is_routed:
+        elif self.is_routed:
             # Envoy repeats the end of the stream for bodies above 1 MB.
             self._metrics.dropped(_DOOR, "repeated_end_of_stream")
         else:
@@ -177,7 +185,7 @@ class _Exchange:
     def _request_trailers(self) -> Iterator[Answer]:
         if self._headers is None:
             self._metrics.dropped(_DOOR, "trailers_before_headers")
-        elif not self._is_routed:
+        elif not self.is_routed:
             yield from self._route(has_trailers=True)
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
         elif self._body_mode != BodyMode.FULL_DUPLEX_STREAMED:
@@ -220,7 +228,7 @@ class _Exchange:
 
     def _pick(self, request: RouteRequest) -> str:
         """The destination's value."""
-        self._is_routed = True
+        self.is_routed = True
         destination, decision = self._picks.pick(request)
         self._response.request_id, self._response.pod = decision.request_id, decision.primary.pod
         self._response.explained = self._picks.explained(decision)

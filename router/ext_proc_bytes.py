@@ -1,17 +1,19 @@
-"""ext_proc's most frequent answers as bytes, and a service that sends bytes as they are.
+"""ext_proc's most frequent messages as bytes, and a service that sends bytes as they are.
 
 A routing result or an echoed chunk goes in, a serialised ProcessingResponse comes out, in protobuf's encoding
 (protobuf.dev/programming-guides/encoding): written here, a chunk is copied once and not once for each of the
-five messages around it.
+five messages around it. Chunks of a response are read here, too, whatever is not of their plain form by
+protobuf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
+import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.envoy_headers import REQUEST_ID_HEADER
@@ -20,9 +22,23 @@ from router.grpc_listen import GrpcListener
 from router.h2 import GrpcServer
 from router.h2.methods import ExchangeMethod
 from router.health import EXT_PROC_SERVICE
-from router.protobuf_bytes import tag, varint
+from router.protobuf_bytes import read_varint, tag, varint
 from router.stream_watch import StreamWatcher, watched
 
+
+class ResponseChunk(msgspec.Struct, frozen=True):
+    """A part of a response's body; `body` and `end_of_stream` are HttpBody's.
+
+    Attributes:
+        echo: The answer that lets it pass as it is.
+    """
+
+    body: bytes
+    end_of_stream: bool
+    echo: bytes
+
+
+Message: TypeAlias = pb.ProcessingRequest | ResponseChunk
 Answer: TypeAlias = pb.ProcessingResponse | bytes
 
 
@@ -30,8 +46,14 @@ def _tag(message: str, name: str) -> bytes:
     return tag(pb.DESCRIPTOR.message_types_by_name[message].fields_by_name[name].number)
 
 
+# HttpBody, what comes, and StreamedBodyResponse, what goes, have the same fields.
 _BODY = _tag("StreamedBodyResponse", "body")
-_END_OF_STREAM = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
+_END_OF_STREAM: bytes = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
+_RESPONSE_CHUNK = _tag("ProcessingRequest", "response_body")
+# Envoy says of every message that it has no metadata for it.
+_NO_METADATA: bytes = pb.ProcessingRequest(metadata_context={}).SerializeToString()
+# Two tags, each with a length.
+_FRONT_BYTES = 8
 # From the inside out, behind them what is answered.
 _AROUND = (
     _tag("BodyMutation", "streamed_response"),
@@ -60,6 +82,21 @@ def routed_bytes(
     return routed + _content_length(body_bytes) if body_bytes else routed
 
 
+def read_message(data: bytes) -> Message:
+    """Reads what Envoy sends.
+
+    Raises:
+        google.protobuf.message.DecodeError: It is no message.
+    """
+    if data.startswith(_RESPONSE_CHUNK):
+        form = _chunk_form(data[:_FRONT_BYTES], len(data))
+        if form is not None and data[form.body_end :] in form.endings:
+            body, payload = data[form.body_begin : form.body_end], data[form.begin : form.end]
+            return ResponseChunk(body, form.is_last, form.opening + payload)
+    message: pb.ProcessingRequest = pb.ProcessingRequest.FromString(data)
+    return message
+
+
 def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: bool) -> Iterator[bytes]:
     """A body as answers of at most 62,000 bytes; an empty one is one answer too.
 
@@ -71,12 +108,8 @@ def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: boo
         chunk = body if is_last and not start else body[start : start + CHUNK_BYTES_MAX]
         behind = _END_OF_STREAM if end_of_stream and is_last else b""
         front = _BODY + varint(len(chunk)) if chunk else b""
-        size = len(front) + len(chunk) + len(behind)
-        for tag_around in around:
-            head = tag_around + varint(size)
-            front = head + front
-            size += len(head)
-        yield b"".join((front, chunk, behind))
+        opening = _opening(around, len(front) + len(chunk) + len(behind))
+        yield b"".join((opening, front, chunk, behind))
 
 
 def add_ext_proc(door: Any, server: GrpcListener, watchers: Sequence[StreamWatcher] = ()) -> None:
@@ -85,15 +118,55 @@ def add_ext_proc(door: Any, server: GrpcListener, watchers: Sequence[StreamWatch
     Answers are messages or their bytes.
     """
     path = f"/{EXT_PROC_SERVICE}/Process"
-    read = pb.ProcessingRequest.FromString
     if isinstance(server, GrpcServer) and hasattr(door, "exchange"):
-        server.add_exchange(path, ExchangeMethod(door.exchange, read, _serialized, watchers))
+        server.add_exchange(path, ExchangeMethod(door.exchange, read_message, _serialized, watchers))
         return
     process: Any = grpc.stream_stream_rpc_method_handler(
-        watched(door.Process, watchers), request_deserializer=read, response_serializer=_serialized
+        watched(door.Process, watchers), request_deserializer=read_message, response_serializer=_serialized
     )
     handler = grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
     server.add_generic_rpc_handlers((handler,))
+
+
+class _ChunkForm(NamedTuple):
+    """Where the parts of a chunk's message are."""
+
+    begin: int
+    body_begin: int
+    body_end: int
+    end: int
+    is_last: bool
+    endings: tuple[bytes, bytes]
+    opening: bytes
+
+
+# Chunks of one size have one form; most are of few sizes.
+@lru_cache(maxsize=4096)
+def _chunk_form(front: bytes, message_bytes: int) -> _ChunkForm | None:
+    """The form of a message of this size that begins so; None: it is not plain, or too long for an answer."""
+    try:
+        size, begin = read_varint(front, len(_RESPONSE_CHUNK))
+        body_at = begin + len(_BODY)
+        body_bytes, body_begin = read_varint(front, body_at)
+    except IndexError:
+        return None
+    end, body_end = begin + size, body_begin + body_bytes
+    if front[begin:body_at] != _BODY or body_bytes > CHUNK_BYTES_MAX or end > message_bytes:
+        return None
+    is_last = end != body_end
+    ending = _END_OF_STREAM if is_last else b""
+    if end != body_end + len(ending):
+        return None
+    opening = _opening(RESPONSE_BODY, size)
+    return _ChunkForm(begin, body_begin, body_end, end, is_last, (ending, ending + _NO_METADATA), opening)
+
+
+def _opening(around: tuple[bytes, ...], size: int) -> bytes:
+    """What stands in front of a payload of this size."""
+    opening = b""
+    for tag_around in around:
+        opening = tag_around + varint(size + len(opening)) + opening
+    return opening
 
 
 def _serialized(answer: Answer) -> bytes:

@@ -7,11 +7,11 @@ stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.ext_proc_bytes import RESPONSE_BODY, Answer, streamed_bytes
+from router.ext_proc_bytes import RESPONSE_BODY, Answer, ResponseChunk, streamed_bytes
 from router.ext_proc_messages import BodyMode, header_values, response_headers_answer
 from router.outcomes import RESPONSE, Outcomes
 from router.response_usage import UsageReader
@@ -40,13 +40,14 @@ class ResponsePhase:
         self.note_headers(message)
         yield response_headers_answer(self.explained)
 
-    def body(self, message: pb.HttpBody, mode: int) -> Iterator[Answer]:
+    def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterable[Answer]:
         """Echoes a chunk of the response's body."""
         self.note_body(message)
-        if mode == BodyMode.FULL_DUPLEX_STREAMED:
-            yield from streamed_bytes(RESPONSE_BODY, message.body, end_of_stream=message.end_of_stream)
-        else:
-            yield pb.ProcessingResponse(response_body=pb.BodyResponse())
+        if mode != BodyMode.FULL_DUPLEX_STREAMED:
+            return (pb.ProcessingResponse(response_body=pb.BodyResponse()),)
+        if isinstance(message, ResponseChunk):
+            return (message.echo,)
+        return streamed_bytes(RESPONSE_BODY, message.body, end_of_stream=message.end_of_stream)
 
     def trailers(self) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's trailers, which end it."""
@@ -65,7 +66,7 @@ class ResponsePhase:
             self.note_end()
         return headers
 
-    def note_body(self, message: pb.HttpBody) -> None:
+    def note_body(self, message: pb.HttpBody | ResponseChunk) -> None:
         """Reads a chunk of the response's body without answering it."""
         if self._awaits_first_token and self.request_id is not None:
             self._awaits_first_token = False

@@ -15,6 +15,20 @@ def varint(value: int) -> bytes:
     return bytes(digits)
 
 
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A whole number and where it ends.
+
+    Raises:
+        IndexError: The data ends within it.
+    """
+    value = shift = 0
+    while (byte := data[at]) >= 0x80:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+    return value | byte << shift, at + 1
+
+
 def tag(number: int) -> bytes:
     """What stands in front of a field (number 1 to 15) that has a length: text, bytes or a message."""
     return bytes([number << 3 | 2])

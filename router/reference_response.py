@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.attribute_reporter import AttributeReporter
+from router.ext_proc_bytes import Answer, ResponseChunk
 from router.ext_proc_messages import BodyMode, streamed
 from router.ext_proc_response import ResponsePhase
 from router.reference_messages import kept_headers, metadata, response_headers_answer
@@ -57,7 +58,7 @@ class ReferenceResponse:
         told = {} if served is None else {_SERVED_HEADER: served}
         yield response_headers_answer({**kept_headers(headers), **self.set_headers, **told})
 
-    def body(self, message: pb.HttpBody, mode: int) -> Iterator[pb.ProcessingResponse]:
+    def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterator[Answer]:
         """Answers a chunk of the response's body."""
         self._phase.note_body(message)
         if mode != BodyMode.FULL_DUPLEX_STREAMED:
@@ -69,6 +70,11 @@ class ReferenceResponse:
             if not message.end_of_stream and len(self._held) <= self._held_bytes_max:
                 return
             data, self._held = bytes(self._held), None
+        elif isinstance(message, ResponseChunk) and not message.end_of_stream:
+            data = restored_model(message.body, *self.models)
+            if data is message.body:
+                yield message.echo
+                return
         yield from self._echo(data, end_of_stream=message.end_of_stream)
 
     def trailers(self) -> Iterator[pb.ProcessingResponse]:
@@ -87,7 +93,7 @@ class ReferenceResponse:
                 self._report(response)
             yield response
 
-    def _buffered(self, message: pb.HttpBody) -> pb.ProcessingResponse:
+    def _buffered(self, message: pb.HttpBody | ResponseChunk) -> pb.ProcessingResponse:
         response = pb.ProcessingResponse(response_body=pb.BodyResponse())
         data = message.body
         restored = restored_model(data, *self.models)

@@ -41,9 +41,13 @@ class UsageReader:
     def feed(self, chunk: bytes) -> None:
         """Takes the next bytes."""
         if self._is_event_stream:
-            *lines, self._kept = (self._kept + chunk).split(b"\n")
-            for line in lines:
-                self._event_line(line)
+            text = self._kept + chunk if self._kept else chunk
+            end = text.rfind(b"\n") + 1
+            self._kept = text[end:]
+            # Of nearly all chunks no line needs to be looked at.
+            if end and (b'"usage"' in text or b'"meta_info"' in text):
+                for line in text[:end].split(b"\n"):
+                    self._event_line(line)
         elif not self._lost:
             self._kept += chunk
         if len(self._kept) > _KEPT_BYTES_MAX:

@@ -24,7 +24,10 @@ class Cancellable(Protocol):
 
 
 class OpenStream(Protocol):
-    """What a watcher keeps of one stream; told by one thread at a time."""
+    """What a watcher keeps of one stream; told by one thread at a time.
+
+    Once there is an answer it may be told of nothing but the end.
+    """
 
     def waits(self) -> None:
         """The stream waits for its client's next message."""

@@ -25,11 +25,22 @@ class Link(Protocol):
 
     peer: str
 
-    def send(self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None) -> None:
-        """Sends a part of an answer: what of it there is."""
+    def send(
+        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
+    ) -> None:
+        """Sends a part of an answer: what of it there is.
+
+        On the connection's own thread that is when all that was received at once is answered.
+
+        Args:
+            consumed: The call has taken so many bytes.
+        """
 
     def consumed(self, stream: Stream, size: int) -> None:
-        """The call has taken so many bytes."""
+        """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
+
+    def flush(self) -> None:
+        """Sends now what waits to be sent: what follows takes its time."""
 
     def cancel(self, stream: Stream) -> None:
         """Gives the stream up."""
@@ -134,9 +145,10 @@ class Call:
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return prefixed(answer)
 
-    def _say(self, data: bytes, initial: Metadata = ()) -> None:
+    def _say(self, data: bytes, initial: Metadata = (), *, consumed: int = 0) -> None:
         """Sends answers, already prefixed."""
-        self._link.send(self._stream, self._headers(initial), data, None)
+        headers = None if self._has_headers else self._headers(initial)
+        self._link.send(self._stream, headers, data, None, consumed)
 
     def _end(
         self,

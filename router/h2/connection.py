@@ -37,6 +37,7 @@ class H2Connection:
         streams: The open ones by number.
         last_stream_id: The highest number that the peer has used.
         steps: Frames that came so far, header blocks counted as one.
+        out: What is to be sent, in order, see `take_out`.
     """
 
     def __init__(self, read_head: Callable[[Fields], Any], *, streams_max: int, window_bytes: int) -> None:
@@ -62,7 +63,7 @@ class H2Connection:
             Setting.MAX_HEADER_LIST_SIZE: LIST_BYTES_MAX,
         }
         more_bytes = _CONNECTION_WINDOW_BYTES - frames.WINDOW_BYTES_DEFAULT
-        self._out: list[bytes | memoryview] = [
+        self.out: list[bytes | memoryview] = [
             frames.settings_frame(settings),
             frames.number_frame(FrameType.WINDOW_UPDATE, 0, more_bytes),
         ]
@@ -93,7 +94,7 @@ class H2Connection:
 
     def take_out(self) -> list[bytes | memoryview]:
         """What is to be sent now, in order; it is the caller's from here on."""
-        out, self._out = self._out, []
+        out, self.out = self.out, []
         self._control_answers = 0
         return out
 
@@ -108,9 +109,10 @@ class H2Connection:
         if stream.is_closed or not data:
             return
         size = len(data)
-        if not stream.pending and size <= self._peer_frame_bytes and size <= self._room(stream):
-            self._out += (frames.head(size, FrameType.DATA, 0, stream.id), data)
-            self._take_room(stream, size)
+        if not stream.pending and size <= self._room(stream):
+            self.out += (frames.head(size, FrameType.DATA, 0, stream.id), data)
+            stream.send_window_bytes -= size
+            self._send_window_bytes -= size
             return
         stream.pending.append(memoryview(data))
         stream.pending_bytes += size
@@ -128,7 +130,7 @@ class H2Connection:
     def reset(self, stream: Stream, code: H2Code) -> None:
         """Gives a stream up."""
         if not stream.is_closed:
-            self._out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, code))
+            self.out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, code))
             self._close(stream)
 
     def consumed(self, stream: Stream, size: int) -> None:
@@ -147,14 +149,16 @@ class H2Connection:
     def goaway(self, code: H2Code = H2Code.NO_ERROR, message: str = "", *, is_early: bool = False) -> None:
         """Tells the peer to go; `is_early`: streams that it begins until it has heard of that are served."""
         last = frames.STREAM_IDS if is_early else self.last_stream_id
-        self._out.append(frames.goaway_frame(last, code, message))
+        self.out.append(frames.goaway_frame(last, code, message))
 
     def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
         self._receive_window_bytes -= size
         if self._receive_window_bytes < 0:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the connection's window")
-        self._return_connection_window(size)
+        self._consumed_bytes += size
+        if self._consumed_bytes * 2 >= _CONNECTION_WINDOW_BYTES:
+            self._return_connection_window()
         stream = self.streams.get(stream_id)
         if stream is None:
             self._check_was_open(stream_id)
@@ -316,14 +320,15 @@ class H2Connection:
 
     def _send_pending(self, stream: Stream) -> None:
         pending = stream.pending
-        while pending and (room := min(self._room(stream), self._peer_frame_bytes)) > 0:
+        while pending and (room := self._room(stream)) > 0:
             data = pending.popleft()
             if len(data) > room:
                 pending.appendleft(data[room:])
                 data = data[:room]
-            self._out += (frames.head(len(data), FrameType.DATA, 0, stream.id), data)
+            self.out += (frames.head(len(data), FrameType.DATA, 0, stream.id), data)
             stream.pending_bytes -= len(data)
-            self._take_room(stream, len(data))
+            stream.send_window_bytes -= len(data)
+            self._send_window_bytes -= len(data)
         if pending:
             return
         if stream.trailers is not None:
@@ -332,21 +337,18 @@ class H2Connection:
             self._return_window(stream)
 
     def _room(self, stream: Stream) -> int:
-        return min(stream.send_window_bytes, self._send_window_bytes)
-
-    def _take_room(self, stream: Stream, size: int) -> None:
-        stream.send_window_bytes -= size
-        self._send_window_bytes -= size
+        """Bytes that the peer takes in one frame now."""
+        return min(stream.send_window_bytes, self._send_window_bytes, self._peer_frame_bytes)
 
     def _say_headers(self, stream: Stream, block: bytes, *, ends: bool) -> None:
         flags = frames.END_HEADERS | (frames.END_STREAM if ends else 0)
         # Blocks of ours are small; the least that a peer takes is 16 KiB.
-        self._out.append(frames.frame(FrameType.HEADERS, flags, stream.id, block))
+        self.out.append(frames.frame(FrameType.HEADERS, flags, stream.id, block))
         if not ends:
             return
         if not stream.is_remote_closed:
             # The answer is whole; whatever the peer still has to say is not needed (section 8.1).
-            self._out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, H2Code.NO_ERROR))
+            self.out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, H2Code.NO_ERROR))
         self._close(stream)
 
     def _close(self, stream: Stream) -> None:
@@ -359,21 +361,19 @@ class H2Connection:
     def _return_window(self, stream: Stream) -> None:
         size, stream.consumed_bytes = stream.consumed_bytes, 0
         stream.receive_window_bytes += size
-        self._out.append(frames.number_frame(FrameType.WINDOW_UPDATE, stream.id, size))
+        self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, stream.id, size))
 
-    def _return_connection_window(self, size: int) -> None:
-        self._consumed_bytes += size
-        if self._consumed_bytes * 2 >= _CONNECTION_WINDOW_BYTES:
-            self._receive_window_bytes += self._consumed_bytes
-            self._out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, self._consumed_bytes))
-            self._consumed_bytes = 0
+    def _return_connection_window(self) -> None:
+        size, self._consumed_bytes = self._consumed_bytes, 0
+        self._receive_window_bytes += size
+        self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, size))
 
     def _check_was_open(self, stream_id: int) -> None:
         if stream_id > self.last_stream_id or not stream_id & 1:
             raise _broken("a frame of a stream that was never opened")
 
     def _answer_control(self, answer: bytes) -> None:
-        self._out.append(answer)
+        self.out.append(answer)
         self._count_control()
 
     def _count_control(self) -> None:

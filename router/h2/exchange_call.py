@@ -41,6 +41,8 @@ class ExchangeCall(Call):
         self._code = CANCELED
         self._exchange: Exchange = method.open(self)
         self._watches = [watcher.opened(self) for watcher in method.watchers]
+        # Told until there is an answer.
+        self._waited_on = self._watches
         for watch in self._watches:
             watch.waits()
 
@@ -53,10 +55,13 @@ class ExchangeCall(Call):
         self._do(partial(self._say_last, answers), here=False)
 
     def _message(self, message: bytes, size: int) -> None:
-        self._check_waiting(len(self._waiting))
+        if self._waiting:
+            self._check_waiting(len(self._waiting))
         self._room_bytes -= size
-        here = self._room_bytes >= 0 or self._exchange.is_routed
-        self._do(partial(self._answer, message, size), here=here)
+        is_routed = self._exchange.is_routed
+        if not is_routed:
+            self._link.flush()
+        self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
 
     def _all_received(self) -> None:
         self._do(self._finish, here=True)
@@ -83,13 +88,14 @@ class ExchangeCall(Call):
                     break
                 step = self._waiting.popleft()
             self._take(step)
-        # Whoever ended the call meanwhile has left that to us.
-        self._close_once()
+        if self.is_over:
+            # Whoever ended the call meanwhile has left that to us.
+            self._close_once()
 
     def _take(self, step: _Step) -> None:
         if self.is_over:
             return
-        for watch in self._watches:
+        for watch in self._waited_on:
             watch.serves()
         try:
             step()
@@ -100,7 +106,7 @@ class ExchangeCall(Call):
             _log.exception("a call failed: %s", self._stream.head.path)
             self._code = UNKNOWN
             self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
-        for watch in self._watches:
+        for watch in self._waited_on:
             watch.waits()
 
     def _answer(self, data: bytes, size: int) -> None:
@@ -114,11 +120,14 @@ class ExchangeCall(Call):
             self._code = OK
             self._end(grpc.StatusCode.OK, data=answers)
             return
-        if answers:
-            self._say(answers)
-            for watch in self._watches:
+        if not answers:
+            self._link.consumed(self._stream, size)
+            return
+        self._say(answers, consumed=size)
+        if self._waited_on:
+            for watch in self._waited_on:
                 watch.answered()
-        self._link.consumed(self._stream, size)
+            self._waited_on = []
 
     def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
         self._code = OK
@@ -129,7 +138,7 @@ class ExchangeCall(Call):
         self._end(grpc.StatusCode.OK)
 
     def _written(self, answers: Iterable[Any]) -> bytes:
-        return b"".join([self._framed(self._method.written(answer)) for answer in answers])
+        return b"".join(map(self._framed, map(self._method.written, answers)))
 
     def _released(self) -> None:
         self._close_once()
@@ -147,7 +156,7 @@ class ExchangeCall(Call):
         for watch in self._watches:
             watch.closed(self._code)
         # They lead back to the call, which shall go with its last user and not wait for a collector.
-        self._exchange, self._watches = _GONE, []
+        self._exchange, self._watches, self._waited_on = _GONE, [], []
         self._ended()
 
 

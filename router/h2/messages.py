@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 
@@ -45,7 +45,7 @@ class MessageReader:
         """Whether a part of a message has come, and the rest has not."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
+    def feed(self, data: bytes) -> Iterable[tuple[bytes, int]]:
         """Messages that are complete with these bytes, each with the size it had on its way.
 
         Raises:
@@ -56,10 +56,13 @@ class MessageReader:
             if len(data) >= _PREFIX_BYTES:
                 flag, size = self._prefix(data)
                 if len(data) == size + _PREFIX_BYTES:
-                    yield self._plain(flag, data[_PREFIX_BYTES:]), len(data)
-                    return
+                    message = data[_PREFIX_BYTES:]
+                    return ((self._plain(message) if flag else message, len(data)),)
             if not data:
-                return
+                return ()
+        return self._buffered(data)
+
+    def _buffered(self, data: bytes) -> Iterator[tuple[bytes, int]]:
         buffer = self._buffer
         buffer += data
         at = 0
@@ -69,7 +72,7 @@ class MessageReader:
             if len(buffer) < end:
                 break
             message = bytes(buffer[at + _PREFIX_BYTES : end])
-            yield self._plain(flag, message), end - at
+            yield self._plain(message) if flag else message, end - at
             at = end
         del buffer[:at]
 
@@ -81,9 +84,7 @@ class MessageReader:
             raise MessageError(grpc.StatusCode.INTERNAL, "a message's first byte is neither 0 nor 1")
         return flag, size
 
-    def _plain(self, flag: int, message: bytes) -> bytes:
-        if not flag:
-            return message
+    def _plain(self, message: bytes) -> bytes:
         window_bits = _WINDOW_BITS.get(self._encoding)
         if window_bits is None:
             raise MessageError(grpc.StatusCode.INTERNAL, "a compressed message without grpc-encoding")

@@ -7,7 +7,7 @@ take a stream's messages one by one and so need no thread of their own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +43,7 @@ class Exchange(Protocol):
     def is_routed(self) -> bool:
         """See above."""
 
-    def answers(self, message: Any) -> Iterator[Any]:
+    def answers(self, message: Any) -> Iterable[Any]:
         """The answers to one message."""
 
     def close(self) -> None:

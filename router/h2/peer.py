@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Protocol
 
 import grpc
@@ -72,6 +72,7 @@ class Peer:
         window_bytes = host.receive_bytes_max + (64 << 10)
         self._connection = H2Connection(call_head, streams_max=host.streams_max, window_bytes=window_bytes)
         self._is_lost = False
+        self._reader = 0
         self._steps = 0
         self._step_s: float | None = None
 
@@ -83,15 +84,22 @@ class Peer:
     def serve(self) -> None:
         """Reads until the connection ends, from whichever side."""
         room = memoryview(bytearray(_RECEIVE_BYTES))
+        connection = self._connection
+        self._reader = get_ident()
         try:
-            self._flush()
+            self.flush()
             while size := self._receive(room):
                 with self._lock:
-                    events = self._connection.receive(bytes(room[:size]))
-                    self._write_out()
-                self._check_pace()
+                    events = connection.receive(bytes(room[:size]))
+                    if connection.out:
+                        self._write_out()
+                if connection.steps != self._steps:
+                    self._steps, self._step_s = connection.steps, None
+                else:
+                    self._check_pace()
                 for event in events:
                     self._take(event)
+                self.flush()
         except H2Error as error:
             _log.warning("a gRPC client at %s broke HTTP/2: %s", self.peer, error)
             with suppress(OSError):
@@ -111,7 +119,9 @@ class Peer:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None) -> None:
+    def send(
+        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
+    ) -> None:
         """See `Link`; headers without data and trailers are all of the answer."""
         connection = self._connection
         try:
@@ -121,25 +131,33 @@ class Peer:
                 connection.send_data(stream, data)
                 if trailers is not None:
                     connection.send_trailers(stream, trailers)
-                self._write_out()
+                if consumed:
+                    connection.consumed(stream, consumed)
+                self._write_soon()
         except OSError:
             self._break()
 
     def consumed(self, stream: Stream, size: int) -> None:
-        """See `Link`; told to the client with what is sent next, or at once where it may wait for that."""
+        """See `Link`."""
         try:
             with self._lock:
                 self._connection.consumed(stream, size)
-                self._write_out()
+                self._write_soon()
         except OSError:
             self._break()
+
+    def flush(self) -> None:
+        """See `Link`."""
+        if self._connection.out:
+            with self._lock:
+                self._write_out()
 
     def cancel(self, stream: Stream) -> None:
         """See `Link`."""
         try:
             with self._lock:
                 self._connection.reset(stream, H2Code.CANCEL)
-                self._write_out()
+                self._write_soon()
         except OSError:
             self._break()
 
@@ -158,10 +176,9 @@ class Peer:
                     raise _too_slow() from None
 
     def _check_pace(self) -> None:
-        """Ends a connection that sends a frame, or a header block, byte by byte."""
-        connection = self._connection
-        if not connection.is_within or connection.steps != self._steps:
-            self._steps, self._step_s = connection.steps, None
+        """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""
+        if not self._connection.is_within:
+            self._step_s = None
         elif self._step_s is None:
             self._step_s = time.monotonic()
         elif time.monotonic() - self._step_s > _FRAME_S:
@@ -170,14 +187,14 @@ class Peer:
     def _take(self, event: Event) -> None:
         stream = event.stream
         call: Call | None = stream.call
-        if isinstance(event, Opened):
+        if isinstance(event, Received):
+            if call is not None:
+                call.receive(event.data, event.is_over)
+        elif isinstance(event, Opened):
             call = self._begin(stream)
             stream.call = None if stream.is_served else call
             if event.is_over and call is not None:
                 call.receive(b"", True)
-        elif isinstance(event, Received):
-            if call is not None:
-                call.receive(event.data, event.is_over)
         else:
             if call is not None:
                 if isinstance(event, Drained):
@@ -231,24 +248,27 @@ class Peer:
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)
 
-    def _flush(self) -> None:
-        with self._lock:
+    def _write_soon(self) -> None:
+        """Leaves it to the reader to send all answers to what came at once at once."""
+        if get_ident() != self._reader:
             self._write_out()
 
     def _write_out(self) -> None:
-        out = self._connection.take_out()
-        if out and not self._is_lost:
-            try:
-                self._send(memoryview(b"".join(out)))
-            except OSError:
-                # Said before anybody else who waits for the lock tries the same.
-                self._is_lost = True
-                raise
-
-    def _send(self, data: memoryview) -> None:
-        data = data[self._socket.send(data) :]
-        if not data:
+        if not self._connection.out:
             return
+        data = b"".join(self._connection.take_out())
+        if self._is_lost:
+            return
+        try:
+            sent_bytes = self._socket.send(data)
+            if sent_bytes < len(data):
+                self._send_rest(memoryview(data)[sent_bytes:])
+        except OSError:
+            # Said before anybody else who waits for the lock tries the same.
+            self._is_lost = True
+            raise
+
+    def _send_rest(self, data: memoryview) -> None:
         end_s = time.monotonic() + _WRITE_S
         while data:
             if time.monotonic() > end_s:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from router.h2 import frames
@@ -31,12 +31,21 @@ class FrameReader:
         """Whether a part of a frame, or of the preface, has come, and the rest has not."""
         return bool(self._rest) or not self._is_begun
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterable[Frame]:
         """Frames that are complete with these bytes; to be read to the end.
 
         Raises:
             H2Error: A frame is too large, or the connection does not begin as HTTP/2 does.
         """
+        if not self._rest and self._has_settings and len(data) >= frames.HEAD_BYTES:
+            # Nearly always one frame comes by itself.
+            upper, lower, kind, flags, stream_id = frames.read_head(data)
+            length = upper << 16 | lower
+            if length == len(data) - frames.HEAD_BYTES and length <= self.frame_bytes_max:
+                return ((kind, flags, stream_id & frames.STREAM_IDS, data[frames.HEAD_BYTES :]),)
+        return self._frames(data)
+
+    def _frames(self, data: bytes) -> Iterator[Frame]:
         if self._rest:
             data = self._rest + data
         at = 0 if self._is_begun else self._preface(data)

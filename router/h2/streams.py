@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -54,16 +56,15 @@ class OpenBlock:
     parts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+# Made for every frame: these cost a fifth of frozen dataclasses.
+class Opened(msgspec.Struct, frozen=True):
     """A new stream; `is_over` as in `Received`."""
 
     stream: Stream
     is_over: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """More of a stream's bytes; `is_over`: the last of them."""
 
     stream: Stream
@@ -71,15 +72,13 @@ class Received:
     is_over: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(msgspec.Struct, frozen=True):
     """The peer gave a stream up."""
 
     stream: Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """What waited for the peer's window is sent."""
 
     stream: Stream

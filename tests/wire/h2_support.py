@@ -149,7 +149,7 @@ class Echo:
         self.faults: list[str] = []
 
     def answers(self, message: bytes) -> Iterator[bytes]:
-        """Echoes; "finish" ends the stream, "stuck" keeps its thread."""
+        """Echoes; "finish" ends the stream, "stuck" keeps its thread, behind "route" nothing does."""
         if not self._within.acquire(blocking=False) or self.closes:
             self.faults.append("used by two, or after its end")
         try:
@@ -159,6 +159,7 @@ class Echo:
             if message.startswith(b"!raise"):
                 raise ValueError("oh no")
             self.finished = message.startswith(b"!finish")
+            self.is_routed = self.is_routed or message.startswith(b"!route")
         finally:
             self._within.release()
         yield message

@@ -127,6 +127,38 @@ def test_an_exchange_is_not_closed_while_it_answers() -> None:
         served.assert_sound()
 
 
+def test_what_comes_at_once_is_answered_at_once() -> None:
+    """Answers to messages of several streams that came in one piece leave in one piece, in their order."""
+    with serving("native") as served:
+        with RawClient(served.server.port) as client:
+            said = {stream_id: prefixed(b"%d" % stream_id) for stream_id in range(1, 41, 2)}
+            for stream_id in said:
+                client.open(stream_id, "exchange")
+                client.say(stream_id, b"!route", ends=False)
+                assert client.next(FrameType.DATA, stream_id).payload == prefixed(b"!route")
+            client.send(b"".join(data_frame(*one) for one in said.items()))
+            assert client.socket.recv(1 << 16) == b"".join(data_frame(*one) for one in said.items())
+        served.assert_sound()
+
+
+@pytest.mark.parametrize("slow", ["unary", "exchange"])
+def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
+    """An answer leaves before the connection's thread turns to a call behind it that may take long."""
+    with serving("native") as served:
+        with RawClient(served.server.port) as client:
+            client.open(1, "exchange")
+            client.say(1, b"!route", ends=False)
+            client.next(FrameType.DATA, 1)
+            begun = open_frame(3, slow) + data_frame(3, prefixed(b"!stuck"), ends=slow == "unary")
+            client.send(data_frame(1, prefixed(b"quick")) + begun)
+            assert client.next(FrameType.DATA, 1).payload == prefixed(b"quick")
+            assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+            assert served.own.open_calls == 2
+            served.plain.released.set()
+            assert client.next(FrameType.DATA, 3)
+        served.assert_sound()
+
+
 @pytest.mark.parametrize("transport", OWN)
 def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
     """A stream ended from outside answers what it has begun, then the given answers, then ends well."""
