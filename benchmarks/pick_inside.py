@@ -3,11 +3,13 @@
 `python -m benchmarks.pick_inside [--json] [--quick] [--rounds N]`; also the last part of `benchmarks.pick`.
 16 pods of which 8 hold each warm conversation, told by real events. CPU of the calling thread, medians over
 rounds: `route_SIZE_us` is a request from its bytes to the answer's, `end_SIZE_us` what its end costs,
+`pick_SIZE_us` the same request through PickEndpoint and `expire_SIZE_us` its end by the clock alone,
 `route_SIZE_STEP_us` the steps, from rounds of their own, in which each also pays for a look at the clock.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -28,14 +30,18 @@ from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
 from benchmarks.report import Report, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
+from router._pb import endpoint_picker_pb2 as pb
 from router.admission import Admission, AdmissionParameters
 from router.check_http import CheckHttpDoor
 from router.explain import Explain
 from router.gateway_pick import GatewayPick
+from router.h2.methods import Methods
+from router.health import PICK_SERVICE
 from router.http_requests import HttpRequest, RequestReader
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
 from router.outcomes import ACCESS_LOG, Outcomes
+from router.pick_service import PickDoor
 from router.pods import Pod, PodSet, ServedModels
 from router.rates import PrefillRates, RateParameters
 from router.route import Router
@@ -52,6 +58,8 @@ _DEADLINE_S = 30.0
 _BODY_BYTES_MAX = 8 << 20
 _RECEIVE_BYTES = 64 << 10
 _DECISIONS_KEPT = 1000
+# Beyond the ledger's.
+_LIFETIME_S = 1e6
 # Requests in flight at once, as with so many clients.
 _CLIENTS = 32
 _BURSTS = {"small": 32, "40kb": 16, "400kb": 4}
@@ -95,6 +103,7 @@ class Inside:
         )
         self.picks = GatewayPick(self.router, metrics)
         self.door = CheckHttpDoor(self.picks, metrics, _BODY_BYTES_MAX)
+        self.pick_endpoint = _pick_endpoint(PickDoor(self.router, self.outcomes, metrics, pods))
         self._numbers = count()
         # Alive as long as the router: a view whose publisher is gone counts less.
         argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
@@ -169,6 +178,8 @@ def measure(bodies: dict[str, Path], report: Report, *, rounds: int, bursts: int
                     ends.append(end_us)
             report.figure(f"route_{size}_us", "us", whole, pods=_PODS, cpu="thread")
             report.figure(f"end_{size}_us", "us", ends, pods=_PODS, cpu="thread")
+            for name, values in _picks(inside, lines, _BURSTS[size], bursts, rounds).items():
+                report.figure(f"{name}_{size}_us", "us", values, pods=_PODS, cpu="thread")
             for name, values in _parts(inside, lines, _BURSTS[size], bursts, rounds).items():
                 report.figure(f"route_{size}_{name}_us", "us", values, pods=_PODS, cpu="thread")
     finally:
@@ -190,6 +201,43 @@ def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> t
         end_ns += time.thread_time_ns() - routed_ns
     each = 1000 * burst * bursts
     return route_ns / each, end_ns / each
+
+
+def _picks(
+    inside: Inside, lines: Iterator[bytes], burst: int, bursts: int, rounds: int
+) -> dict[str, list[float]]:
+    """CPU microseconds of a PickEndpoint call, and of forgetting it."""
+    values: dict[str, list[float]] = {"pick": [], "expire": []}
+    for at in range(rounds + 1):
+        pick_ns = expire_ns = 0
+        for _ in range(bursts):
+            calls = [_pick_request(line) for line, _ in zip(lines, range(burst), strict=False)]
+            then_ns = time.thread_time_ns()
+            for call in calls:
+                inside.pick_endpoint(call)
+            picked_ns = time.thread_time_ns()
+            inside.outcomes.expire(time.monotonic() + _LIFETIME_S)
+            pick_ns += picked_ns - then_ns
+            expire_ns += time.thread_time_ns() - picked_ns
+        if at:  # the first warms caches
+            values["pick"].append(pick_ns / (1000 * burst * bursts))
+            values["expire"].append(expire_ns / (1000 * burst * bursts))
+    return values
+
+
+def _pick_request(body: bytes) -> bytes:
+    chat = json.loads(body)
+    messages = json.dumps(chat["messages"]).encode()
+    request = pb.PickEndpointRequest(model=chat["model"], chat=pb.ChatInput(messages_json=messages))
+    return request.SerializeToString()
+
+
+def _pick_endpoint(door: PickDoor) -> Callable[[bytes], bytes]:
+    """The door's method as a gRPC server calls it: bytes in, bytes out."""
+    methods = Methods()
+    door.add_to(methods)  # type: ignore[arg-type]
+    handler: Any = methods.find(f"/{PICK_SERVICE}/PickEndpoint")
+    return lambda message: handler.unary_unary(handler.request_deserializer(message), None)
 
 
 def _parts(

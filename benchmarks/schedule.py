@@ -12,10 +12,10 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from indexer import PodMatches, StreamState
 from indexer.index import MatchTable

@@ -7,10 +7,11 @@ by load alone. Refusals are in the reference's words. Knows no gRPC streams, pod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from router.errors import RequestError
 from router.go_json import go_json_error

@@ -19,16 +19,16 @@ def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:
         return f"the only candidate: {_cached(best, prompt_tokens)}"
-    longest, holders = ranked.most_cached_tokens, ranked.holders_of_most
+    longest, (holders, first) = ranked.most_cached_tokens, ranked.holders_of_most
     if best.cached_tokens < longest:
-        holder = ranked[int(holders[0])]
+        holder = ranked[first]
         return (
             f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
             f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
         )
-    if len(holders) == 1:
+    if holders == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
-    if best.cost_s == ranked[1].cost_s:
+    if best.cost_s == ranked.cost_s(1):
         return f"by chance among equals: {_cached(best, prompt_tokens)}"
     return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
+from random import getrandbits
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +19,7 @@ from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
-from router.pick_answers import pick_answer
+from router.pick_answers import PickAnswers
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest, api_request
 from router.route import Router
@@ -34,6 +34,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
+_ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
 _CHAT_OPTIONS = frozenset(
     {"chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
 )
@@ -46,7 +47,7 @@ class PickDoor:
         self._router = router
         self._outcomes = outcomes
         self._metrics = metrics
-        self._pods = pods
+        self._answers = PickAnswers(pods)
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
@@ -70,7 +71,7 @@ class PickDoor:
                 self._metrics.refused(error)
                 _abort(context, error)
             try:
-                return pick_answer(self._router.route(asked, time.monotonic()), self._pod_name)
+                return self._answers.answer(self._router.route(asked, time.monotonic()))
             except RequestError as error:
                 _abort(context, error)
 
@@ -96,10 +97,6 @@ class PickDoor:
             _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
         return pb.ReportOutcomeResponse(known=known)
 
-    def _pod_name(self, address: str) -> str:
-        pod = self._pods.snapshot().get(address)
-        return pod.name if pod is not None else ""
-
 
 def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
     """Translates the call; without an input it is a pick by load among the model's pods.
@@ -107,7 +104,7 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
     Raises:
         RequestError: 400, naming the field.
     """
-    request_id = request.request_id or request.headers.get(REQUEST_ID_HEADER) or str(uuid.uuid4())
+    request_id = request.request_id or request.headers.get(REQUEST_ID_HEADER) or _made_up_id()
     if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
     candidates = frozenset(request.candidates) or None
@@ -120,7 +117,7 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
         case "chat":
             chat = request.chat
             body |= _chat_options(chat.options_json)
-            body["messages"] = _json(chat.messages_json, "chat.messages_json", type=msgspec.Raw)
+            body["messages"] = _json(chat.messages_json, "chat.messages_json", _RAW)
             body["tools"] = _json(chat.tools_json, "chat.tools_json") if chat.tools_json else None
         case _:
             model = request.model or None
@@ -137,8 +134,15 @@ def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
     return api_request(request_id, kind, body, request.ByteSize(), candidates, request.headers)
 
 
+def _made_up_id() -> str:
+    # A name, not a secret: uuid4 would ask the system each time.
+    return f"{getrandbits(128):032x}"
+
+
 def _chat_options(text: bytes) -> dict[str, Any]:
-    options = _json(text, "chat.options_json") if text else {}
+    if not text:
+        return {}
+    options = _json(text, "chat.options_json")
     if not isinstance(options, dict) or not options.keys() <= _CHAT_OPTIONS:
         raise RequestError(
             400,
@@ -148,9 +152,9 @@ def _chat_options(text: bytes) -> dict[str, Any]:
     return options
 
 
-def _json(text: bytes, field: str, *, type: Any = Any) -> Any:
+def _json(text: bytes, field: str, decoder: msgspec.json.Decoder[Any] = _ANY) -> Any:
     try:
-        return msgspec.json.decode(text, type=type)
+        return decoder.decode(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"{field} is not valid JSON: {error}", field) from error
 

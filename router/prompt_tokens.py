@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from router.errors import RequestError
 from router.request import RequestKind, RouteRequest

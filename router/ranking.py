@@ -7,7 +7,7 @@ and the rest only for whoever wants to see them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import msgspec
@@ -65,17 +65,17 @@ class Ranking(Sequence[Candidate]):
 
     Attributes:
         best: The first.
-        most_cached_tokens: As given.
+        pods, prices, credits, order, most_cached_tokens: As given.
     """
 
     __slots__ = (
-        *("_block_tokens", "_credits", "_made", "_matches", "_order", "_pods", "_prices", "_tokens"),
-        *("_views", "best", "most_cached_tokens"),
+        *("_block_tokens", "_made", "_matches", "_states", "_tokens", "best", "credits"),
+        *("most_cached_tokens", "order", "pods", "prices"),
     )
 
     def __init__(
         self,
-        pods: Sequence[str],
+        pods: tuple[str, ...],
         prices: NDArray[Any],
         credits: NDArray[Any],
         order: NDArray[np.int64],
@@ -84,21 +84,21 @@ class Ranking(Sequence[Candidate]):
         matches: Sequence[PodMatches],
         most_cached_tokens: int,
     ) -> None:
-        self._pods = pods
-        self._prices = prices
-        self._credits = credits
-        self._order = order
+        self.pods = pods
+        self.prices = prices
+        self.credits = credits
+        self.order = order
         self._tokens = prompt_tokens
         self._block_tokens = block_tokens
         self._matches = matches
         self.most_cached_tokens = most_cached_tokens
         # The states go on, as others; what is told later is what was true now.
-        self._views = matches[0].states if matches else {}
+        self._states = matches[0].states if matches else {}
         self.best = self._candidate(int(order[0]))
         self._made = {0: self.best}
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     @overload
     def __getitem__(self, at: int) -> Candidate: ...
@@ -110,22 +110,25 @@ class Ranking(Sequence[Candidate]):
         if isinstance(at, slice):
             return [self[place] for place in range(*at.indices(len(self)))]
         if (made := self._made.get(at)) is None:
-            made = self._made[at] = self._candidate(int(self._order[at]))
+            made = self._made[at] = self._candidate(int(self.order[at]))
         return made
 
     @property
-    def holders_of_most(self) -> NDArray[np.int64]:
-        """Ranks of those who would serve that much, best first."""
-        cached_tokens = self._credits["cached_tokens"][self._order]
-        return np.flatnonzero(cached_tokens == cached_tokens.max())
+    def holders_of_most(self) -> tuple[int, int]:
+        """How many would serve the most, and the rank of the best of them."""
+        cached_tokens = self.credits["cached_tokens"][self.order].tolist()
+        most = max(cached_tokens)
+        return cached_tokens.count(most), cached_tokens.index(most)
 
-    def priced(self) -> Iterator[tuple[str, tuple[float, ...], int, str]]:
-        """Of each candidate, best first: its pod, its cost.PRICE, its cached tokens and its view."""
-        prices = self._prices[self._order].tolist()
-        cached_tokens = self._credits["cached_tokens"][self._order].tolist()
-        for place, price, cached in zip(self._order.tolist(), prices, cached_tokens, strict=True):
-            pod = self._pods[place]
-            yield pod, price, cached, self._view(pod)
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Of each pod, in the order of `pods`: what its Candidate says."""
+        states = tuple(map(self._states.get, self.pods))
+        return tuple(map(self._view, self.pods)) if None in states else states  # type: ignore[return-value]
+
+    def cost_s(self, at: int) -> float:
+        """The cost of the candidate of this rank."""
+        return float(self.prices["cost_s"][self.order[at]])
 
     def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
         """Prompt tokens whose blocks this candidate best holds in which tier.
@@ -143,9 +146,9 @@ class Ranking(Sequence[Candidate]):
         return self._candidate(place)
 
     def _candidate(self, place: int) -> Candidate:
-        pod = self._pods[place]
-        cached_tokens, host_tokens = self._credits.item(place)
-        price = self._prices.item(place)
+        pod = self.pods[place]
+        cached_tokens, host_tokens = self.credits.item(place)
+        price = self.prices.item(place)
         cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s, *known = price
         slowdown, awaiting, decoding, age_s = known
         return Candidate(
@@ -170,6 +173,6 @@ class Ranking(Sequence[Candidate]):
     def _view(self, pod: str) -> str:
         if not self._matches:
             return StreamState.STALE.value
-        if (known := self._views.get(pod)) is not None:
+        if (known := self._states.get(pod)) is not None:
             return known.value
         return self._matches[0].state(pod).value

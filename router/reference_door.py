@@ -7,7 +7,7 @@ is route()'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -15,12 +15,14 @@ import grpc
 import numpy as np
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
 from router.errors import EvictedError, RequestError
 from router.evictions import Evictable, Evictions
+from router.ext_proc_bytes import Answer, Message, ResponseChunk
 from router.ext_proc_messages import BodyMode, header_values, streamed
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
@@ -95,8 +97,8 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._options = options
 
     def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[pb.ProcessingRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.ProcessingResponse]:
+        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
+    ) -> Iterator[Answer]:
         """Serves one HTTP request."""
         exchange = _Exchange(self._parts, self._options, context.is_active)
         try:
@@ -108,9 +110,7 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         """The same, to be fed its messages one by one."""
         return ReferenceExchange(_Exchange(self._parts, self._options, stream.is_active), self._parts, stream)
 
-    def _serve(
-        self, exchange: _Exchange, messages: Iterator[pb.ProcessingRequest]
-    ) -> Iterator[pb.ProcessingResponse]:
+    def _serve(self, exchange: _Exchange, messages: Iterator[Message]) -> Iterator[Answer]:
         for message in messages:
             yield from exchange.answers(message)
             if exchange.finished:
@@ -120,8 +120,8 @@ class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
                 return
 
     def _serve_evictable(
-        self, exchange: _Exchange, messages: Iterator[pb.ProcessingRequest], priority: int
-    ) -> Iterator[pb.ProcessingResponse]:
+        self, exchange: _Exchange, messages: Iterator[Message], priority: int
+    ) -> Iterator[Answer]:
         """The rest of a stream whose request may be taken back."""
         evictions = self._parts.evictions
         assert evictions is not None
@@ -154,7 +154,7 @@ class ReferenceExchange:
         """See `Exchange`."""
         return self._exchange.is_routed
 
-    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    def answers(self, message: Message) -> Iterator[Answer]:
         """See `Exchange`."""
         exchange = self._exchange
         yield from exchange.answers(message)
@@ -198,8 +198,11 @@ class _Exchange:
         self._phase = ResponsePhase(parts.outcomes)
         self._response = ReferenceResponse(self._phase, parts.reporter, options.max_request_bytes)
 
-    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    def answers(self, message: Message) -> Iterator[Answer]:
         """The answers to one message, in the order Envoy expects them."""
+        if isinstance(message, ResponseChunk):
+            yield from self._response.body(message, self._response_body_mode)
+            return
         try:
             match message.WhichOneof("request"):
                 case "request_headers":

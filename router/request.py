@@ -7,16 +7,16 @@ tokens or pods.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from router.chat_fields import ChatFields
 from router.errors import RequestError
 
-_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHAT_FIELDS = ChatFields()
 
 
 class RequestKind(StrEnum):
@@ -29,8 +29,7 @@ class RequestKind(StrEnum):
     PASSTHROUGH = "passthrough"
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True):
     """One request to be routed.
 
     Attributes:
@@ -49,11 +48,11 @@ class RouteRequest:
     request_id: str
     kind: RequestKind
     model: str | None = None
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = msgspec.field(default_factory=dict)
     body_bytes: int = 0
     cache_salt: str | None = None
     candidates: frozenset[str] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None
     abandoned: Callable[[], bool] | None = None
 
@@ -128,10 +127,7 @@ def too_large(limit_bytes: int) -> RequestError:
 def _chat_fields(body: bytes | bytearray) -> Mapping[str, Any]:
     """As `_json_object`, with the messages left as text: most are known to whoever tokenizes them."""
     try:
-        fields: dict[str, Any] = _RAW_FIELDS.decode(body)
-        for name, value in fields.items():
-            if name != "messages":
-                fields[name] = msgspec.json.decode(value)
+        fields = _CHAT_FIELDS.read(body)
     except msgspec.ValidationError as error:
         raise RequestError(400, "the request body must be a JSON object") from error
     except (ValueError, RecursionError) as error:

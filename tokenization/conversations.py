@@ -96,27 +96,32 @@ class Conversations:
         if options["continue_final_message"]:
             return None
         kwargs, generates = options["template_kwargs"], options["add_generation_prompt"]
-        given, raw = options_key(kwargs), _without_end(memoryview(messages))
-        return None if given is None or raw is None else Conversation(self, raw, (generates, given), options)
+        given, view = options_key(kwargs), memoryview(messages)
+        end = last_message_end(view)
+        if given is None or end is None:
+            return None
+        return Conversation(self, bytes(view[:end]), (generates, given), options)
 
-    def find(self, raw: bytes, given: object) -> Beginning | None:
-        """The longest known beginning of a list of messages."""
+    def find(self, raw: bytes, given: object) -> tuple[Beginning | None, bytes]:
+        """The longest known beginning of a list of messages, and the digest of all of it."""
+        digests: Sequence[bytes] = ()
         for new_messages in _NEW_MESSAGES:
-            for digest in self._digests(raw, _ends(raw, new_messages)):
+            digests = self._digests(raw, _ends(raw, new_messages))
+            for digest in digests:
                 beginning = self._beginnings.get((given, digest))
                 if beginning is not None and raw.startswith(beginning.raw):
                     self._use((given, digest))
-                    return beginning
-        return None
+                    return beginning, digests[0]
+        return None, digests[0]
 
-    def put(self, beginning: Beginning, given: object) -> None:
-        """Remembers a beginning."""
-        key = given, xxh3_128(beginning.raw, self._seed).digest()
+    def put(self, beginning: Beginning, digest: bytes, given: object) -> None:
+        """Remembers a beginning by its digest."""
+        key, size_bytes = (given, digest), beginning.size_bytes
         with self._lock:
-            if key in self._beginnings or beginning.size_bytes > self._capacity_bytes:
+            if key in self._beginnings or size_bytes > self._capacity_bytes:
                 return
             self._beginnings[key] = beginning
-            self.used_bytes += beginning.size_bytes
+            self.used_bytes += size_bytes
             while self.used_bytes > self._capacity_bytes:
                 self.used_bytes -= self._beginnings.popitem(last=False)[1].size_bytes
 
@@ -142,7 +147,7 @@ class Conversation:
         chars: How many characters they show; known behind `begin`.
     """
 
-    __slots__ = ("_conversations", "_given", "_known", "_options", "_raw", "chars")
+    __slots__ = ("_conversations", "_digest", "_given", "_known", "_options", "_raw", "chars")
 
     def __init__(
         self, conversations: Conversations, raw: bytes, given: object, options: Mapping[str, Any]
@@ -153,10 +158,11 @@ class Conversation:
         self._given = given
         self._options = options
         self._known: Beginning | None = None
+        self._digest = b""
 
     def begin(self, *, add_special_tokens: bool) -> Encoding | None:
         """Begins to encode it behind its longest known beginning; None where the whole has to be encoded."""
-        beginning = self._conversations.find(self._raw, self._given)
+        beginning, self._digest = self._conversations.find(self._raw, self._given)
         later = _messages_behind(self._raw, beginning) if beginning is not None else None
         if beginning is None or later is None:
             return None
@@ -172,7 +178,7 @@ class Conversation:
         return segments.begin_behind(beginning.ids, text, add_special_tokens=add_special_tokens)
 
     def remember(self, encoding: Encoding, first: Mapping[str, Any] | None) -> None:
-        """Remembers the messages when they are encoded.
+        """Remembers the messages when they are encoded; after `begin`.
 
         Args:
             encoding: Of the whole, or what `begin` answered.
@@ -195,7 +201,17 @@ class Conversation:
             chars, ids, proof = found
             rest = encoding.text[chars:turns_end]
             chars += known.chars if known is not None else 0
-            self._conversations.put(Beginning(raw, ids, chars, rest, proof, shown), self._given)
+            beginning = Beginning(raw, ids, chars, rest, proof, shown)
+            self._conversations.put(beginning, self._digest, self._given)
+
+
+def last_message_end(messages: memoryview) -> int | None:
+    """Where the last one of a list of messages ends; None where that cannot be seen at once."""
+    tail = bytes(messages[-_END_BYTES_MAX:])
+    end = tail.rfind(b"}") + 1
+    if not end or tail[end:].strip(_SPACE) != b"]":
+        return None
+    return len(messages) - len(tail) + end
 
 
 def _ends(raw: bytes, new_messages: int) -> Sequence[int]:
@@ -206,15 +222,6 @@ def _ends(raw: bytes, new_messages: int) -> Sequence[int]:
         ends.append(end)
         at = raw.rfind(_MESSAGE, 0, end)
     return ends
-
-
-def _without_end(messages: memoryview) -> bytes | None:
-    """A list of messages up to the end of the last one; None where that cannot be seen at once."""
-    tail = bytes(messages[-_END_BYTES_MAX:])
-    end = tail.rfind(b"}") + 1
-    if not end or tail[end:].strip(_SPACE) != b"]":
-        return None
-    return bytes(messages[: len(messages) - len(tail) + end])
 
 
 def _messages_behind(raw: bytes, beginning: Beginning) -> Sequence[Mapping[str, Any]] | None:

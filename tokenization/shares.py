@@ -22,10 +22,10 @@ _THREADS_MAX = 8
 
 def encode_together(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[Encoding]:
     """Encodes pieces without special tokens, with the GIL given up meanwhile."""
-    shares = list(_shares(pieces, sum(map(len, pieces)) // _processors()))
-    if len(shares) <= 1:
+    chars = sum(map(len, pieces))
+    if chars <= _SHARE_CHARS:
         return _encode(tokenizer, pieces)
-    first, *others = shares
+    first, *others = _shares(pieces, chars // _processors())
     running = [_threads().submit(_encode, tokenizer, share) for share in others]
     encodings = _encode(tokenizer, first)
     for future in running:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from jinja2 import Environment, Template, nodes
 from jinja2.visitor import NodeTransformer
 
+from tokenization.content_form import ShownAs, content_form
+
 MESSAGES, TURNS, FIRST = "messages", "kvroute_turns", "kvroute_first"
 """Variables: all messages as the template names them, those to be shown, and the first of all."""
 
@@ -102,6 +104,7 @@ class TurnForm:
         is_fixed: Whether both ends are the same for all messages.
         is_fixed_by_first: Whether they are the same for all messages that begin with the same one.
         names_first: Whether turns depend on the first message's content.
+        shown_as: How turns show their content, see `content_form`; None where that is in doubt.
     """
 
     before: Template
@@ -110,6 +113,7 @@ class TurnForm:
     is_fixed: bool
     is_fixed_by_first: bool
     names_first: bool
+    shown_as: ShownAs | None
 
 
 def turn_form(environment: Environment, source: str, mark: str) -> TurnForm | None:
@@ -130,12 +134,15 @@ def turn_form(environment: Environment, source: str, mark: str) -> TurnForm | No
     if ends.assigns:
         # The parts would not see each other's variables.
         return None
+    assert isinstance(loop.target, nodes.Name)
+    shown_as = content_form(loop.body, loop.target.name)
     rewritten = [_FirstByName(loop.target).visit(node) for node in loop.body]
     marked = [*rewritten, nodes.Output([nodes.TemplateData(mark)])]
     turns = nodes.For(loop.target, nodes.Name(TURNS, "load"), marked, [], None, False)
     parts = [_template(environment, part) for part in (before, [turns], behind)]
     is_fixed = not (ends.names_first or ends.names_others)
-    return TurnForm(parts[0], parts[1], parts[2], is_fixed, not ends.names_others, uses.names_first)
+    is_fixed_by_first = not ends.names_others
+    return TurnForm(parts[0], parts[1], parts[2], is_fixed, is_fixed_by_first, uses.names_first, shown_as)
 
 
 def _is_plain_loop(loop: nodes.For) -> bool:

@@ -24,6 +24,8 @@ _OPTIONS_MAX, _OPTION_CHARS_MAX = 16, 256
 # Values of which equal ones are shown alike, if their types are the same.
 _PLAIN_TYPES = (str, int, bool, type(None))
 _PLAIN_FORM = ("role", "content")
+# Frames by setting and role, which clients make up as they like.
+_FRAMES_MAX, _FRAME_CHARS_MAX, _ROLE_CHARS_MAX = 256, 4096, 256
 
 # A setting's number, a role and a content.
 _Key: TypeAlias = tuple[int, str, str]
@@ -60,6 +62,7 @@ class Turns:
         self._memory = _Memory(capacity_bytes)
         self._settings: dict[object, _Setting] = {}
         self._made = 0
+        self._frames: dict[tuple[int, str], list[str] | None] = {}
 
     @classmethod
     def of(cls, environment: Environment, source: str) -> Turns | None:
@@ -118,8 +121,8 @@ class Turns:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> Sequence[str] | None:
-        """Each message's turn, from memory or rendered."""
-        turns = self._memory.get(keys)
+        """Each message's turn: its content in its role's frame, from memory, or rendered."""
+        turns = self._memory.get(keys) if self._form.shown_as is None else self._framed(keys, variables)
         missing = [at for at, turn in enumerate(turns) if turn is None]
         if missing:
             given = {**variables, TURNS: [messages[at] for at in missing]}
@@ -130,6 +133,36 @@ class Turns:
                 turns[at] = turn
                 self._memory.put(keys[at], turn)
         return turns  # type: ignore[return-value]
+
+    def _framed(self, keys: Sequence[_Key | None], variables: Mapping[str, Any]) -> list[str | None]:
+        """Turns that need no rendering, or are remembered; None for others."""
+        shown_as = self._form.shown_as
+        assert shown_as is not None
+        turns: list[str | None] = []
+        for key in keys:
+            # The first message may be shown otherwise than later ones that are like it.
+            if key is not None and key[0] >= 0 and key[2]:
+                frame = self._frame(key[0], key[1], variables)
+                if frame is not None:
+                    turns.append(shown_as(key[2]).join(frame))
+                    continue
+            turns += self._memory.get((key,))
+        return turns
+
+    def _frame(self, number: int, role: str, variables: Mapping[str, Any]) -> list[str] | None:
+        """What later turns of a role show around their content; None: too much to be kept."""
+        if len(role) > _ROLE_CHARS_MAX:
+            return None
+        frames, key = self._frames, (number, role)
+        if key not in frames:
+            # No template knows it, and nothing else looks like it.
+            content = secrets.token_hex(16)
+            turn = self._form.turns.render({**variables, TURNS: [{"role": role, "content": content}]})
+            if len(frames) >= _FRAMES_MAX:
+                frames = self._frames = {}
+            is_kept = len(turn) <= _FRAME_CHARS_MAX
+            frames[key] = turn.removesuffix(self._mark).split(content) if is_kept else None
+        return frames[key]
 
     def _setting(
         self, variables: Mapping[str, Any], options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]

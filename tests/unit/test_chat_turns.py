@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tests.unit.test_chat_templates import MISTRAL
 from tokenization import TINY_DIRECTORY, PromptError
 from tokenization.chat_template import ChatTemplate
+from tokenization.content_form import content_form
 from tokenization.turn_form import turn_form
 from tokenization.turns import Turns
 
@@ -34,7 +35,27 @@ VARYING = """\
 {{- message }}|{% if not loop.first %}{{ messages[0].content | length }}{% endif %}
 {%- endfor %}{{ messages | length }}{{ messages[-1].role }}
 """
-SOURCES = {"tiny": TINY, "mistral": MISTRAL, "chatml": CHATML, "varying": VARYING}
+FRAMED = """\
+{%- for message in messages %}{{ messages[0].content }}
+{%- if message.content and message.role != 'system' %}[{{ message['content'] ~ message.role }}
+{{- '|' + message.content if message.content is string and not message.tool_calls else 'x' }}]
+{%- elif not message.content %}-{% else %}{{ message.name }}{% endif %}
+{%- if message is sameas messages[0] %}first{% endif %}{% endfor %}
+"""
+DOUBTFUL = """\
+{%- for message in messages %}{{ message.content or 'nothing' }}{{ message.content | trim | length }}
+{%- if message.content == 'a' or 'T' in message.content %}!{% endif %}
+{%- for key, value in message.items() %}{{ key ~ value }}{% endfor %}{{ message.content ~ 1 }}{% endfor %}
+"""
+SOURCES = {
+    "tiny": TINY,
+    "mistral": MISTRAL,
+    "chatml": CHATML,
+    "varying": VARYING,
+    "framed": FRAMED,
+    "doubtful": DOUBTFUL,
+}
+SHOWN_AS = {"tiny": str, "mistral": str, "chatml": str.strip, "framed": str}
 LOOPS = "{% for message in messages %}{{ BODY }}{% endfor %}"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # Kept over all examples, so that what one leaves behind can harm the next.
@@ -94,7 +115,9 @@ def test_these_templates_are_taken_apart(name: str) -> None:
     """The templates above are rendered turn by turn, else this file would prove nothing."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _raise
-    assert turn_form(environment, SOURCES[name], "mark") is not None
+    form = turn_form(environment, SOURCES[name], "mark")
+    assert form is not None
+    assert form.shown_as is SHOWN_AS.get(name)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +166,99 @@ def test_what_is_not_surely_apart_stays_whole(source: str) -> None:
 def test_a_turn_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn of a conversation renders its new messages, and no others."""
     environment = ImmutableSandboxedEnvironment()
-    turns = Turns.of(environment, "{% for m in messages %}{{ m.content }};{% endfor %}")
+    turns = Turns.of(environment, "{% for m in messages %}{{ m.content | upper }};{% endfor %}")
     assert turns is not None
+    rendered = renderings(monkeypatch)
+    talk = [{"role": "user", "content": str(number)} for number in range(10)]
+    for length in (4, 4, 6, 10):
+        text = turns.render({"messages": talk[:length]}, {})
+        assert text == "".join(f"{number};" for number in range(length))
+    # The two ends, once, and the turns.
+    assert rendered == [0, 0, 4, 2, 4]
+
+
+def test_a_content_is_put_in_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where turns show a content as it is, later messages cost one rendering for each role."""
+    turns = Turns.of(ImmutableSandboxedEnvironment(), LOOPS.replace("BODY", "message.role ~ message.content"))
+    assert turns is not None
+    rendered = renderings(monkeypatch)
+    talk = [{"role": "u" if number % 2 else "a", "content": f" {number}"} for number in range(10)]
+    for length in (1, 4, 6, 10):
+        text = turns.render({"messages": talk[:length]}, {})
+        assert text == "".join(f"{'u' if number % 2 else 'a'} {number}" for number in range(length))
+    # The two ends, the first message, and each role.
+    assert rendered == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("roles", "chars"), [(1000, 3), (3, 1000), (3, 5000)])
+def test_frames_are_few_and_short(roles: int, chars: int) -> None:
+    """Any number of roles, and roles of any length, are shown rightly, and not remembered without end."""
+    turns = Turns.of(ImmutableSandboxedEnvironment(), LOOPS.replace("BODY", "message.role ~ message.content"))
+    assert turns is not None
+    for number in range(roles):
+        role = f"{number} " * chars
+        talk = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
+        assert turns.render({"messages": talk}, {}) == f"usera{role}b"
+    assert len(turns._frames) <= 256
+    assert sum(len(role) for _, role in turns._frames) <= 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("body", "shown_as"),
+    [
+        ("{{ m.content }}", str),
+        ("{{ m['content'] ~ m.role + m.content }}", str),
+        ("{{ m.role | upper }}", str),
+        ("{{ m.content | trim }}", str.strip),
+        (
+            "{% if m.content is string and m.content %}{{ '<' ~ m.content | trim ~ '>' }}{% endif %}",
+            str.strip,
+        ),
+        ("{{ m.content if m.content is not none else 'none' }}", str),
+        ("{{ 'none' if not m.content else m.content }}", str),
+        ("{% for call in m.tool_calls %}{{ call }}{% endfor %}{{ m.content }}", str),
+        ("{% if loop.first %}{{ 1 }}{% endif %}{{ m.content }}", str),
+        ("{{ m.content }}{{ m.content | trim }}", None),
+        ("{{ m.content | trim('x') }}", None),
+        ("{{ m.content | trim | trim }}", None),
+        ("{{ (m.content ~ ' ') | trim }}", None),
+        ("{{ m.content | length }}", None),
+        ("{{ m.content | tojson }}", None),
+        ("{{ m.content or 'none' }}", None),
+        ("{{ m.content and 'some' }}", None),
+        ("{{ m.content * 2 }}", None),
+        ("{{ '%s' % m.content }}", None),
+        ("{{ [m.content] }}", None),
+        ("{{ m.content[0] }}", None),
+        ("{{ m.content.strip() }}", None),
+        ("{{ m }}", None),
+        ("{{ m.items() | list }}", None),
+        ("{{ m['get']('content') }}", None),
+        ("{{ m['con' ~ 'tent'] }}", None),
+        ("{{ m[m.role] }}", None),
+        ("{% if m.content == 'a' %}a{% endif %}", None),
+        ("{% if m == messages[0] %}a{% endif %}", None),
+        ("{% if 'a' in m.content %}a{% endif %}", None),
+        ("{% if m.content | trim %}a{% endif %}", None),
+        ("{% if m.content is in ['a'] %}a{% endif %}", None),
+        ("{% if m is sameas m.content %}a{% endif %}", None),
+        ("{% set c = m.content %}{{ c }}", None),
+        ("{% set m = {'content': 'a'} %}{{ m.content }}", None),
+        ("{% for m in m.content %}{{ m }}{% endfor %}", None),
+        ("{% for c in m.content %}{{ c }}{% endfor %}", None),
+        ("{{ raise_exception(m.content) }}", None),
+    ],
+)
+def test_a_content_is_shown_as_it_is_or_in_doubt(body: str, shown_as: object) -> None:
+    """Only where nothing hangs on a content, and it is shown in one way, is it put in without rendering."""
+    source = f"{{% for m in messages %}}{body}{{% endfor %}}"
+    loop = ImmutableSandboxedEnvironment().parse(source).body[0]
+    assert isinstance(loop, jinja2.nodes.For)
+    assert content_form(loop.body, "m") is shown_as
+
+
+def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many turns each rendering had, from now on."""
     rendered: list[int] = []
     render = jinja2.Template.render
 
@@ -153,12 +267,7 @@ def test_a_turn_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return render(template, variables)
 
     monkeypatch.setattr(jinja2.Template, "render", counted)
-    talk = [{"role": "user", "content": str(number)} for number in range(10)]
-    for length in (4, 4, 6, 10):
-        text = turns.render({"messages": talk[:length]}, {})
-        assert text == "".join(f"{number};" for number in range(length))
-    # The two ends, once, and the turns.
-    assert rendered == [0, 0, 4, 2, 4]
+    return rendered
 
 
 def test_memory_is_bounded() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.unit.test_chat_turns import CHATML, TINY, TOKENS, VARYING
+from tests.unit.test_chat_turns import CHATML, FRAMED, TINY, TOKENS, VARYING
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer
 from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import begin_chat
@@ -22,7 +22,7 @@ BY_FIRST = """\
 {%- if messages[0].content == 'a b ' %}!{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant<|im_end|>{{ messages[0].role }}{% endif %}
 """
-SOURCES = {"tiny": TINY, "chatml": CHATML, "by_first": BY_FIRST, "varying": VARYING}
+SOURCES = {"tiny": TINY, "chatml": CHATML, "by_first": BY_FIRST, "varying": VARYING, "framed": FRAMED}
 LONG = "some words of a long answer, " * 15
 OPTIONS = {
     "tools": None,

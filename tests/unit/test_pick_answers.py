@@ -2,48 +2,145 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer import PodMatches, StreamState
+from indexer.index import MatchTable
+from indexer.pod_entry import PodEntry
+from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.cost import CREDIT, PRICE
 from router.decision import Decision
-from router.pick_answers import pick_answer
+from router.pick_answers import PickAnswers
+from router.pods import PodSet
 from router.ranking import Ranking
 
 SECONDS = ("cost_s", "queued_prefill_s", "own_prefill_s", "copy_s", "kv_pressure_s")
 numbers = st.floats(allow_nan=False)
-tokens = st.integers(0, 2**31)
+tokens = st.integers(0, 2**32 - 1)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+NOTHING = np.zeros((0, len(Tiers().names)), np.int32)
+
+
+def entry(pod: str, name: str) -> PodEntry:
+    """A declared pod."""
+    address, _, port = pod.rpartition(":")
+    return PodEntry(name, "default", address, int(port))
+
+
+def pod_set(named: dict[str, str]) -> PodSet:
+    """Pods by address."""
+    pods = PodSet()
+    pods.declare([entry(address, name) for address, name in named.items()])
+    return pods
+
+
+def ranking(
+    pods: tuple[str, ...],
+    known: dict[str, StreamState] | None = None,
+    followed: frozenset[str] = frozenset(),
+) -> Ranking:
+    """Candidates that hold nothing, best first; `known`: the states of their streams, None: nobody asked."""
+    prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
+    table = MatchTable({}, Tiers(), NOTHING[:, 0], NOTHING)
+    matches = [] if known is None else [PodMatches(table, known, followed)]
+    return Ranking(pods, prices, credits, np.arange(len(pods)), 100, 16, matches, 0)
+
+
+def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None) -> Decision:
+    """A decision for these candidates."""
+    return Decision(request_id, "chat", "m", ranked, {}, 100, degraded, 0.0)
+
+
+def read(answers: PickAnswers, decision: Decision) -> pb.PickEndpointResponse:
+    """An answer as clients read it."""
+    return pb.PickEndpointResponse.FromString(answers.answer(decision))
 
 
 @given(
-    st.lists(st.tuples(names, tokens, st.tuples(*[numbers] * 5)), min_size=1, max_size=40),
+    st.lists(st.tuples(names, names, tokens, st.tuples(*[numbers] * 5)), min_size=1, max_size=40),
+    st.randoms(),
     names,
     tokens,
     st.none() | names,
 )
 def test_protobuf_reads_what_was_decided(
-    pods: list[tuple[str, int, tuple[float, ...]]], request_id: str, prompt_tokens: int, degraded: str | None
+    candidates: list[tuple[str, str, int, tuple[float, ...]]],
+    random: Random,
+    request_id: str,
+    prompt_tokens: int,
+    degraded: str | None,
 ) -> None:
     """Every field of every candidate comes out as it went in, in the order of the ranking."""
-    prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
-    for place, (_, cached_tokens, seconds) in enumerate(pods):
-        credits[place]["cached_tokens"] = cached_tokens
+    entries = [PodEntry(name, "", address, at) for at, (address, name, *_) in enumerate(candidates)]
+    ranked, pods = ranking(tuple(one.pod for one in entries)), PodSet()
+    pods.declare(entries)
+    for place, (_, _, cached_tokens, seconds) in enumerate(candidates):
+        ranked.credits[place]["cached_tokens"] = cached_tokens
         for name, value in zip(SECONDS, seconds, strict=True):
-            prices[place][name] = value
-    order = np.arange(len(pods))[::-1].copy()
-    addresses = [f"{name}:{place}" for place, (name, _, _) in enumerate(pods)]
-    ranked = Ranking(
-        addresses, prices, credits, order, prompt_tokens, 16, [], int(credits["cached_tokens"].max())
-    )
+            ranked.prices[place][name] = value
+    random.shuffle(ranked.order)
+    most = int(ranked.credits["cached_tokens"].max())
+    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, ranked.order, prompt_tokens, 16, [], most)
     decision = Decision(request_id, "chat", "m", ranked, {}, prompt_tokens, degraded, 0.0)
-    answer = pb.PickEndpointResponse.FromString(pick_answer(decision, lambda address: f"pod {address}"))
-    assert [endpoint.address for endpoint in answer.endpoints] == addresses[::-1]
+    answer = read(PickAnswers(pods), decision)
+    assert [endpoint.address for endpoint in answer.endpoints] == [ranked.pods[at] for at in ranked.order]
     for endpoint, candidate in zip(answer.endpoints, ranked, strict=True):
-        assert endpoint.pod_name == f"pod {endpoint.address}"
+        assert endpoint.pod_name == pods.snapshot()[endpoint.address].name
         assert [getattr(endpoint, name) for name in SECONDS] == [getattr(candidate, name) for name in SECONDS]
         assert (endpoint.cached_tokens, endpoint.view) == (candidate.cached_tokens, candidate.view)
     assert (answer.request_id, answer.reason) == (request_id, decision.reason)
     assert (answer.prompt_tokens, answer.degraded) == (prompt_tokens, degraded or "")
+
+
+def test_only_the_ranked_are_answered() -> None:
+    """Candidates that a filter took out of the order are not among the endpoints."""
+    ranked = ranking(("a:1", "b:1", "c:1"))
+    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, np.array([2, 0]), 100, 16, [], 0)
+    answer = read(PickAnswers(pod_set({"a:1": "a", "b:1": "b", "c:1": "c"})), decided(ranked))
+    assert [(endpoint.address, endpoint.pod_name) for endpoint in answer.endpoints] == [
+        ("c:1", "c"),
+        ("a:1", "a"),
+    ]
+
+
+def test_views_are_those_of_the_decision() -> None:
+    """One pod's stream changes, or begins: the next answer says so, and an older decision's what was true."""
+    answers, pods = PickAnswers(pod_set({"a:1": "a", "b:1": "b"})), ("a:1", "b:1")
+    exact, stale = StreamState.EXACT, StreamState.STALE
+    before = decided(ranking(pods, {"a:1": exact, "b:1": exact}))
+    asked = [
+        (before, ["EXACT", "EXACT"]),
+        (decided(ranking(pods, {"a:1": exact, "b:1": stale})), ["EXACT", "STALE"]),
+        (decided(ranking(pods, {"b:1": exact}, frozenset(pods))), ["RECOVERING", "EXACT"]),
+        (decided(ranking(pods, {"b:1": exact})), ["STALE", "EXACT"]),
+        (decided(ranking(pods)), ["STALE", "STALE"]),
+        (before, ["EXACT", "EXACT"]),
+    ]
+    for decision, views in asked:
+        assert [endpoint.view for endpoint in read(answers, decision).endpoints] == views
+
+
+def test_a_replaced_pod_is_called_by_its_new_name() -> None:
+    """Another pod at a known address has its own name in the next answer; one that is gone has none."""
+    pods, ranked = pod_set({"a:1": "old", "b:1": "b"}), ranking(("a:1", "b:1"))
+    answers, decision = PickAnswers(pods), decided(ranked)
+    assert [endpoint.pod_name for endpoint in read(answers, decision).endpoints] == ["old", "b"]
+    pods.declare([entry("a:1", "new")])
+    assert [endpoint.pod_name for endpoint in read(answers, decision).endpoints] == ["new", ""]
+
+
+def test_what_is_remembered_does_not_grow_with_the_asked_subsets() -> None:
+    """Any number of gateways' subsets are answered rightly."""
+    addresses = [f"{at}:1" for at in range(40)]
+    answers = PickAnswers(pod_set({address: f"pod {address}" for address in addresses}))
+    for size in range(1, 40):
+        for start in range(40 - size):
+            asked = tuple(addresses[start : start + size])
+            answer = read(answers, decided(ranking(asked)))
+            assert [endpoint.pod_name for endpoint in answer.endpoints] == [f"pod {one}" for one in asked]
+    assert answers.remembered <= 256

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from envoy.service.auth.v3.external_auth_pb2 import CheckResponse
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.check_messages import ok_answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from router.errors import NoEndpointError
@@ -51,7 +52,7 @@ def test_a_pod_that_leaves_or_comes_is_seen_by_the_next_request() -> None:
 def test_models_and_subsets_have_line_ups_of_their_own() -> None:
     """Requests for other pods do not get each other's."""
     _, lineups = known()
-    only_b = replace(REQUEST, candidates=frozenset({B.address}))
+    only_b = msgspec.structs.replace(REQUEST, candidates=frozenset({B.address}))
     assert lineups.of(only_b).addresses == (B.address,)
     assert lineups.of(REQUEST).addresses == (A.address, B.address)
 
@@ -60,7 +61,7 @@ def test_a_flood_of_subsets_does_not_grow_without_end() -> None:
     """Clients that name ever new subsets cost filtering, not memory."""
     _, lineups = known()
     for number in range(1000):
-        lineups.of(replace(REQUEST, candidates=frozenset({A.address, f"10.1.0.1:{number}"})))
+        lineups.of(msgspec.structs.replace(REQUEST, candidates=frozenset({A.address, f"10.1.0.1:{number}"})))
     assert len(lineups._known) <= 256
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -60,7 +61,8 @@ def test_load_beats_a_short_prefix() -> None:
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT)[:2])
     bench.router.route(
-        replace(completion("busy", long_text(4000, 1)), candidates=frozenset({A.address})), 0.0
+        msgspec.structs.replace(completion("busy", long_text(4000, 1)), candidates=frozenset({A.address})),
+        0.0,
     )
     decision = bench.router.route(completion("r", TEXT), 0.0)
     assert decision.primary.pod == B.address
@@ -80,7 +82,7 @@ def test_a_salt_keeps_caches_apart() -> None:
     """A request with a cache salt finds nothing of what the same prompt left without it."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
-    request = replace(completion("r", TEXT), cache_salt="tenant")
+    request = msgspec.structs.replace(completion("r", TEXT), cache_salt="tenant")
     assert bench.router.route(request, 0.0).primary.cached_tokens == 0
 
 
@@ -109,9 +111,11 @@ def test_what_no_cache_can_help_is_not_matched(prompt: object, reason: str) -> N
 def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None:
     """What is only assumed of a pod draws the next request there, until the first token ends it."""
     bench = Bench().with_pods(A, B)
-    only_a = replace(completion("first", TEXT), candidates=frozenset({A.address}))
+    only_a = msgspec.structs.replace(completion("first", TEXT), candidates=frozenset({A.address}))
     bench.router.route(only_a, 0.0)
-    bench.router.route(replace(only_a, request_id="tail", body=completion("", TEXT + " x").body), 0.0)
+    bench.router.route(
+        msgspec.structs.replace(only_a, request_id="tail", body=completion("", TEXT + " x").body), 0.0
+    )
     drawn = bench.router.route(completion("second", TEXT), 0.0)
     assert (drawn.primary.pod, drawn.primary.cached_tokens > 0) == (A.address, True)
     # The pod told of its first tokens, but never of its blocks: it had no room for them.
@@ -147,7 +151,7 @@ def test_an_adapter_goes_where_it_runs() -> None:
 def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:
     """While the only pod never told its load, a request of negative priority is refused; others pass."""
     bench = Bench(admission=AdmissionParameters(priorities={"batch": -1})).with_pods(A)
-    batch = replace(completion("r", TEXT), headers={"x-llm-d-inference-objective": "batch"})
+    batch = msgspec.structs.replace(completion("r", TEXT), headers={"x-llm-d-inference-objective": "batch"})
     with pytest.raises(SaturatedError):
         bench.router.route(batch, 0.0)
     assert len(bench.ledger) == 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.sessions import SessionParameters, Sessions
 from tests.unit.router_support import Bench, completion, ready_pod
