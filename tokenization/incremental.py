@@ -23,6 +23,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: PromptTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._own_texts = tokenizer.own_texts(skip_special_tokens=skip_special_tokens)
         # Decoders may drop a leading space: the last emitted tokens are decoded again as context.
         self._context: list[int] = []
@@ -35,6 +36,9 @@ class IncrementalDecoder:
             text = self._own_texts[token_id]
             if text is not None:
                 return text
+        # It separates nothing: a character may have begun before it and end behind it.
+        if token_id in self._skipped_ids:
+            return ""
         self._pending.append(token_id)
         for held in range(min(_CHARACTER_TOKENS_MAX, len(self._pending))):
             text = self._emit_all_but(held)

@@ -33,6 +33,7 @@ class PromptTokenizer:
         vocab_size: Number of ids, added tokens included.
         token_chars_max: Length of the longest token's text: no text has fewer tokens than its length by this.
         eos_token_ids: Ids that end a generation.
+        special_token_ids: Ids that decoding leaves out unless it is told not to.
         chat_template: None for a model that has no chat template.
     """
 
@@ -47,6 +48,8 @@ class PromptTokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
         self._conversations = (

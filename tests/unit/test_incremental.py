@@ -60,6 +60,14 @@ def test_a_decoder_that_looks_around_is_asked_each_time(text: str) -> None:
     assert "".join(pieces(IncrementalDecoder(tokenizer), token_ids)) == tokenizer.decode(token_ids)
 
 
+def test_special_tokens_within_a_character_do_not_break_it() -> None:
+    """Tokens that are not shown separate nothing, however many stand between a character's bytes."""
+    first, *rest = TINY.encode("¡", add_special_tokens=False)
+    assert rest
+    token_ids = [first, 0, 0, 0, 0, *rest]
+    assert "".join(pieces(IncrementalDecoder(TINY), token_ids)) == "¡"
+
+
 def test_a_part_of_a_character_has_no_text_of_its_own() -> None:
     """Only whole characters are remembered."""
     texts = TINY.own_texts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
@@ -32,7 +33,7 @@ def pod_set(*pods: Pod) -> PodSet:
 
 def addresses(*pods: Pod, model: str = TINY, allowed: frozenset[str] | None = None) -> list[str]:
     """Who may take a request."""
-    request = replace(completion("id", "p", model=model), candidates=allowed)
+    request = msgspec.structs.replace(completion("id", "p", model=model), candidates=allowed)
     return [pod.address for pod in candidates_for(request, pod_set(*pods).snapshot()).pods]
 
 
