@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -52,8 +53,8 @@ class _Grpcio:
         flag: str,
         host: str,
         port: int,
-        credentials: grpc.ServerCredentials | None,
         *,
+        credentials: grpc.ServerCredentials | None,
         threads: int,
         requests_max: int,
         receive_bytes_max: int,
@@ -121,29 +122,18 @@ def listen(
     """
     size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
     receive_max, send_max = receive_bytes_max or size, send_bytes_max or size
-    listener: GrpcListener
+    make: Callable[..., GrpcListener] = partial(_Grpcio, credentials=credentials)
     if inline is not None and credentials is None:
-        listener = GrpcServer(
-            flag,
-            host,
-            port,
-            threads=threads,
-            requests_max=requests_max,
-            receive_bytes_max=receive_max,
-            send_bytes_max=send_max,
-            inline=inline,
-        )
-    else:
-        listener = _Grpcio(
-            flag,
-            host,
-            port,
-            credentials,
-            threads=threads,
-            requests_max=requests_max,
-            receive_bytes_max=receive_max,
-            send_bytes_max=send_max,
-        )
+        make = partial(GrpcServer, inline=inline)
+    listener = make(
+        flag,
+        host,
+        port,
+        threads=threads,
+        requests_max=requests_max,
+        receive_bytes_max=receive_max,
+        send_bytes_max=send_max,
+    )
     for add in services:
         add(listener)
     if service_names:

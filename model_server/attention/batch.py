@@ -150,6 +150,28 @@ def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens
     return np.array(blocks, np.int64) * block_tokens + positions % block_tokens
 
 
+def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Return what single tokens read.
+
+    Args:
+        view: Of the layers.
+        spans: Of one token each.
+        block_tokens: Tokens in one block.
+
+    Returns:
+        Their blocks [spans, most blocks], padded with block 0; and the first position that each sees and the
+        one behind its last, [spans], counted from its first block.
+    """
+    first_seen = [view.first_position(span.start) for span in spans]
+    first = [position // block_tokens for position in first_seen]
+    last = [span.start // block_tokens + 1 for span in spans]
+    table = np.zeros((len(spans), max(map(int.__sub__, last, first))), np.int64)
+    for row, span, begin, end in zip(table, spans, first, last, strict=True):
+        row[: end - begin] = span.block_tables[view.group][begin:end]
+    skipped = np.array(first, np.int64) * block_tokens
+    return table, np.array(first_seen) - skipped, np.array([span.stop for span in spans]) - skipped
+
+
 def to_device(numbers: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Make an index tensor from Python numbers or a numpy array."""
     return torch.as_tensor(numbers, dtype=dtype).to(device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import KvLayout, Span, View, to_device
+from model_server.attention.batch import KvLayout, Span, View, reads_of, to_device
 from model_server.attention.fp8_pool import Fp8KvPool
 from model_server.attention.kv_pool import KvPool
 from model_server.shapes import AttentionShape
@@ -103,20 +103,11 @@ class GatheredDecodes:
         return (1 + seen // self._block_tokens).bit_length()
 
     def _call(self, view: View, spans: Sequence[Span], first_row: int) -> _Call:
-        block_tokens = self._block_tokens
-        seen_from = [view.first_position(span.start) for span in spans]
-        first = [position // block_tokens for position in seen_from]
-        last = [span.start // block_tokens + 1 for span in spans]
-        width = max(map(int.__sub__, last, first))
-        table = np.zeros((len(spans), width), dtype=np.int64)
-        for row, span, begin, end in zip(table, spans, first, last, strict=True):
-            row[: end - begin] = span.block_tables[view.group][begin:end]
-        # Positions counted from the first one that is read.
-        bounds = np.array([seen_from, [span.start for span in spans]]) - np.array(first) * block_tokens
-        read = np.arange(width * block_tokens)
-        hidden = read > bounds[1][:, None]
+        table, begins, stops = reads_of(view, spans, self._block_tokens)
+        read = np.arange(table.shape[1] * self._block_tokens)
+        hidden = read >= stops[:, None]
         if view.window is not None:
-            hidden |= read < bounds[0][:, None]
+            hidden |= read < begins[:, None]
         mask = np.where(hidden, _HIDDEN, _SEEN)
         return _Call(
             rows=slice(first_row, first_row + len(spans)),

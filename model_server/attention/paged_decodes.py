@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import KvLayout, Numbers, Span, View
+from model_server.attention.batch import KvLayout, Span, View, reads_of
 from model_server.attention.kv_pool import KvPool
 from model_server.attention.paged_job import Job, scratch_bytes
 from model_server.attention.team import has_team, run_together
@@ -68,29 +68,19 @@ class PagedDecodes:
             spans: Of one token each.
             rows: Where each is in the flat batch.
         """
-        block_tokens = self._block_tokens
-        first_seen = [view.first_position(span.start) for span in spans]
-        first_blocks = [position // block_tokens for position in first_seen]
-        last_blocks = [span.start // block_tokens + 1 for span in spans]
-        width = max(map(int.__sub__, last_blocks, first_blocks))
-        table = np.zeros((len(spans), width), np.int32)
-        for blocks, span, first, last in zip(table, spans, first_blocks, last_blocks, strict=True):
-            blocks[: last - first] = span.block_tables[view.group][first:last]
-        skipped = np.array(first_blocks) * block_tokens
-        begins: Numbers = np.array(first_seen) - skipped
-        stops: Numbers = np.array([span.stop for span in spans]) - skipped
-        arrays = table, np.array(rows, np.int64), begins.astype(np.int64), stops.astype(np.int64)
+        table, begins, stops = reads_of(view, spans, self._block_tokens)
+        arrays = table.astype(np.int32), np.array(rows, np.int64), begins, stops
         names = "tables", "rows", "begins", "stops"
         shape, many = self._shape, _SEQUENCES_PER_THREAD * torch.get_num_threads()
         job = Job(
             **{name: array.ctypes.data for name, array in zip(names, arrays, strict=True)},
             sequences=len(spans),
-            width=width,
+            width=table.shape[1],
             kv_heads=shape.kv_heads,
             heads_at_once=shape.kv_heads if len(spans) >= many and self._whole_fits else 1,
             group=shape.heads // shape.kv_heads,
             head_dim=shape.head_dim,
-            block_tokens=block_tokens,
+            block_tokens=self._block_tokens,
             scale=shape.scale / math.log(2.0),
         )
         return PagedPlan(job, arrays)
