@@ -22,6 +22,7 @@ FROM packages AS kvroute
 COPY docker/build.txt ./
 RUN ./install /opt/build build.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY compiled compiled
 COPY tokenization tokenization
 COPY indexer indexer
 COPY router router

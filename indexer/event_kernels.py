@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined
 from indexer import event_rows as rows
 from indexer.events import MAX_GROUP, MAX_HASH_BYTES, MAX_TOKENS, MAX_WINDOW_TOKENS
-from indexer.jit import inlined
 from indexer.msgpack_kernels import (
     BROKEN,
     NIL,

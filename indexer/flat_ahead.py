@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined
 from indexer.flat_buckets import behind, hash_bits, home_of
 from indexer.flat_layout import BlockArrays
-from indexer.jit import inlined
 
 # Of so many blocks one is looked for, in so many buckets.
 _SAMPLE = 16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from indexer import event_rows as rows
@@ -15,13 +16,13 @@ from indexer.applier import Outcome
 from indexer.apply import Applied, PodView, StoredRun
 from indexer.decode import decode_event
 from indexer.errors import PayloadError
-from indexer.events import KVEvent
+from indexer.events import BlockRemoved, KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
     COPIED_BLOCKS,
     FURTHER_COPIES,
+    HASHES_DONE,
     LAST_COPIES,
-    NOT_HELD,
     NOT_PLAIN,
     REMOVED_BLOCKS,
     REUSED_NAMES,
@@ -110,8 +111,9 @@ class FlatApplier:
                 if slow is None:
                     outcome.take(self._harvest(applied))
                     applied, slow = _applied(with_runs), _SlowBatch(parsed, int(counts[ROW]), outcome)
-                slow.apply_event(int(counts[ROW]), self._view, applied)
+                slow.apply_event(int(counts[ROW]), int(counts[HASHES_DONE]), self._view, applied)
                 counts[ROW] += 1
+                counts[HASHES_DONE] = 0
             if slow is not None and counts[ROW] == slow.last:
                 self._view.end_batch(applied)
                 outcome.take(self._harvest(applied))
@@ -126,12 +128,8 @@ class FlatApplier:
         counts = self._engine.progress.counts
         applied.removals["last"] += int(counts[LAST_COPIES])
         applied.removals["copy"] += int(counts[FURTHER_COPIES])
-        for tag, reason, place in (
-            ("BlockStored", "hash_reused", REUSED_NAMES),
-            ("BlockRemoved", "unknown_hash", NOT_HELD),
-        ):
-            if counts[place]:
-                applied.skipped[tag, reason] += int(counts[place])
+        if counts[REUSED_NAMES]:
+            applied.skipped["BlockStored", "hash_reused"] += int(counts[REUSED_NAMES])
         counts[STORED_BLOCKS:] = 0
         return applied
 
@@ -213,10 +211,12 @@ class _SlowBatch:
                 outcome.events[type(event).__name__] += 1
         self._ahead = Ahead([event for _, event in self._events.values()])
 
-    def apply_event(self, row: int, view: PodView, applied: Applied) -> None:
-        """Lets the view apply the event of this row, if it can be read."""
+    def apply_event(self, row: int, hashes_done: int, view: PodView, applied: Applied) -> None:
+        """Lets the view apply the event of this row, if it can be read: what is left of it."""
         if row in self._events:
             self._ahead.position, event = self._events[row]
+            if isinstance(event, BlockRemoved):
+                event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
             view.apply_event(event, self._ahead, applied)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer import event_rows as rows
 from indexer.cache_groups import FULL_ATTENTION
 from indexer.flat_holders import held_tiers, hold
@@ -20,7 +21,6 @@ from indexer.flat_names import find_named, key_named
 from indexer.flat_naming import name_hashes, name_of
 from indexer.flat_remove import look_ahead_named, slot_held
 from indexer.flat_update import remove_slot, store_blocks
-from indexer.jit import inlined, kernel
 from indexer.key_kernels import chain_keys
 
 # Of each place in `event_rows.SPEC_KINDS`: whether all blocks of such a group are needed.
@@ -33,11 +33,11 @@ NO_ROOM = 2
 
 # Places in `Progress.counts`.
 ROW = 0
-STORED_BLOCKS = 1
-REUSED_NAMES = 2
-LAST_COPIES = 3
-FURTHER_COPIES = 4
-NOT_HELD = 5
+HASHES_DONE = 1
+STORED_BLOCKS = 2
+REUSED_NAMES = 3
+LAST_COPIES = 4
+FURTHER_COPIES = 5
 RUNS = 6
 COPIED_BLOCKS = 7
 REMOVED_BLOCKS = 8
@@ -73,8 +73,8 @@ class Progress(NamedTuple):
     """Where the kernel writes.
 
     Attributes:
-        counts: int64 [COUNTS]: the row to go on with, sums of what was done, and for which hashes the kernel
-            looked ahead.
+        counts: int64 [COUNTS]: the row to go on with and how many of its hashes are removed already, sums of
+            what was done, and for which hashes the kernel looked ahead.
         keys: uint64 [room]: keys of all blocks stored.
         names: uint64 [room], overwritten.
         chain: int64 [room], overwritten.
@@ -123,6 +123,8 @@ def apply_rows(
 ) -> int:
     """Applies events from row `done.counts[ROW]` on, up to row `last`.
 
+    A run may end within a removal: its hashes do not depend on one another.
+
     Args:
         arrays: With room for `len(done.keys)` more blocks, and as many further copies.
         tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
@@ -143,12 +145,10 @@ def apply_rows(
         first = event[rows.HASH_START]
         named = hashes[first : first + event[rows.HASH_COUNT]]
         if kind == rows.REMOVED:
-            blocks = len(named) * pod.split
-            if counts[REMOVED_BLOCKS] and counts[REMOVED_BLOCKS] + blocks > len(done.keys):
-                return NO_ROOM
-            if pod.split > len(done.names) or not _remove(arrays, pod, tier, events, last, hashes, done):
-                return NOT_PLAIN
-            counts[REMOVED_BLOCKS] += blocks
+            ended = _remove(arrays, pod, tier, events, last, hashes, done)
+            if ended != ALL_DONE:
+                return ended
+            counts[HASHES_DONE] = 0
         elif event[rows.TOKEN_COUNT] == 0:
             blocks = len(named) * pod.split
             if counts[COPIED_BLOCKS] + blocks > len(done.keys):
@@ -253,33 +253,28 @@ def _remove(
     last: int,
     hashes: NDArray[np.uint64],
     done: Progress,
-) -> bool:
-    """Counts one copy less of each block; False, and nothing done, where one is not held in the tier."""
+) -> int:
+    """Counts one copy less of each block that the row has left, up to one that is not held in the tier."""
     counts = done.counts
     event = events[counts[ROW]]
-    first = event[rows.HASH_START]
-    stop = first + event[rows.HASH_COUNT]
-    for block in range(first, stop):
-        place = _look_ahead(arrays, pod, events, last, hashes, block, done)
-        slot = slot_held(arrays, done.names[place], pod.number, done.chain[place])
-        if slot < 0 or (held_tiers(arrays, slot, pod.number) >> tier) & 1 == 0:
-            return False
-    for block in range(first, stop):
-        first_part = _look_ahead(arrays, pod, events, last, hashes, block, done)
+    if pod.split > len(done.names):
+        return NOT_PLAIN
+    for number in range(counts[HASHES_DONE], event[rows.HASH_COUNT]):
+        if counts[REMOVED_BLOCKS] + pod.split > len(done.keys):
+            return NO_ROOM
+        first_part = _look_ahead(arrays, pod, events, last, hashes, event[rows.HASH_START] + number, done)
         outcome = -1
         for place in range(first_part, first_part + pod.split):
             name = done.names[place]
             slot = slot_held(arrays, name, pod.number, done.chain[place])
+            if outcome < 0 and (slot < 0 or (held_tiers(arrays, slot, pod.number) >> tier) & 1 == 0):
+                return NOT_PLAIN
             if slot >= 0:
                 outcome = max(outcome, remove_slot(arrays, pod.number, tier, name, slot))
-        if outcome > 0:
-            counts[LAST_COPIES] += 1
-        elif outcome == 0:
-            counts[FURTHER_COPIES] += 1
-        else:
-            # Named twice in one event, but held once.
-            counts[NOT_HELD] += 1
-    return True
+        counts[LAST_COPIES if outcome > 0 else FURTHER_COPIES] += 1
+        counts[REMOVED_BLOCKS] += pod.split
+        counts[HASHES_DONE] += 1
+    return ALL_DONE
 
 
 @inlined

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel, kernel_with_arrays
 from indexer.flat_memory import reserved
-from indexer.jit import inlined, kernel, kernel_with_arrays
 
 GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 

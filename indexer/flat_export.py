@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_further import count_further
 from indexer.flat_holders import held_tiers, hold
 from indexer.flat_layout import FREE_SLOT, NO_SLOT, PREVIOUS, SLOTS_USED, TIERS_USED, FlatArrays
 from indexer.flat_names import ALIASES_MAX, give_name
 from indexer.flat_released import remember_released
 from indexer.flat_update import place_blocks
-from indexer.jit import inlined, kernel
 from indexer.tiers import TIERS_MAX
 
 # Places in `Listed.counts`.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_layout import FURTHER, FURTHER_FREE, FURTHER_USED, NO_SLOT, FlatArrays
-from indexer.jit import inlined, kernel
 
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compiled.jit import kernel
 from indexer.flat_buckets import room_for
 from indexer.flat_layout import (
     BLOCKS,
@@ -16,7 +17,6 @@ from indexer.flat_layout import (
     empty_rows,
 )
 from indexer.flat_update import evict_oldest, used_bytes
-from indexer.jit import kernel
 
 
 @kernel

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from compiled.jit import inlined, kernel
 from indexer.flat_further import add_further, drop_further, forget_further
 from indexer.flat_layout import (
     FURTHER_SHIFT,
@@ -24,7 +25,6 @@ from indexer.flat_layout import (
     BlockArrays,
     FlatArrays,
 )
-from indexer.jit import inlined, kernel
 
 _ONE = np.uint64(1)
 _NOTHING = np.uint64(0)

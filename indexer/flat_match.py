@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_ahead import look_ahead
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
 from indexer.flat_layout import (
@@ -25,7 +26,6 @@ from indexer.flat_layout import (
     FlatArrays,
 )
 from indexer.flat_slots import find, use
-from indexer.jit import inlined, kernel
 
 # Columns of a followed pod.
 _POD = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
 from indexer.flat_layout import (
@@ -21,7 +22,6 @@ from indexer.flat_layout import (
     FlatArrays,
 )
 from indexer.flat_released import find_released, released_key
-from indexer.jit import inlined, kernel
 
 # More names than this for one block, and the oldest further one is forgotten.
 ALIASES_MAX = 64

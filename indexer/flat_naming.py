@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import inlined, kernel
+from compiled.jit import inlined, kernel
 
 _ODD = np.uint64(0xBF58_476D_1CE4_E5B9)
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import GOLDEN, hash_bits
 from indexer.flat_layout import RELEASE_TURN, RELEASED_KEY, RELEASED_NAME, RELEASED_WAYS, FlatArrays
-from indexer.jit import inlined, kernel
 
 _HALF = np.uint64(32)
 _NOTHING = np.uint64(0)

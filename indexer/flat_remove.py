@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import behind, hash_bits, home_of
 from indexer.flat_holders import held_tiers
 from indexer.flat_layout import RELEASED_NAME, FlatArrays
 from indexer.flat_names import find_named, slot_of_number
 from indexer.flat_released import released_set
-from indexer.jit import inlined, kernel
 
 # In so many buckets a name is looked for.
 _PROBES = 8

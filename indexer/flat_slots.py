@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import behind, hash_bits, home_of
 from indexer.flat_layout import (
     FREE,
@@ -17,7 +18,6 @@ from indexer.flat_layout import (
     BlockArrays,
     FlatArrays,
 )
-from indexer.jit import inlined, kernel
 
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel
 from indexer.flat_buckets import delete, hash_bits, insert
 from indexer.flat_further import count_further
 from indexer.flat_holders import drop_holders, held_tiers, hold, release
@@ -32,7 +33,6 @@ from indexer.flat_layout import (
 from indexer.flat_names import find_named, forget_names, give_name
 from indexer.flat_released import remember_released
 from indexer.flat_slots import find, give_slot, link, take_slot, unlink, use
-from indexer.jit import inlined, kernel
 
 _NOTHING = np.uint64(0)
 

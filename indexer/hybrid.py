@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import kernel
 from indexer.index import Index, MatchTable
-from indexer.jit import kernel
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
 

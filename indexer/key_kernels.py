@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import inlined, kernel
+from compiled.jit import inlined, kernel
 
 # Multipliers: of the constant 1, of the parent's two words, of the extras' two words, then of each token.
 HEAD_WORDS = 5

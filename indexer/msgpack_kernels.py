@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import inlined
+from compiled.jit import inlined
 
 BROKEN = -1
 

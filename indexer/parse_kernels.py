@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import inlined, kernel_without_gil
 from indexer import event_rows as rows
 from indexer.event_kernels import blank_event, read_event
 from indexer.events import MAX_EVENTS
-from indexer.jit import inlined, kernel_without_gil
 from indexer.msgpack_kernels import (
     BROKEN,
     FLOAT32,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import kernel
 from indexer.index import MatchTable
-from indexer.jit import kernel
 from indexer.stream import StreamState
 from indexer.tiers import Tiers
 

@@ -70,6 +70,9 @@ class RedisSettings:
 class RedisIndex:
     """An `Index` on a server. Close it after use.
 
+    Matches are told twice a second, so a use may count as up to half a second later than it was, and than
+    blocks stored meanwhile.
+
     Sizes are told as far as they are known: blocks that the server drops by itself count until their pod
     removes them, those of a large cleared pod until they are swept out, and speculative ones not at all.
 

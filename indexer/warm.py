@@ -1,6 +1,7 @@
 """Compiles the indexer's kernels, or loads them, before the first request or event comes.
 
-From an empty cache this takes up to a minute, from a filled one about a second; see `jit` for where it lies.
+From an empty cache this takes up to a minute, from a filled one about a second; see `kernel_cache` for where
+it lies.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import kernel_with_arrays
+from compiled.jit import kernel_with_arrays
 from router.ranking import Candidate, Ranking
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import inlined, kernel
+from compiled.jit import inlined, kernel
 from router.cost import CREDIT, PRICE
 from router.decision import Decision
 from router.pods import PodSet

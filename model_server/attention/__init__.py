@@ -9,6 +9,7 @@ import torch
 
 from model_server.attention.batch import Attention, KvLayout, Span, StepMeta
 from model_server.attention.paged_decodes import paged_fault
+from model_server.attention.paged_trial import trial_fault
 from model_server.attention.sdpa import SdpaAttention
 from model_server.shapes import AttentionShape
 
@@ -32,7 +33,7 @@ def new_attention(
     if fp8:
         return SdpaAttention(shape, layout, dtype, device, fp8=True)
     if device.type != "cuda":
-        if (fault := paged_fault(shape, dtype, device)) is not None:
+        if (fault := paged_fault(shape, dtype, device) or trial_fault(dtype)) is not None:
             logger.warning("attention gathers blocks, because the compiled kernel cannot be used: %s", fault)
         return SdpaAttention(shape, layout, dtype, device, paged=fault is None)
     # Not before it is needed: torch's module brings its compiler, which takes longer to import than the rest.

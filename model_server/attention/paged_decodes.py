@@ -21,7 +21,7 @@ from model_server.attention.team import has_team, run_together
 from model_server.shapes import AttentionShape
 
 # What numba sees instead: it has no bfloat16.
-_SEEN_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+SEEN_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 # A thread's stack is 8 MiB by default; an operator may have chosen less.
 _STACK_BYTES = 1 << 19
 # Sequences a thread from which on one is a part of the work small enough to share the work out evenly.
@@ -54,7 +54,7 @@ class PagedDecodes:
         # Not before it is needed: numba's import takes a second.
         from model_server.attention.paged_kernel import decode_kernel
 
-        self._kernel = decode_kernel(_SEEN_AS[dtype])
+        self._kernel = decode_kernel(SEEN_AS[dtype])
         self._shape = shape
         self._block_tokens = layout.block_tokens
         self._pool = pool
@@ -115,7 +115,7 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
     """
     if device.type != "cpu":
         return f"it runs on the CPU alone, not on {device.type}"
-    if dtype not in _SEEN_AS:
+    if dtype not in SEEN_AS:
         return f"it reads bfloat16 and float32, not {dtype}"
     if shape.head_dim % 2:
         return f"it takes heads of an even number of elements, not of {shape.head_dim}"

@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from indexer.jit import callback, inlined
+from compiled.jit import callback, inlined
 from model_server.attention.lanes import (
     LANES,
     at,
@@ -38,6 +38,8 @@ _ANY = 1 << 40  # rows: how many there are is not checked
 _Rows: TypeAlias = NDArray[np.uint16] | NDArray[np.float32]
 _Floats: TypeAlias = NDArray[np.float32]
 _Row: TypeAlias = np.int64 | int
+_Four: TypeAlias = tuple[_Row, _Row, _Row, _Row]
+_Sums: TypeAlias = tuple[Any, Any, Any, Any]
 
 
 @cache
@@ -129,10 +131,7 @@ def _begin(scratch: _Scratch, queries: _Rows, first_row: _Row, shape: _Shape, sc
         scratch.tops[head] = _NOTHING
         store(scratch.totals, head * LANES, splat(0.0))
         for first in range(0, shape.head_dim, PART):
-            if first + PART <= shape.head_dim:
-                one, other = read(queries, first_row + head, first)
-            else:
-                one, other = read_end(queries, first_row + head, first)
+            one, other = _read(queries, first_row + head, first, first + PART <= shape.head_dim)
             place = head * width + first
             store(scratch.queries, place, times(one, lanes))
             store(scratch.queries, place + LANES, times(other, lanes))
@@ -173,29 +172,31 @@ def _score_four(
     scratch: _Scratch, keys: _Rows, row: _Row, last_row: _Row, first: int, token: int, shape: _Shape
 ) -> None:
     """Score four tokens of one block; those after its last repeat it, and are written over by who is next."""
-    row1, row2, row3 = min(row + 1, last_row), min(row + 2, last_row), min(row + 3, last_row)
+    four = row, min(row + 1, last_row), min(row + 2, last_row), min(row + 3, last_row)
     width, whole = _padded(shape.head_dim), shape.head_dim // PART * PART
     for head in range(first, first + shape.group):
-        sum0 = sum1 = sum2 = sum3 = splat(0.0)
+        sums = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
         for element in range(0, whole, PART):
-            place = head * width + element
-            one, other = load(scratch.queries, place), load(scratch.queries, place + LANES)
-            key0, key1 = read(keys, row, element), read(keys, row1, element)
-            key2, key3 = read(keys, row2, element), read(keys, row3, element)
-            sum0 = times_plus(other, key0[1], times_plus(one, key0[0], sum0))
-            sum1 = times_plus(other, key1[1], times_plus(one, key1[0], sum1))
-            sum2 = times_plus(other, key2[1], times_plus(one, key2[0], sum2))
-            sum3 = times_plus(other, key3[1], times_plus(one, key3[0], sum3))
+            sums = _score_part(scratch, keys, four, head * width, element, sums, True)
         if whole < shape.head_dim:
-            place = head * width + whole
-            one, other = load(scratch.queries, place), load(scratch.queries, place + LANES)
-            key0, key1 = read_end(keys, row, whole), read_end(keys, row1, whole)
-            key2, key3 = read_end(keys, row2, whole), read_end(keys, row3, whole)
-            sum0 = times_plus(other, key0[1], times_plus(one, key0[0], sum0))
-            sum1 = times_plus(other, key1[1], times_plus(one, key1[0], sum1))
-            sum2 = times_plus(other, key2[1], times_plus(one, key2[0], sum2))
-            sum3 = times_plus(other, key3[1], times_plus(one, key3[0], sum3))
-        store_sums(scratch.scores, head * SCORES + token, sum0, sum1, sum2, sum3)
+            sums = _score_part(scratch, keys, four, head * width, whole, sums, False)
+        store_sums(scratch.scores, head * SCORES + token, sums[0], sums[1], sums[2], sums[3])
+
+
+@inlined
+def _score_part(
+    scratch: _Scratch, keys: _Rows, four: _Four, first: int, element: int, sums: _Sums, is_whole: bool
+) -> _Sums:
+    """Multiply a part of a query head, whose first element is at `first`, by that of four keys."""
+    one, other = load(scratch.queries, first + element), load(scratch.queries, first + element + LANES)
+    key0, key1 = _read(keys, four[0], element, is_whole), _read(keys, four[1], element, is_whole)
+    key2, key3 = _read(keys, four[2], element, is_whole), _read(keys, four[3], element, is_whole)
+    return (
+        times_plus(other, key0[1], times_plus(one, key0[0], sums[0])),
+        times_plus(other, key1[1], times_plus(one, key1[0], sums[1])),
+        times_plus(other, key2[1], times_plus(one, key2[0], sums[2])),
+        times_plus(other, key3[1], times_plus(one, key3[0], sums[3])),
+    )
 
 
 @inlined
@@ -266,14 +267,10 @@ def _sum_part(
     one1 = other1 = one2 = other2 = one3 = other3 = splat(0.0)
     fours = count // 4 * 4
     for token in range(0, fours, 4):
-        if is_whole:
-            value0, value1 = read(values, row + token, element), read(values, row + token + 1, element)
-            value2, value3 = read(values, row + token + 2, element), read(values, row + token + 3, element)
-        else:
-            value0 = read_end(values, row + token, element)
-            value1 = read_end(values, row + token + 1, element)
-            value2 = read_end(values, row + token + 2, element)
-            value3 = read_end(values, row + token + 3, element)
+        value0 = _read(values, row + token, element, is_whole)
+        value1 = _read(values, row + token + 1, element, is_whole)
+        value2 = _read(values, row + token + 2, element, is_whole)
+        value3 = _read(values, row + token + 3, element, is_whole)
         weight = splat(at(scratch.scores, score + token))
         one0, other0 = times_plus(weight, value0[0], one0), times_plus(weight, value0[1], other0)
         weight = splat(at(scratch.scores, score + token + 1))
@@ -283,7 +280,7 @@ def _sum_part(
         weight = splat(at(scratch.scores, score + token + 3))
         one3, other3 = times_plus(weight, value3[0], one3), times_plus(weight, value3[1], other3)
     for token in range(fours, count):
-        value0 = read(values, row + token, element) if is_whole else read_end(values, row + token, element)
+        value0 = _read(values, row + token, element, is_whole)
         weight = splat(at(scratch.scores, score + token))
         one0, other0 = times_plus(weight, value0[0], one0), times_plus(weight, value0[1], other0)
     store(scratch.sums, place + element, plus(plus(one0, one1), plus(one2, one3)))
@@ -303,3 +300,9 @@ def _end(scratch: _Scratch, output: _Rows, first_row: _Row, shape: _Shape) -> No
                 write(output, first_row + head, first, both)
             else:
                 write_end(output, first_row + head, first, both)
+
+
+@inlined
+def _read(rows: _Rows, row: _Row, first: int, is_whole: bool) -> Any:
+    """Read a part of a row; whether the row has all of it is known when the caller is compiled, mostly."""
+    return read(rows, row, first) if is_whole else read_end(rows, row, first)

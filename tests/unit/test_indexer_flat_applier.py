@@ -291,6 +291,22 @@ def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event
         both.check(keys)
 
 
+@pytest.mark.parametrize("unknown", [0, 1, 2048, 2049, 4999])
+@pytest.mark.parametrize("split", [1, 3])
+def test_a_long_removal_is_finished_wherever_it_was_left(split: int, unknown: int) -> None:
+    """What a turn or a hash that nobody stored leaves of an event is removed: each copy once, none twice."""
+    both = BothWays()
+    blocks, block_tokens = 5000 // split, 4 * split
+    hashes = np.arange(1, blocks + 1)
+    store = _stored(hashes, np.arange(blocks * block_tokens).tolist(), block_tokens)
+    keys = _joined(both.apply(PODS[0], [_payload(store, _stored(hashes[::3], [], 0))]).applied.stored)
+    # Each has one copy, every third two; the last hash comes three times.
+    named = np.insert(np.append(hashes, hashes[-1:].repeat(2)), unknown // split, 10_000)
+    for _ in range(2):
+        both.apply(PODS[0], [_payload(_removed(named), _removed(hashes[:1]))])
+        both.check(keys)
+
+
 def test_hashes_that_share_a_bucket_are_told_apart() -> None:
     """Removing a hash that nobody stored leaves a block alone whose name has the same 32 bits of hash."""
     both = BothWays()
@@ -307,8 +323,9 @@ def test_hashes_that_share_a_bucket_are_told_apart() -> None:
         both.check(_joined(stored))
 
 
-def test_a_long_row_of_removals_lets_readers_in_between() -> None:
-    """However many removals one call brings, each turn under the lock is of a bounded number of blocks."""
+@pytest.mark.parametrize("hashes_per_event", [1, 5000])
+def test_a_long_row_of_removals_lets_readers_in_between(hashes_per_event: int) -> None:
+    """However many removals one call or one event brings, each turn under the lock is of a bounded number."""
     blocks = 5000
     held: list[int] = []
 
@@ -323,7 +340,8 @@ def test_a_long_row_of_removals_lets_readers_in_between() -> None:
     hashes = np.arange(1, blocks + 1)
     state.applier.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
     held.clear()
-    state.applier.apply([_payload(*(_removed(hashes[place : place + 1]) for place in range(blocks)))])
+    parts = [hashes[place : place + hashes_per_event] for place in range(0, blocks, hashes_per_event)]
+    state.applier.apply([_payload(*map(_removed, parts))])
     assert index.stats().blocks == 0
     assert max(before - after for before, after in pairwise([*held, 0])) <= 2 * TURN_BLOCKS
 

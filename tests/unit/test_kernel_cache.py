@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer import kernel_cache
-from indexer.kernel_cache import cache_directory
+from compiled import kernel_cache
+from compiled.kernel_cache import cache_directory
 
 
 @pytest.fixture(autouse=True)

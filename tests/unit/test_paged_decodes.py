@@ -1,5 +1,6 @@
 """Single tokens attended by the compiled kernel: exact, in any company, and blind to what is not seen."""
 
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -212,18 +213,48 @@ def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -
     made = new_attention(shape, KvLayout(undivided(1), 4, 4), torch.bfloat16, CPU)
     assert isinstance(made, SdpaAttention)
     assert isinstance(made._decodes, PagedDecodes)
-    program = (
-        "import torch\n"
-        "from model_server.attention import KvLayout, new_attention\n"
-        "from model_server.shapes import AttentionShape, undivided\n"
-        "shape = AttentionShape(2, 1, 8, 1.0, (None,))\n"
-        "new_attention(shape, KvLayout(undivided(1), 4, 4), torch.bfloat16, torch.device('cpu'))\n"
-    )
-    said = subprocess.run(
+    chosen, said = chosen_with(NUMBA_DISABLE_JIT="1")
+    assert chosen == ["GatheredDecodes"]
+    assert "NUMBA_DISABLE_JIT" in said
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other features")
+def test_on_a_processor_that_llvm_cannot_serve_blocks_are_gathered(tmp_path: Path) -> None:
+    """LLVM ends the process that compiles for a processor without floats: not this one, whose log says so."""
+    features = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "-sse2,-sse,-x87"}
+    chosen, said = chosen_with(NUMBA_CACHE_DIR=str(tmp_path), **features)
+    assert chosen == ["a process", "GatheredDecodes"]
+    assert "SIGABRT: LLVM ERROR" in said
+
+
+def test_a_kernel_is_tried_once_and_one_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
+    """The second start compiles and tries nothing; where a file of the cache is damaged the log says so."""
+    assert chosen_with(NUMBA_CACHE_DIR=str(tmp_path)) == (["a process", "PagedDecodes"], "")
+    assert chosen_with(NUMBA_CACHE_DIR=str(tmp_path)) == (["PagedDecodes"], "")
+    (index,) = tmp_path.rglob("*attend*.nbi")
+    index.write_bytes(b"damaged")
+    chosen, said = chosen_with(NUMBA_CACHE_DIR=str(tmp_path))
+    assert chosen == ["GatheredDecodes"]
+    assert "UnpicklingError" in said
+
+
+def chosen_with(**environment: str) -> tuple[list[str], str]:
+    """Return what another process starts and chooses for single tokens, and what it logs."""
+    program = """
+import sys
+import torch
+from model_server.attention import KvLayout, new_attention
+from model_server.shapes import AttentionShape, undivided
+
+shape, layout = AttentionShape(2, 1, 8, 1.0, (None,)), KvLayout(undivided(1), 4, 4)
+sys.addaudithook(lambda event, _: event == "subprocess.Popen" and print("a process"))
+print(type(new_attention(shape, layout, torch.bfloat16, torch.device("cpu"))._decodes).__name__)
+"""
+    ended = subprocess.run(
         [sys.executable, "-c", program],
-        env={"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": ":".join(sys.path)},
+        env={"PYTHONPATH": ":".join(sys.path), **environment},
         check=True,
         capture_output=True,
         text=True,
-    ).stderr
-    assert "NUMBA_DISABLE_JIT" in said
+    )
+    return ended.stdout.splitlines(), ended.stderr

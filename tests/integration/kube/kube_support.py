@@ -242,18 +242,21 @@ class Picker:
 
     def pick(self, **fields: Any) -> str:
         """The address of one pick; "" when there is no pod for it, "shed" when they are saturated."""
-        request = pb.PickEndpointRequest(**{"model": "kvroute-tiny", "prompt": "hello", **fields})
         try:
-            answer = self._stub.PickEndpoint(request, timeout=300)
-            # Over at once, so that the next pick finds the pods as this one did.
-            done = pb.ReportOutcomeRequest.OUTCOME_DONE
-            self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=answer.request_id, outcome=done))
-            return str(answer.endpoints[0].address)
+            return self._picked(fields)
         except grpc.RpcError as error:
             refusals = {grpc.StatusCode.UNAVAILABLE: "", grpc.StatusCode.RESOURCE_EXHAUSTED: "shed"}
             if error.code() in refusals:
                 return refusals[error.code()]
             raise
+
+    def refusal(self) -> str:
+        """Why one pick finds no pod; "" when it finds one."""
+        try:
+            self._picked({})
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return ""
 
     def begin(self, request_id: str) -> None:
         """Picks for a request that stays in flight."""
@@ -279,6 +282,14 @@ class Picker:
     def picks(self, count: int = 12) -> set[str]:
         """The addresses of some picks."""
         return {self.pick() for _ in range(count)}
+
+    def _picked(self, fields: Mapping[str, Any]) -> str:
+        request = pb.PickEndpointRequest(**{"model": "kvroute-tiny", "prompt": "hello", **fields})
+        answer = self._stub.PickEndpoint(request, timeout=300)
+        # Over at once, so that the next pick finds the pods as this one did.
+        done = pb.ReportOutcomeRequest.OUTCOME_DONE
+        self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=answer.request_id, outcome=done))
+        return str(answer.endpoints[0].address)
 
 
 def next_address() -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-from indexer.kernel_cache import cache_directory
+from compiled.kernel_cache import cache_directory
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., object])
 
