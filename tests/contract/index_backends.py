@@ -35,13 +35,15 @@ class Backend:
 
     Attributes:
         make: Makes an index with room for so many blocks with one holder; the server is running.
-        exact_lru: After any history it holds exactly the blocks that the reference holds.
+        exact_lru: Who goes first is told by the order of use alone.
+        uses_count_late: A use may count as later than a write that followed it.
         shares_speculation: Speculative blocks count in its sizes, and take part in its LRU order.
         needs_server: It wants a Redis.
     """
 
     make: Callable[[int, RedisServer | None], Index]
     exact_lru: bool = True
+    uses_count_late: bool = False
     shares_speculation: bool = True
     needs_server: bool = False
 
@@ -83,5 +85,5 @@ BACKENDS = {
     "reference": Backend(lambda capacity, _: ReferenceIndex(capacity, TIERS)),
     "flat": Backend(lambda capacity, _: FlatIndex(1 << 26, TIERS, capacity_blocks=capacity)),
     "cost": Backend(_cost, exact_lru=False),
-    "redis": Backend(_redis, shares_speculation=False, needs_server=True),
+    "redis": Backend(_redis, uses_count_late=True, shares_speculation=False, needs_server=True),
 }

@@ -51,7 +51,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.capacity = capacity
         self.tiers = [tier for tier in TIERS.names if speculative or tier != SPECULATIVE_TIER]
         # Whether the index must be as the reference, and whether that must be as the mirror.
-        self.is_reference = self.backend.exact_lru or capacity == ROOMY
+        # Whether after any history it holds exactly the blocks that the reference holds.
+        self.is_exact = self.backend.exact_lru and not self.backend.uses_count_late
+        self.is_reference = self.is_exact or capacity == ROOMY
         self.is_mirror = capacity == ROOMY
         self.may_evict = self.backend.shares_speculation or not speculative
         self.index = type(self).make(capacity)
@@ -109,7 +111,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(blocks=st.integers(0, 8))
     def evict(self, blocks: int) -> None:
         """The oldest blocks are dropped."""
-        self.is_reference = self.is_reference and self.backend.exact_lru
+        self.is_reference = self.is_reference and self.is_exact
         self.is_mirror = False
         dropped = self.index.evict(blocks)
         expected = self.reference.evict(blocks)
