@@ -131,7 +131,7 @@ def _pod(entry: PodEntry, number: int, *, orders_prefills: bool) -> Pod:
         kv_usage=number % 10 / 10,
         kv_capacity_tokens=200_000,
         scraped_s=0.5,
-        orders_prefills=orders_prefills,
+        ordered_step_tokens=2048 if orders_prefills else 0,
     )
     models = ServedModels("m", frozenset({"m"}), max_model_len=131_072)
     return Pod(entry.pod, entry.name, entry, ready=True, why="", probed=True, models=models, load=load)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import kernel, kernel_with_arrays
+from compiled.jit import kernel, kernel_with_arrays
 from router.scrape import EngineLoad
 
 # What is known of one pod; times are seconds of the router's monotonic clock.
@@ -36,7 +36,7 @@ POD = np.dtype(
         ("kv_capacity_tokens", "f8"),  # 0: not told
         ("reported_tokens_per_s", "f8"),  # prefill speed as the engine tells it; 0: not told
         ("learnt_tokens_per_s", "f8"),  # prefill speed as observed; 0: not observed enough
-        ("orders_prefills", "f8"),  # 1: the engine orders its queue, see `queue_order`
+        ("ordered_step_tokens", "f8"),  # of one that orders its queue, see `queue_order`; 0: it does not
     ]
 )
 
@@ -46,7 +46,6 @@ WAITING = np.dtype(
         ("pod", "i8"),  # its row, -1 in a free slot
         ("arrived_s", "f8"),
         ("tokens", "f8"),
-        ("since_s", "f8"),  # since when it is computed; inf: it is not yet
     ]
 )
 
@@ -181,7 +180,7 @@ class PodBoard:
             known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
             known["kv_used_tokens"] = load.kv_usage * (load.kv_capacity_tokens or 0)
             known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
-            known["orders_prefills"] = load.orders_prefills
+            known["ordered_step_tokens"] = load.ordered_step_tokens
             self._judge_fleet()
 
     def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
@@ -277,7 +276,6 @@ def _enter(
     """A request waits for its first token from now on; `is_head`: it is computed at once."""
     known, request = pods[row], waiting[slot]
     request["pod"], request["arrived_s"], request["tokens"] = row, now_s, tokens
-    request["since_s"] = now_s if is_head else np.inf
     known["awaiting"] += 1.0
     known["awaiting_tokens"] += tokens
     known["held_tokens"] += tokens
@@ -299,7 +297,6 @@ def _leave(
         known["head_tokens"], known["head_since_s"] = 0.0, now_s
         if following >= 0:
             known["head_tokens"] = waiting[following]["tokens"]
-            waiting[following]["since_s"] = now_s
 
 
 @kernel

@@ -3,9 +3,9 @@
     cost = queued_prefill_s + a * own_prefill_s + copy_s + kv_pressure_s + extra_s
 
 `a` is 1 + the mean number of requests awaiting their first token per pod, so that under load a cached block,
-which saves work for all who wait, is worth more than a shorter queue. Where an engine orders its queue (see
-`queue_order`), only the work ahead in that order is queued, and `a` is 1 + the requests delayed there. Pure:
-knows no requests, clocks or sockets.
+which saves work for all who come, is worth more than a shorter queue. Where an engine orders its queue (see
+`queue_order`), what is queued follows that order, and `a` has besides half of the requests that it delays
+there. Pure: knows no requests, clocks or sockets.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.jit import kernel_with_arrays
+from compiled.jit import kernel_with_arrays
 from router.board import prefill_tokens_per_s
-from router.queue_order import work_ahead
+from router.queue_order import queue_in_order
 
 # What a request costs on one pod, and what was known of the pod.
 PRICE = np.dtype(
@@ -50,6 +50,8 @@ class CostParameters(NamedTuple):
         elapsed_share: How much of the running prefill's elapsed time is believed to be done.
         kv_free_share: Use of the KV cache up to which nobody is preempted.
         awaiting_max: Cap on the number of requests in `a`.
+        delayed_share: How much of a request that is known to be delayed counts in `a` beside the mean, which
+            is there for some of them. Half did best or nearly so in `benchmarks.queues`.
         load_age_max_s: Older accounts of an engine's load are not believed.
     """
 
@@ -58,6 +60,7 @@ class CostParameters(NamedTuple):
     elapsed_share: float = 0.5
     kv_free_share: float = 0.9
     awaiting_max: float = 16.0
+    delayed_share: float = 0.5
     load_age_max_s: float = 5.0
 
 
@@ -173,52 +176,22 @@ def _price_queues(
     prices: NDArray[Any],
 ) -> None:
     """Writes what is queued before the request, and the weight of its own seconds."""
-    ahead_s = np.zeros(len(rows))
-    delayed = np.zeros(len(rows), np.int64)
-    _look_at_order(
-        pods, waiting, rows, seconds_per_token, request.now_s, parameters, prices, ahead_s, delayed
-    )
+    ordered_s, delayed = np.zeros(len(rows)), np.zeros(len(rows))
+    own_s, share = prices["own_prefill_s"], parameters.elapsed_share
+    queue_in_order(pods, waiting, rows, seconds_per_token, own_s, request.now_s, share, ordered_s, delayed)
     for place in range(len(rows)):
         pod, rate = pods[rows[place]], seconds_per_token[place]
-        if pod["orders_prefills"] > 0.0:
-            queued_s = ahead_s[place]
+        if pod["ordered_step_tokens"] > 0.0:
+            queued_s = ordered_s[place]
         else:
             # A prefill that takes longer than expected must not use up the others' time.
             running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
-            queued_s = pod["awaiting_tokens"] * rate - parameters.elapsed_share * max(0.0, running_s)
+            queued_s = pod["awaiting_tokens"] * rate - share * max(0.0, running_s)
         if prices[place]["load_age_s"] <= parameters.load_age_max_s:
             queued_s += pod["foreign_waiting"] * request.mean_tokens * rate
         prices[place]["queued_prefill_s"] = queued_s
-        if pod["orders_prefills"] > 0.0:
-            # Those whom it delays are known; the mean queue beside them would count them twice.
-            prices[place]["own_weight"] = 1.0 + min(float(delayed[place]), parameters.awaiting_max)
-        else:
-            prices[place]["own_weight"] = weight
-
-
-@kernel_with_arrays
-def _look_at_order(
-    pods: NDArray[Any],
-    waiting: NDArray[Any],
-    rows: NDArray[np.int64],
-    seconds_per_token: NDArray[np.float64],
-    now_s: float,
-    parameters: CostParameters,
-    prices: NDArray[Any],
-    ahead_s: NDArray[np.float64],
-    delayed: NDArray[np.int64],
-) -> None:
-    """Asks `queue_order` about the candidates that order their prefills, if any does."""
-    places = np.full(len(pods), -1)
-    any_orders = False
-    for place in range(len(rows)):
-        if pods[rows[place]]["orders_prefills"] > 0.0:
-            places[rows[place]] = place
-            any_orders = True
-    if any_orders:
-        own_s = prices["own_prefill_s"]
-        share = parameters.elapsed_share
-        work_ahead(waiting, places, seconds_per_token, own_s, now_s, share, ahead_s, delayed)
+        counted = parameters.delayed_share * min(delayed[place], parameters.awaiting_max)
+        prices[place]["own_weight"] = weight + counted
 
 
 @kernel_with_arrays

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchedPrompt
-from indexer.jit import kernel_with_arrays
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import AdapterParameters, adapter_s
@@ -303,7 +303,7 @@ def _priced_in_order(
     """
     facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
     parameters = CostParameters(
-        constants[0], constants[1], constants[2], constants[3], constants[4], constants[5]
+        constants[0], constants[1], constants[2], constants[3], constants[4], constants[5], constants[6]
     )
     prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
     most_cached_tokens = 0

@@ -63,7 +63,8 @@ class EngineLoad:
         kv_capacity_tokens: Size of the KV cache; None if not told.
         scraped_s: When it was read, on the router's monotonic clock.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        orders_prefills: Whether it announces the "aged" prefill order, see `queue_order`.
+        ordered_step_tokens: Tokens of one step of an engine that announces the "aged" prefill order, see
+            `queue_order`; 0: it does not, or does not say how many.
         lora: None if not told.
     """
 
@@ -73,7 +74,7 @@ class EngineLoad:
     kv_capacity_tokens: int | None
     scraped_s: float
     prefill_tokens_per_s: float | None = None
-    orders_prefills: bool = False
+    ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
 
 
@@ -179,7 +180,7 @@ def _load(lines: Lines, engine: _Engine, now_s: float, wanted: frozenset[Wanted]
         kv_capacity_tokens=_capacity_tokens(lines, engine, config) if Wanted.KV_CAPACITY in wanted else None,
         scraped_s=now_s,
         prefill_tokens_per_s=sum(speeds) if 0.0 < sum(speeds) <= _SPEED_MAX else None,
-        orders_prefills=any(labels.get(b"prefill_order") == b"aged" for labels in config),
+        ordered_step_tokens=_ordered_step_tokens(config),
         lora=_lora(lines, engine.lora) if engine.lora and Wanted.LORA in wanted else None,
     )
 
@@ -194,6 +195,11 @@ def _capacity_tokens(lines: Lines, engine: _Engine, config: list[dict[bytes, byt
             for labels in config
         )
     return tokens if 0 < tokens <= _CAPACITY_TOKENS_MAX else None
+
+
+def _ordered_step_tokens(config: list[dict[bytes, bytes]]) -> int:
+    orders = [labels for labels in config if labels.get(b"prefill_order") == b"aged"]
+    return sum(_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
 
 
 def _lora(lines: Lines, name: bytes) -> LoraLoad | None:

@@ -26,7 +26,7 @@ POD = st.builds(
         running=st.integers(0, 50),
         kv_usage=st.floats(0, 1),
         kv_capacity_tokens=st.none() | st.integers(1, 10**6),
-        orders_prefills=st.booleans(),
+        ordered_step_tokens=st.just(0) | st.integers(1, 10_000),
     ),
     tokens_per_s=st.floats(10, 1e6),
 )
@@ -147,7 +147,7 @@ def test_more_decoding_requests_never_make_a_pod_cheaper(
     costs = priced(tokens, *pods, now_s=now_s).part("cost_s")
     dearer_costs = priced(tokens, *worse, now_s=now_s).part("cost_s")
     for pod, cheaper, dearer in zip(pods, costs, dearer_costs, strict=True):
-        orders = pod.load is not None and pod.load.orders_prefills
+        orders = pod.load is not None and pod.load.ordered_step_tokens
         overtaken_s = len(pod.queue) * now_s / AGE_FACTOR if orders else 0.0
         assert 0.0 <= cheaper <= dearer * (1 + 1e-9) + overtaken_s < float("inf")
 

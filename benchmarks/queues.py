@@ -1,0 +1,213 @@
+"""How long first tokens take behind each way to price a queue, in virtual time.
+
+`python -m benchmarks.queues [--json] [--requests N] [--seeds N]`. The pods are the model server's own
+schedulers in its default order, whose steps take a time by their tokens instead of being computed; the
+router's board and price decide. Requests come at random times and begin with one of 20 prompts. `ttft_*_ms`
+is the mean until the first token: `ordered` with the engines' order and steps known (the default with our
+model server), `fifo` priced as for engines that tell neither, beside `least_requests` and `round_robin`, on
+the same requests and pods. Nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.report import Report
+from model_server.block_content import Announcer
+from model_server.block_copies import CpuCopies
+from model_server.block_manager import BlockManager
+from model_server.blocks import BlockPool
+from model_server.host_tier import HostTier
+from model_server.live_request import LiveRequest
+from model_server.offload import Offload
+from model_server.requests import GenerationRequest, SamplingParams
+from model_server.scheduler import Chunk, Scheduler
+from model_server.shapes import undivided
+from router.board import PodBoard
+from router.cost import CREDIT, CostParameters, RequestFacts, price
+from router.scrape import EngineLoad
+
+_BLOCK_TOKENS = 16
+_POOL_BLOCKS = 65_536
+_STEP_TOKENS = 2048
+_PROMPTS, _SHARED_TOKENS, _TOKENS_MAX = 20, 512, 30_000
+_TOKENS_PER_S, _STEP_S = 15_000.0, 0.003
+# By name: the mean and the spread of the logarithm of a request's own tokens.
+_SIZES = {"short": (5.5, 1.0), "mixed": (7.0, 1.2)}
+# Pods, and the share of their time that all prompts would take if nothing was cached.
+_LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
+_PARAMETERS = CostParameters()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: when it comes, and what it begins with."""
+
+    number: int
+    arrived_s: float
+    prompt: int
+    tokens: int
+
+
+class Pod:
+    """A scheduler whose steps end at times that are told."""
+
+    def __init__(self) -> None:
+        announcer = Announcer(undivided(1), _BLOCK_TOKENS)
+        pool = BlockPool(_POOL_BLOCKS, announcer)
+        copies = CpuCopies([torch.zeros(1, _POOL_BLOCKS, 1)], 0)
+        offload = Offload(pool, HostTier(0, announcer, pool.announce), copies)
+        manager = BlockManager(
+            pool, offload, undivided(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
+        )
+        self._scheduler = Scheduler(
+            manager, max_num_seqs=256, max_num_batched_tokens=_STEP_TOKENS, policy="aged"
+        )
+        self._step: list[Chunk] = []
+
+    def add(self, arrival: Arrival) -> None:
+        """Takes a request."""
+        shared = range(arrival.prompt * _SHARED_TOKENS, (arrival.prompt + 1) * _SHARED_TOKENS)
+        own = [10**6 + arrival.number] * (arrival.tokens - _SHARED_TOKENS)
+        request = GenerationRequest(str(arrival.number), (*shared, *own), SamplingParams(max_tokens=1))
+        live = LiveRequest(request, 0, arrived_s=arrival.arrived_s, serial=arrival.number)
+        self._scheduler.add(live)
+
+    def begin_step(self) -> float | None:
+        """The seconds that the next step takes; None: one runs, or there is nothing to do."""
+        if self._step:
+            return None
+        self._step = self._scheduler.schedule(1 / _TOKENS_PER_S)
+        tokens = sum(chunk.length for chunk in self._step)
+        return _STEP_S + tokens / _TOKENS_PER_S if tokens else None
+
+    def end_step(self) -> list[int]:
+        """The requests that have their first tokens."""
+        done = []
+        for chunk in self._step:
+            chunk.live.computed = chunk.stop
+            if chunk.samples:
+                done.append(int(chunk.live.request_id))
+                self._scheduler.remove(chunk.live)
+        self._step = []
+        return done
+
+
+class Router:
+    """The board and the price, with what was sent where as the view of the caches."""
+
+    def __init__(self, pods: int, step_tokens: int, seed: int) -> None:
+        self._names = [str(number) for number in range(pods)]
+        self._board = PodBoard()
+        self._board.declare(self._names)
+        for name in self._names:
+            load = EngineLoad(0, 0, 0.0, None, 0.0, _TOKENS_PER_S, ordered_step_tokens=step_tokens)
+            self._board.scraped(name, load)
+        self._rows = self._board.rows(self._names)
+        self._credits = np.zeros(pods, CREDIT)
+        self._sent: set[tuple[int, int]] = set()
+        self._slots: dict[int, int] = {}
+        self._random = random.Random(seed)
+
+    def pick(self, arrival: Arrival) -> int:
+        """The pod for a request, which is entered there."""
+        pods = range(len(self._names))
+        cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
+        self._credits["cached_tokens"] = cached
+        board, now_s = self._board, arrival.arrived_s
+        facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, 0.0)
+        prices = price(board.pods, board.waiting, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
+        least = prices["cost_s"].min()
+        pod = self._random.choice([pod for pod in pods if prices["cost_s"][pod] == least])
+        self._sent.add((pod, arrival.prompt))
+        uncached_tokens = arrival.tokens - cached[pod]
+        self._slots[arrival.number] = board.begin(self._names[pod], uncached_tokens, now_s)
+        return pod
+
+    def first_token(self, number: int, now_s: float) -> None:
+        """A request is prefilled."""
+        self._board.end_prefill(self._slots.pop(number), now_s)
+
+
+def run(arrivals: Sequence[Arrival], pods: int, policy: str, seed: int) -> list[float]:
+    """Seconds until the first token of each request."""
+    engines = [Pod() for _ in range(pods)]
+    # At the price of engines that tell no order, and unused where the policy does not price.
+    router = Router(pods, _STEP_TOKENS if policy == "ordered" else 0, seed)
+    sent = [0] * pods
+    pick: dict[str, Callable[[Arrival], int]] = {
+        "ordered": router.pick,
+        "fifo": router.pick,
+        "least_requests": lambda _: sent.index(min(sent)),
+        "round_robin": lambda arrival: arrival.number % pods,
+    }
+    prices = policy in ("ordered", "fifo")
+    ttft_s = [0.0] * len(arrivals)
+    # (when, whose step is over or -1, which request comes)
+    events = [(arrival.arrived_s, -1, arrival.number) for arrival in arrivals]
+    while events:
+        now_s, pod, number = heapq.heappop(events)
+        if pod < 0:
+            pod = pick[policy](arrivals[number])
+            sent[pod] += 1
+            engines[pod].add(arrivals[number])
+        else:
+            for done in engines[pod].end_step():
+                ttft_s[done] = now_s - arrivals[done].arrived_s
+                sent[pod] -= 1
+                if prices:
+                    router.first_token(done, now_s)
+        step_s = engines[pod].begin_step()
+        if step_s is not None:
+            heapq.heappush(events, (now_s + step_s, pod, 0))
+    return ttft_s
+
+
+def arrivals(count: int, pods: int, load: float, size: str, seed: int) -> list[Arrival]:
+    """Requests at random times and of random lengths."""
+    chance = random.Random(seed)
+    mean, spread = _SIZES[size]
+    per_s = load * pods * _TOKENS_PER_S / math.exp(mean + spread**2 / 2)
+    found, now_s = [], 0.0
+    for number in range(count):
+        now_s += chance.expovariate(per_s)
+        own_tokens = int(min(_TOKENS_MAX, max(16, chance.lognormvariate(mean, spread))))
+        found.append(Arrival(number, now_s, chance.randrange(_PROMPTS), _SHARED_TOKENS + own_tokens))
+    return found
+
+
+def main() -> int:
+    """Simulates and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--requests", type=int, default=700)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    report = Report(as_json=options.json)
+    for pods, load in _LOADS:
+        for size in _SIZES:
+            for policy in ("ordered", "fifo", "least_requests", "round_robin"):
+                rounds = [
+                    run(arrivals(options.requests, pods, load, size, seed), pods, policy, seed)
+                    for seed in range(options.seeds)
+                ]
+                means_ms = [1000 * statistics.fmean(one) for one in rounds]
+                p99_ms = statistics.fmean(1000 * sorted(one)[len(one) * 99 // 100] for one in rounds)
+                name = f"ttft_{size}_{pods}_pods_{load:.0%}_{policy}_ms".replace("%", "")
+                setting = {"pods": pods, "load": load, "p99_ms": round(p99_ms, 1)}
+                report.figure(name, "ms", means_ms, **setting)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
