@@ -7,32 +7,41 @@ is around it is JSON if and only if the whole is. Knows no API beyond that; rais
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from xxhash import xxh3_128
 
-from tokenization.conversations import last_message_end
+from tokenization.message_ends import (
+    NEW_MESSAGES,
+    MessagesEnd,
+    guessed_end,
+    last_message_end,
+    message_ends,
+    messages_digest,
+)
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Shorter ones are read as fast as they are looked up.
-_LONG_BYTES = 128 << 10
-_LIST = re.compile(rb'"messages"[ \t\r\n]*:[ \t\r\n]*\[')
-# How a message begins in nearly every client's JSON.
-_MESSAGE = b'{"role"'
-# New messages that are looked behind: two turns, or a tool's call and result between.
-_NEW_MESSAGES = 4
+_LONG_BYTES = 16 << 10
+_NAME = b'"messages"'
+_SPACE = b" \t\r\n"
+# Most bytes between the name and the list.
+_SPACE_MAX = 64
 _KNOWN_MAX = 40_000
 
 
-class _Beginning(NamedTuple):
-    """Where messages may end, and the digest of all up to there."""
+class ReadChat(NamedTuple):
+    """A body that was read.
 
-    end: int
-    hasher: Any
+    Attributes:
+        fields: Its fields; `messages` as msgspec.Raw, which is a view of it.
+        ends: Of these messages, the longest first; none where they were not looked for.
+    """
+
+    fields: dict[str, Any]
+    ends: Sequence[MessagesEnd] = ()
 
 
 class ChatFields:
@@ -48,69 +57,67 @@ class ChatFields:
         self._long_bytes = long_bytes
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
-        # Unknown to clients: no body holds the one, none is made to have another's digest.
-        self._mark = b'"%b"' % secrets.token_hex(16).encode()
-        self._seed = secrets.randbits(64)
+        # Unknown to clients: no body holds it.
+        self._mark = b'["%b"' % secrets.token_hex(16).encode()
 
-    def read(self, body: bytes | bytearray) -> dict[str, Any]:
-        """The fields of a body; `messages` as msgspec.Raw, which is a view of it.
+    def read(self, body: bytes | bytearray) -> ReadChat:
+        """Reads a body.
 
         Raises:
             msgspec.DecodeError, RecursionError: It is no JSON object.
         """
-        fields = self._long(body) if len(body) >= self._long_bytes else None
-        if fields is None:
-            fields = _RAW_FIELDS.decode(body)
+        chat = self._long(body) if len(body) >= self._long_bytes else None
+        if chat is None:
+            chat = ReadChat(_RAW_FIELDS.decode(body))
+        fields = chat.fields
         for name, value in fields.items():
             if name != "messages":
                 fields[name] = msgspec.json.decode(value)
-        return fields
+        return chat
 
-    def _long(self, body: bytes | bytearray) -> dict[str, Any] | None:
+    def _long(self, body: bytes | bytearray) -> ReadChat | None:
         """Reads what is behind the longest known beginning of the messages; None: all has to be read."""
-        found = _LIST.search(body)
-        if found is None:
+        name = body.find(_NAME)
+        colon = name + len(_NAME)
+        start = body.find(b"[", colon, colon + _SPACE_MAX)
+        if name < 0 or start < 0 or body[colon:start].strip(_SPACE) != b":":
             return None
-        start, view = found.end() - 1, memoryview(body)
-        for beginning in self._beginnings(body, start):
-            if self._knows(beginning.hasher.digest()):
-                fields = self._behind(view, start, beginning)
-                if fields is not None:
-                    return fields
+        guess = guessed_end(body, start)
+        for new_messages in NEW_MESSAGES:
+            ends = message_ends(body, start, guess, new_messages)
+            for known in ends:
+                if self._knows(known.digest):
+                    return self._behind(body, start, known, ends)
         fields = _RAW_FIELDS.decode(body)
         messages = memoryview(fields.get("messages", b""))
         end = last_message_end(messages)
         if end is not None and messages[0] == ord("["):
-            self._remember(xxh3_128(messages[:end], self._seed).digest())
-        return fields
+            self._remember(messages_digest(messages[:end]))
+        return ReadChat(fields)
 
-    def _beginnings(self, body: bytes | bytearray, start: int) -> Sequence[_Beginning]:
-        """Where messages may end, the longest first."""
-        view, hasher, beginnings = memoryview(body), xxh3_128(seed=self._seed), []
-        at = start
-        for end in reversed(_ends(body, start)):
-            hasher.update(view[at:end])
-            beginnings.append(_Beginning(end, hasher.copy()))
-            at = end
-        return beginnings[::-1]
-
-    def _behind(self, view: memoryview, start: int, known: _Beginning) -> dict[str, Any] | None:
+    def _behind(
+        self, body: bytes | bytearray, start: int, known: MessagesEnd, ends: Sequence[MessagesEnd]
+    ) -> ReadChat | None:
         """Reads a body with the mark in the place of known messages; None where they are not the body's."""
-        opened = b"[" + self._mark
+        view, mark = memoryview(body), self._mark
+        rest = start + known.size_bytes
         try:
-            fields: dict[str, Any] = _RAW_FIELDS.decode(b"".join((view[:start], opened, view[known.end :])))
+            fields: dict[str, Any] = _RAW_FIELDS.decode(b"".join((view[:start], mark, view[rest:])))
         except (ValueError, RecursionError):
             return None  # what is wrong is said of the whole
         messages = memoryview(fields.get("messages", b""))
-        if messages[: len(opened)] != opened:
+        if messages[: len(mark)] != mark:
             return None
-        whole = view[start : known.end + len(messages) - len(opened)]
+        whole = view[start : rest + len(messages) - len(mark)]
         fields["messages"] = msgspec.Raw(whole)
         end = last_message_end(whole)
-        if end is not None and start + end > known.end:
-            known.hasher.update(whole[known.end - start : end])
-            self._remember(known.hasher.digest())
-        return fields
+        if end is None:
+            return ReadChat(fields)
+        if end != ends[0].size_bytes:
+            ends = message_ends(body, start, start + end, NEW_MESSAGES[0])
+        if end > known.size_bytes:
+            self._remember(ends[0].digest)
+        return ReadChat(fields, ends)
 
     def _knows(self, digest: bytes) -> bool:
         if digest in self._young:
@@ -124,16 +131,3 @@ class ChatFields:
         if len(self._young) >= self._half:
             self._old, self._young = self._young, set()
         self._young.add(digest)
-
-
-def _ends(body: bytes | bytearray, start: int) -> Sequence[int]:
-    """Where messages seem to end, the last first: of all, and of all but so many."""
-    last = body.rfind(_MESSAGE, start)
-    if last < 0:
-        return ()
-    closed = body.find(b"}]", last) + 1
-    ends = [closed] if closed else []
-    while last >= 0 and len(ends) <= _NEW_MESSAGES and (end := body.rfind(b"}", start, last) + 1):
-        ends.append(end)
-        last = body.rfind(_MESSAGE, start, end)
-    return ends

@@ -82,7 +82,7 @@ class Begun:
     def __init__(self, prompts: Sequence[PendingPrompt], *, media: bool = False) -> None:
         self._prompts = prompts
         self._media = media
-        self.missing_chars = sum(prompt.missing_chars for prompt in prompts)
+        self.missing_chars = sum([prompt.missing_chars for prompt in prompts])
 
     def tokens(self) -> PromptTokens:
         """Encodes what is missing.
@@ -90,7 +90,7 @@ class Begun:
         Raises:
             PromptError: The prompt is not what the API allows.
         """
-        tokens = known(tuple(prompt.ids() for prompt in self._prompts))
+        tokens = known(tuple([prompt.ids() for prompt in self._prompts]))
         if not self._media:
             return tokens
         return PromptTokens(tokens.prompts, tokens.total + _MEDIA_TOKENS, partial=MEDIA)
@@ -105,7 +105,7 @@ def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimit
     if request.kind is RequestKind.COMPLETIONS:
         return Begun(begin_completions(request.body, tokenizer, limits))
     try:
-        return Begun([begin_chat(request.body, tokenizer, limits)])
+        return Begun([begin_chat(request.body, tokenizer, limits, request.message_ends)])
     except MediaPromptError:
         return Begun([chat_prefix(request.body, tokenizer)], media=True)
 

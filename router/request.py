@@ -6,15 +6,17 @@ tokens or pods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from router.chat_fields import ChatFields
+from router.chat_fields import ChatFields, ReadChat
 from router.errors import RequestError
+from tokenization.message_ends import MessagesEnd
 
 _CHAT_FIELDS = ChatFields()
 
@@ -43,6 +45,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
         headers: By lower-case name; objective, session and trace context are read from them.
         abandoned: Whether the client is gone; None: nobody can tell.
         client_model: As the client named the model, where it was rewritten; "" where it named none.
+        message_ends: Of `messages` that are JSON text, the longest first; none where not looked for.
     """
 
     request_id: str
@@ -55,6 +58,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None
     abandoned: Callable[[], bool] | None = None
+    message_ends: Sequence[MessagesEnd] = ()
 
 
 def http_request(
@@ -76,8 +80,10 @@ def http_request(
     kind = request_kind(path)
     if kind is RequestKind.PASSTHROUGH:
         return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
-    fields = _chat_fields(body) if kind is RequestKind.CHAT else _json_object(body)
-    return api_request(request_id, kind, fields, len(body), candidates, headers)
+    if kind is RequestKind.CHAT:
+        chat = _read_chat(body)
+        return api_request(request_id, kind, chat.fields, len(body), candidates, headers, chat.ends)
+    return api_request(request_id, kind, _json_object(body), len(body), candidates, headers)
 
 
 def api_request(
@@ -87,6 +93,7 @@ def api_request(
     body_bytes: int,
     candidates: frozenset[str] | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
+    message_ends: Sequence[MessagesEnd] = (),
 ) -> RouteRequest:
     """Checks the decoded body of a known API.
 
@@ -102,9 +109,11 @@ def api_request(
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise RequestError(400, "stream must be true or false", "stream")
-    return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
+    asked = (request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
+    return RouteRequest(*asked, message_ends=message_ends)
 
 
+@lru_cache(maxsize=16)
 def request_kind(path: str) -> RequestKind:
     """The API that a path speaks, by its longest known suffix."""
     plain = path.partition("?")[0].rstrip("/")
@@ -124,15 +133,14 @@ def too_large(limit_bytes: int) -> RequestError:
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
 
 
-def _chat_fields(body: bytes | bytearray) -> Mapping[str, Any]:
+def _read_chat(body: bytes | bytearray) -> ReadChat:
     """As `_json_object`, with the messages left as text: most are known to whoever tokenizes them."""
     try:
-        fields = _CHAT_FIELDS.read(body)
+        return _CHAT_FIELDS.read(body)
     except msgspec.ValidationError as error:
         raise RequestError(400, "the request body must be a JSON object") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the request body is not valid JSON: {error}") from error
-    return fields
 
 
 def _json_object(body: bytes | bytearray) -> Mapping[str, Any]:

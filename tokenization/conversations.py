@@ -1,67 +1,58 @@
 """Conversations that go on: a request's messages as JSON text in, the ids of what is known of them out.
 
-Whoever goes on with a conversation sends the very bytes of the last request again, and new messages behind
-them. So what was decoded, rendered and encoded before is found by its bytes, and costs a comparison. For
-templates that show each message on its own, see `turn_form`; what is not surely the same is left to others.
+What was decoded, rendered and encoded before is found by its digest, see `message_ends`, and costs no more
+than that. For templates that show each message on its own, see `turn_form`; what is not surely the same is
+left to others.
 """
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
-from xxhash import xxh3_128
 
 from tokenization.chat_messages import chat_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
+from tokenization.message_ends import NEW_MESSAGES, MessagesEnd, last_message_end, message_ends
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding, SegmentEncoder
 from tokenization.turn_form import FIRST
 from tokenization.turns import Later, options_key
 
-# How a message begins in nearly every client's JSON; another spelling is found only where nothing is new.
-_MESSAGE = b'{"role"'
-# New messages that are looked behind: an answer and a question, and if that fails, calls of tools and theirs.
-_NEW_MESSAGES = (2, 8)
 _SPACE = b" \t\r\n"
-# Of a list of messages, behind the last one's end and with it.
-_END_BYTES_MAX = 64
 _ENTRY_BYTES = 1200
 
 _Key: TypeAlias = tuple[object, bytes]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
+class Beginning(msgspec.Struct, frozen=True, eq=False):
     """Messages that a conversation begins with.
 
     Attributes:
-        raw: Their JSON, from the list's opening bracket to the end of the last one.
         ids: Ids of what they show, as far as these are the same whatever follows.
         chars: How many characters these stand for.
         rest: What they show behind these.
         proof: What has to follow these characters, for their ids to be what they are.
         shown: How later messages are shown.
+        is_cut: Whether a text may be cut where what stands behind the messages begins.
     """
 
-    raw: bytes
     ids: TokenIds
     chars: int
     rest: str
     proof: str
     shown: Later
+    is_cut: bool
 
     @property
     def size_bytes(self) -> int:
         """Memory in use."""
-        texts = self.raw, self.rest, self.shown.variables[FIRST]["content"]
+        texts = self.rest, self.shown.variables[FIRST]["content"]
         return sum(map(sys.getsizeof, texts)) + self.ids.nbytes + _ENTRY_BYTES
 
 
@@ -80,16 +71,17 @@ class Conversations:
         self.template = template
         self.segments = segments
         self._capacity_bytes = capacity_bytes
-        # Unknown to clients, who could else have their conversations take each other's places.
-        self._seed = secrets.randbits(64)
         self._beginnings: OrderedDict[_Key, Beginning] = OrderedDict()
         self._lock = threading.Lock()
 
-    def open(self, messages: msgspec.Raw, options: Mapping[str, Any]) -> Conversation | None:
+    def open(
+        self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
+    ) -> Conversation | None:
         """A request's conversation; None where its messages may be shown otherwise than one by one.
 
         Args:
             options: As for `ChatTemplate.render`.
+            ends: Of the messages, the longest first; none where they are not known.
         """
         if not self.template.has_turns or options["tools"] is not None or options["documents"] is not None:
             return None
@@ -97,22 +89,30 @@ class Conversations:
             return None
         kwargs, generates = options["template_kwargs"], options["add_generation_prompt"]
         given, view = options_key(kwargs), memoryview(messages)
-        end = last_message_end(view)
+        end = ends[0].size_bytes if ends else last_message_end(view)
         if given is None or end is None:
             return None
-        return Conversation(self, bytes(view[:end]), (generates, given), options)
+        return Conversation(self, view[:end], ends, (generates, given), options)
 
-    def find(self, raw: bytes, given: object) -> tuple[Beginning | None, bytes]:
-        """The longest known beginning of a list of messages, and the digest of all of it."""
-        digests: Sequence[bytes] = ()
-        for new_messages in _NEW_MESSAGES:
-            digests = self._digests(raw, _ends(raw, new_messages))
-            for digest in digests:
-                beginning = self._beginnings.get((given, digest))
-                if beginning is not None and raw.startswith(beginning.raw):
-                    self._use((given, digest))
-                    return beginning, digests[0]
-        return None, digests[0]
+    def find(
+        self, messages: memoryview, ends: Sequence[MessagesEnd], given: object
+    ) -> tuple[Beginning | None, MessagesEnd, bytes]:
+        """The longest known beginning of a list of messages, its end, and the digest of all of it.
+
+        Args:
+            messages: From the opening bracket to the last one's end.
+            ends: Those that are known already.
+        """
+        for new_messages in NEW_MESSAGES:
+            if len(ends) <= new_messages:
+                text = bytes(messages)
+                ends = message_ends(text, 0, len(text), new_messages)
+            for end in ends:
+                beginning = self._beginnings.get((given, end.digest))
+                if beginning is not None:
+                    self._use((given, end.digest))
+                    return beginning, end, ends[0].digest
+        return None, ends[0], ends[0].digest
 
     def put(self, beginning: Beginning, digest: bytes, given: object) -> None:
         """Remembers a beginning by its digest."""
@@ -130,15 +130,6 @@ class Conversations:
             if key in self._beginnings:
                 self._beginnings.move_to_end(key)
 
-    def _digests(self, raw: bytes, ends: Sequence[int]) -> Sequence[bytes]:
-        """The digest of all up to each of these ends, which come last first."""
-        hasher, start, found, view = xxh3_128(seed=self._seed), 0, [], memoryview(raw)
-        for end in reversed(ends):
-            hasher.update(view[start:end])
-            found.append(hasher.digest())
-            start = end
-        return found[::-1]
-
 
 class Conversation:
     """One request's messages.
@@ -147,52 +138,67 @@ class Conversation:
         chars: How many characters they show; known behind `begin`.
     """
 
-    __slots__ = ("_conversations", "_digest", "_given", "_known", "_options", "_raw", "chars")
+    __slots__ = (
+        *("_conversations", "_digest", "_ends", "_given", "_known", "_known_bytes", "_messages", "_options"),
+        "chars",
+    )
 
     def __init__(
-        self, conversations: Conversations, raw: bytes, given: object, options: Mapping[str, Any]
+        self,
+        conversations: Conversations,
+        messages: memoryview,
+        ends: Sequence[MessagesEnd],
+        given: object,
+        options: Mapping[str, Any],
     ) -> None:
         self.chars = 0
         self._conversations = conversations
-        self._raw = raw
+        self._messages = messages
+        self._ends = ends
         self._given = given
         self._options = options
         self._known: Beginning | None = None
+        self._known_bytes = 0
         self._digest = b""
 
     def begin(self, *, add_special_tokens: bool) -> Encoding | None:
         """Begins to encode it behind its longest known beginning; None where the whole has to be encoded."""
-        beginning, self._digest = self._conversations.find(self._raw, self._given)
-        later = _messages_behind(self._raw, beginning) if beginning is not None else None
+        conversations, messages = self._conversations, self._messages
+        beginning, end, self._digest = conversations.find(messages, self._ends, self._given)
+        later = _messages_behind(messages, end.size_bytes) if beginning is not None else None
         if beginning is None or later is None:
             return None
-        shown = self._conversations.template.render_later(later, beginning.shown) if later else ""
+        shown = conversations.template.render_later(later, beginning.shown) if later else ""
         if shown is None:
             return None
-        text = f"{beginning.rest}{shown}{beginning.shown.behind}"
-        if not text.startswith(beginning.proof):
+        text, closing = beginning.rest + shown, beginning.shown.behind
+        if not (text + closing).startswith(beginning.proof):
             return None
-        self._known = beginning
-        self.chars = beginning.chars + len(text)
-        segments = self._conversations.segments
-        return segments.begin_behind(beginning.ids, text, add_special_tokens=add_special_tokens)
+        self._known, self._known_bytes = beginning, end.size_bytes
+        self.chars = beginning.chars + len(text) + len(closing)
+        if not beginning.is_cut:
+            text, closing = text + closing, ""
+        segments = conversations.segments
+        return segments.begin_behind(beginning.ids, text, closing, add_special_tokens=add_special_tokens)
 
-    def remember(self, encoding: Encoding, first: Mapping[str, Any] | None) -> None:
+    def remember(self, encoding: Encoding, first: Mapping[str, Any] | None = None) -> None:
         """Remembers the messages when they are encoded; after `begin`.
 
         Args:
             encoding: Of the whole, or what `begin` answered.
             first: The first message; None: `begin` knew it.
         """
-        raw, known = self._raw, self._known
+        known = self._known
         if known is not None:
-            if len(raw) == len(known.raw):
+            if self._known_bytes == len(self._messages):
                 return
             shown: Later | None = known.shown
+            is_cut = known.is_cut
         elif first is not None:
             kwargs, generates = self._options["template_kwargs"], self._options["add_generation_prompt"]
             template = self._conversations.template
             shown = template.later(first, add_generation_prompt=generates, template_kwargs=kwargs)
+            is_cut = shown is not None and self._conversations.segments.is_cut_before(shown.behind)
         if shown is None or not encoding.text.endswith(shown.behind):
             return
         turns_end = len(encoding.text) - len(shown.behind)
@@ -201,32 +207,13 @@ class Conversation:
             chars, ids, proof = found
             rest = encoding.text[chars:turns_end]
             chars += known.chars if known is not None else 0
-            beginning = Beginning(raw, ids, chars, rest, proof, shown)
+            beginning = Beginning(ids, chars, rest, proof, shown, is_cut)
             self._conversations.put(beginning, self._digest, self._given)
 
 
-def last_message_end(messages: memoryview) -> int | None:
-    """Where the last one of a list of messages ends; None where that cannot be seen at once."""
-    tail = bytes(messages[-_END_BYTES_MAX:])
-    end = tail.rfind(b"}") + 1
-    if not end or tail[end:].strip(_SPACE) != b"]":
-        return None
-    return len(messages) - len(tail) + end
-
-
-def _ends(raw: bytes, new_messages: int) -> Sequence[int]:
-    """Where messages seem to end, the last first: of all, and of all but so many."""
-    ends: list[int] = []
-    at = len(raw)
-    while at >= 0 and len(ends) <= new_messages and (end := raw.rfind(b"}", 0, at) + 1):
-        ends.append(end)
-        at = raw.rfind(_MESSAGE, 0, end)
-    return ends
-
-
-def _messages_behind(raw: bytes, beginning: Beginning) -> Sequence[Mapping[str, Any]] | None:
+def _messages_behind(messages: memoryview, end: int) -> Sequence[Mapping[str, Any]] | None:
     """The messages behind a beginning; None where they are no messages, or not next to it."""
-    rest = raw[len(beginning.raw) :].lstrip(_SPACE)
+    rest = bytes(messages[end:]).lstrip(_SPACE)
     if not rest:
         return ()
     if not rest.startswith(b","):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from tokenization.chat_messages import chat_messages, chat_tools, decoded
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
+from tokenization.message_ends import MessagesEnd
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding
 from tokenization.tokenizer import PromptTokenizer
@@ -77,6 +78,8 @@ class PendingPrompt:
                 self._encoded(source)
         else:
             ids = source
+        if self._truncation is WHOLE:
+            return ids
         return self._truncation.apply(ids, *self._affix_tokens)
 
 
@@ -106,8 +109,16 @@ def begin_completions(
     return [PendingPrompt(_checked_ids(ids, tokenizer), truncation) for ids in lists]
 
 
-def begin_chat(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS) -> PendingPrompt:
+def begin_chat(
+    body: Body,
+    tokenizer: PromptTokenizer,
+    limits: PromptLimits = NO_LIMITS,
+    message_ends: Sequence[MessagesEnd] = (),
+) -> PendingPrompt:
     """The prompt of a /v1/chat/completions body; `messages` may be JSON text still, which is cheapest.
+
+    Args:
+        message_ends: Of this text, the longest first; none where they are not known.
 
     Raises:
         PromptError: `messages` or a template option has the wrong type, or the template refuses the messages.
@@ -121,11 +132,10 @@ def begin_chat(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO
     remember: Callable[[Encoding], None] | None = None
     messages, conversation = body.get("messages"), None
     if isinstance(messages, msgspec.Raw):
-        conversation = tokenizer.conversation(messages, options)
+        conversation = tokenizer.conversation(messages, options, message_ends)
         if conversation is not None and (encoding := conversation.begin(add_special_tokens=special)):
             _check_length(conversation.chars, "messages", truncation, limits)
-            remember = partial(conversation.remember, first=None)
-            return _pending(encoding, tokenizer, special, truncation, remember)
+            return _pending(encoding, tokenizer, special, truncation, conversation.remember)
     known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer))
     text = tokenizer.render_chat(known, **options)
     _check_length(len(text), "messages", truncation, limits)

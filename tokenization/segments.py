@@ -86,9 +86,23 @@ class SegmentEncoder:
         remembers = len(pieces) > 1
         return self._begun(text, known, pieces, add_special_tokens, remembers=remembers)
 
-    def begin_behind(self, known: TokenIds, text: str, *, add_special_tokens: bool = False) -> Encoding:
-        """The same for what follows a beginning whose ids are known, see `Encoding.beginning`."""
-        return self._begun(text, known, self._pieces(text), add_special_tokens, remembers=False)
+    def begin_behind(
+        self, known: TokenIds, text: str, closing: str = "", *, add_special_tokens: bool = False
+    ) -> Encoding:
+        """The same for what follows a beginning whose ids are known, see `Encoding.beginning`.
+
+        Args:
+            closing: What stands behind the text and begins with a special token, see `is_cut_before`.
+        """
+        if closing and len(text) <= self._chunk_chars:
+            pieces = [text, closing] if text else [closing]
+        else:
+            pieces = self._pieces(text + closing)
+        return self._begun(text + closing, known, pieces, add_special_tokens, remembers=False)
+
+    def is_cut_before(self, text: str) -> bool:
+        """Whether any text may be cut where this one begins in it: in front of a special token."""
+        return any(finder.match(text) for finder in self._finders)
 
     def closed_prefix(self, text: str) -> str:
         """The part of `text` whose ids are the same whatever follows: up to its last special token."""
@@ -102,18 +116,24 @@ class SegmentEncoder:
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[TokenIds]:
         """Encodes pieces, except those that have become known meanwhile, and remembers them."""
+        if len(pieces) == 1 and len(pieces[0]) <= self._chunk_chars:
+            # To look for it again would cost more than it may save.
+            return self._encode_new(pieces)
         done: dict[str, TokenIds] = {}
         for batch in _batches(dict.fromkeys(pieces)):
             with self._lock:
                 known = {piece: self._memory.get(piece) for piece in batch}
             unknown = [piece for piece, ids in known.items() if ids is None]
-            encodings = encode_together(self._tokenizer, unknown)
-            fresh = {piece: _array(encoding.ids) for piece, encoding in zip(unknown, encodings, strict=True)}
-            with self._lock:
-                for piece, ids in fresh.items():
-                    self._memory.put(piece, ids)
-            done |= {piece: ids for piece, ids in known.items() if ids is not None} | fresh
+            fresh = zip(unknown, self._encode_new(unknown), strict=True)
+            done |= {piece: ids for piece, ids in known.items() if ids is not None} | dict(fresh)
         return [done[piece] for piece in pieces]
+
+    def _encode_new(self, pieces: Sequence[str]) -> list[TokenIds]:
+        arrays = [_array(encoding.ids) for encoding in encode_together(self._tokenizer, pieces)]
+        with self._lock:
+            for piece, ids in zip(pieces, arrays, strict=True):
+                self._memory.put(piece, ids)
+        return arrays
 
     def _begun(
         self, text: str, known: TokenIds | None, pieces: list[str], special: bool, *, remembers: bool
@@ -277,7 +297,7 @@ def _array(ids: list[int]) -> TokenIds:
 def _joined(arrays: Sequence[TokenIds]) -> TokenIds:
     # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy. And writable:
     # kernels are compiled anew for arrays that are not.
-    return np.frombuffer(bytearray().join([array.data for array in arrays]), np.uint32)
+    return np.frombuffer(bytearray().join(arrays), np.uint32)  # type: ignore[arg-type]  # they are buffers
 
 
 def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+from tokenization.message_ends import MessagesEnd
 from tokenization.own_texts import OwnTexts, own_texts
 from tokenization.segments import Encoding, SegmentEncoder
 
@@ -100,13 +101,16 @@ class PromptTokenizer:
         """
         return self._segments.begin(text, add_special_tokens=add_special_tokens)
 
-    def conversation(self, messages: msgspec.Raw, options: Mapping[str, Any]) -> Conversation | None:
+    def conversation(
+        self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
+    ) -> Conversation | None:
         """Messages as JSON text, whose beginning may be known; None where only `render_chat` can tell.
 
         Args:
             options: The arguments of `render_chat`, all of them.
+            ends: Of the messages, the longest first; none where they are not known.
         """
-        return None if self._conversations is None else self._conversations.open(messages, options)
+        return None if self._conversations is None else self._conversations.open(messages, options, ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text at once; arguments as for `begin`."""

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.chat_fields import ChatFields
+from router.chat_fields import ChatFields, ReadChat
+from tokenization.message_ends import last_message_end, messages_digest
 
 DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -18,7 +19,7 @@ DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def outcome(body: bytes, fields: ChatFields | None) -> object:
     """What is read, or what is said instead; None: of the whole body, at once."""
     try:
-        read = DECODER.decode(body) if fields is None else fields.read(body)
+        read = DECODER.decode(body) if fields is None else checked(fields.read(body))
     except (ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     if fields is not None:
@@ -28,6 +29,17 @@ def outcome(body: bytes, fields: ChatFields | None) -> object:
     except (ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return {name: bytes(value) if name == "messages" else others[name] for name, value in read.items()}
+
+
+def checked(chat: ReadChat) -> dict[str, Any]:
+    """The fields, if the messages end where they are said to."""
+    if chat.ends:
+        messages = memoryview(chat.fields["messages"])
+        assert chat.ends[0].size_bytes == last_message_end(messages)
+        sizes = [end.size_bytes for end in chat.ends]
+        assert [end.digest for end in chat.ends] == [messages_digest(messages[:size]) for size in sizes]
+        assert sizes == sorted(set(sizes), reverse=True)
+    return chat.fields
 
 
 texts = st.sampled_from(["", "a", '"}]', '{"role"', '"messages":[', "é😀", "[]{}", "word " * 20])
@@ -103,7 +115,7 @@ def talk(turns: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("spaces", [True, False])
-@pytest.mark.parametrize("new", [0, 1, 2, 4])
+@pytest.mark.parametrize("new", [0, 1, 2, 4, 8])
 def test_only_what_is_new_is_read(
     is_first: bool, spaces: bool, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tests.unit.test_chat_turns import CHATML, FRAMED, TINY, TOKENS, VARYING
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer
 from tokenization.chat_template import ChatTemplate
+from tokenization.message_ends import MessagesEnd, last_message_end, message_ends
 from tokenization.openai_prompts import begin_chat
 
 BY_FIRST = """\
@@ -79,10 +81,18 @@ def raw(messages: list[dict[str, Any]], spaces: bool = True) -> msgspec.Raw:
     return msgspec.Raw(json.dumps(messages, separators=None if spaces else (",", ":")).encode())
 
 
-def outcome(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[int] | str:
+def ends_of(messages: msgspec.Raw, new_messages: int) -> Sequence[MessagesEnd]:
+    """Where messages end, as who has read the body knows it."""
+    end = last_message_end(memoryview(messages))
+    return () if end is None else message_ends(bytes(messages), 0, end, new_messages)
+
+
+def outcome(
+    body: dict[str, Any], tokenizer: PromptTokenizer, ends: Sequence[MessagesEnd] = ()
+) -> list[int] | str:
     """A prompt's ids, or what is said instead."""
     try:
-        return begin_chat(body, tokenizer).ids().tolist()  # type: ignore[no-any-return]
+        return begin_chat(body, tokenizer, message_ends=ends).ids().tolist()  # type: ignore[no-any-return]
     except PromptError as error:
         return str(error)
 
@@ -90,16 +100,26 @@ def outcome(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[int] | str
 @pytest.mark.parametrize("name", SOURCES)
 @settings(deadline=None, max_examples=120)
 @given(
-    messages=messages_lists, turns=st.lists(st.integers(1, 7), max_size=4), body=bodies, spaces=st.booleans()
+    messages=messages_lists,
+    turns=st.lists(st.integers(1, 7), max_size=4),
+    body=bodies,
+    spaces=st.booleans(),
+    looked_behind=st.none() | st.integers(0, 8),
 )
 def test_whatever_was_remembered_the_ids_are_those_of_the_whole(
-    name: str, messages: list[dict[str, Any]], turns: list[int], body: dict[str, Any], spaces: bool
+    name: str,
+    messages: list[dict[str, Any]],
+    turns: list[int],
+    body: dict[str, Any],
+    spaces: bool,
+    looked_behind: int | None,
 ) -> None:
     """A conversation sent turn by turn as JSON has the ids, or the error, of the same one sent decoded."""
     for turn in (*turns, len(messages)):
         sent = messages[:turn]
         expected = outcome({**body, "messages": sent}, DECODED[name])
-        assert outcome({**body, "messages": raw(sent, spaces)}, REMEMBERING[name]) == expected
+        ends = () if looked_behind is None else ends_of(raw(sent, spaces), looked_behind)
+        assert outcome({**body, "messages": raw(sent, spaces)}, REMEMBERING[name], ends) == expected
 
 
 @pytest.mark.parametrize("name", ["tiny", "chatml", "by_first"])
@@ -165,7 +185,8 @@ def test_memory_is_bounded() -> None:
         messages = [message("user", f"{number} {LONG}"), *CONVERSATION]
         begin_chat({"messages": raw(messages)}, tokenizer).ids()
         assert 0 < memory.used_bytes <= 50_000
-        assert memory.find(bytes(raw(messages))[:-1], (True, ())) is not None
+        found, _, _ = memory.find(memoryview(bytes(raw(messages))[:-1]), (), (True, ()))
+        assert found is not None
     kept = sum(beginning.size_bytes for beginning in memory._beginnings.values())
     assert kept == memory.used_bytes
 

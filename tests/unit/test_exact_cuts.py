@@ -67,6 +67,32 @@ def test_parts_have_the_whole_texts_ids(name: str) -> None:
     parts_join()
 
 
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_what_goes_on_behind_a_known_beginning_has_the_whole_texts_ids(name: str) -> None:
+    """Between two special tokens a text is encoded as one piece, with the ids of the whole."""
+    tokenizer = TOKENIZERS[name]()
+    special = "<|im_start|>" if name == "tiny" else "[INST]"
+    encoder = SegmentEncoder(tokenizer, 1 << 22)
+    assert encoder.is_cut_before(special)
+    assert not encoder.is_cut_before(f" {special}")
+
+    @given(texts, texts, texts)
+    @settings(max_examples=100, deadline=None)
+    def parts_join(beginning: str, text: str, closing: str) -> None:
+        text, closing = special + text, special + closing
+        known = encoder.begin(beginning).ids()
+        encoding = encoder.begin_behind(known, text, closing)
+        whole = tokenizer.encode(beginning + text + closing, add_special_tokens=False).ids
+        assert encoding.ids().tolist() == whole
+        found = encoding.beginning(len(text))
+        assert found is not None
+        chars, ids, _ = found
+        assert chars == len(text)
+        assert ids.tolist() == tokenizer.encode(beginning + text, add_special_tokens=False).ids
+
+    parts_join()
+
+
 @pytest.mark.parametrize("name", CUT)
 def test_a_long_document_is_cut(name: str) -> None:
     """In running text there is a place to cut near every length; without it this file would prove nothing."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.errors import ConfigError, RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
-from router.request import RequestKind, RouteRequest
+from router.request import RequestKind, RouteRequest, http_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, TOKENIZER, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer
@@ -57,6 +58,8 @@ class SlowEncoding(Encoding):
         return ids
 
 
+# Is never given messages as JSON text, so that it renders and encodes all of them.
+DECODED = PromptTokenizer.from_directory(TINY_DIRECTORY)
 REGISTRY = TokenizerRegistry({TINY: TOKENIZER, "broken": BrokenTokenizer.from_directory(TINY_DIRECTORY)})
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -86,6 +89,20 @@ def test_a_chat_becomes_the_engines_token_ids() -> None:
     assert lists(tokens) == [chat_prompt({"messages": MESSAGES}, TOKENIZER).tolist()]
     assert tokens.prompts[0].dtype == np.uint32
     assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
+
+
+def test_a_long_chat_that_goes_on_becomes_the_engines_token_ids() -> None:
+    """From bytes of which most are known, turn by turn, come the ids of the same messages sent decoded."""
+    messages: list[dict[str, str]] = []
+    for turn in range(12):
+        role = "user" if turn % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": f"{turn} " + "some words, " * 400})
+        body = {"model": TINY, "messages": messages}
+        request = http_request("r", "/v1/chat/completions", msgspec.json.encode(body))
+        # Known from the last request on, once it was long enough.
+        assert bool(request.message_ends) == (turn > 3)
+        (ids,) = REGISTRY.prompt_tokens(request, TINY).prompts
+        assert ids.tolist() == chat_prompt(body, DECODED).tolist()
 
 
 def test_several_prompts_are_several_token_lists() -> None:

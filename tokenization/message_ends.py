@@ -1,0 +1,81 @@
+"""Where the messages of a list end: its JSON text in, places and digests of all up to there out.
+
+Whoever goes on with a conversation sends the very bytes of the last request again, and new messages behind
+them. So what became of a list is found again by the digest of its text, in lists that go on alike. Places are
+guesses, which only a digest that is known confirms. Decodes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xxhash import xxh3_128
+
+# How a message begins in nearly every client's JSON; another spelling is found only where nothing is new.
+_MESSAGE = b'{"role"'
+# Unknown to clients: none is made to have another's digest.
+_SEED = secrets.randbits(64)
+_SPACE = b" \t\r\n"
+# Of a list of messages, behind the last one's end and with it.
+_END_BYTES_MAX = 64
+
+NEW_MESSAGES = (2, 8)
+"""New messages to look behind: an answer and a question, and if that fails, calls of tools and theirs."""
+
+
+class MessagesEnd(NamedTuple):
+    """An end of messages.
+
+    Attributes:
+        size_bytes: From the list's opening bracket to there.
+        digest: Of these bytes; of this process only.
+    """
+
+    size_bytes: int
+    digest: bytes
+
+
+def message_ends(text: bytes | bytearray, start: int, end: int, new_messages: int) -> Sequence[MessagesEnd]:
+    """The ends of all messages and of all but the last ones, the longest first.
+
+    Args:
+        text: Holds the list.
+        start: Of the list's opening bracket.
+        end: Of its last message.
+        new_messages: How many messages to look behind.
+    """
+    places: list[int] = []
+    while end > start and len(places) <= new_messages:
+        places.append(end)
+        message = text.rfind(_MESSAGE, start, end)
+        end = text.rfind(b"}", start, message) + 1 if message >= 0 else 0
+    hasher, view, at = xxh3_128(seed=_SEED), memoryview(text), start
+    ends: list[MessagesEnd] = []
+    for place in reversed(places):
+        hasher.update(view[at:place])
+        ends.append(MessagesEnd(place - start, hasher.digest()))
+        at = place
+    ends.reverse()
+    return ends
+
+
+def guessed_end(text: bytes | bytearray, start: int) -> int:
+    """Where the last message of a list seems to end that is not decoded yet; 0: nowhere."""
+    last = text.rfind(_MESSAGE, start)
+    return text.find(b"}]", last) + 1 if last >= 0 else 0
+
+
+def messages_digest(messages: memoryview) -> bytes:
+    """As a MessagesEnd has it, of messages from the opening bracket to the last one's end."""
+    return xxh3_128(messages, _SEED).digest()
+
+
+def last_message_end(messages: memoryview) -> int | None:
+    """Where the last one of a list of messages ends; None where that cannot be seen at once."""
+    tail = bytes(messages[-_END_BYTES_MAX:])
+    end = tail.rfind(b"}") + 1
+    if not end or tail[end:].strip(_SPACE) != b"]":
+        return None
+    return len(messages) - len(tail) + end
