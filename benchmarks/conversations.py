@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from benchmarks.fake_pod import MODEL
+from benchmarks.fake_pod import CHUNKS, CHUNKS_FEW, MODEL
 
 # Name -> (bytes of one body, different chats).
 SIZES = {"small": (2_000, 64), "40kb": (40_000, 32), "400kb": (400_000, 4)}
@@ -15,15 +15,17 @@ _TURN_WORDS = 60
 
 
 def write_bodies(directory: Path) -> dict[str, Path]:
-    """One file per size, one chat a line; and one of small chats that ask for a stream."""
+    """One file per size, one chat a line; and small chats that ask for streams of many and of few events."""
     paths = {}
     for name, (size, number) in SIZES.items():
         paths[name] = directory / f"{name}.jsonl"
         chats = [_chat(size, seed) for seed in range(number)]
         paths[name].write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         if name == "small":
-            paths["stream"] = directory / "stream.jsonl"
-            paths["stream"].write_text("".join(json.dumps({**chat, "stream": True}) + "\n" for chat in chats))
+            for stream, chunks in (("stream", CHUNKS), ("sparse", CHUNKS_FEW)):
+                paths[stream] = directory / f"{stream}.jsonl"
+                asked = ({**chat, "stream": True, "max_tokens": chunks} for chat in chats)
+                paths[stream].write_text("".join(json.dumps(chat) + "\n" for chat in asked))
     paths["all"] = directory / "all.jsonl"
     paths["all"].write_text("".join(paths[name].read_text() for name in SIZES))
     return paths

@@ -1,19 +1,22 @@
 """Model servers that compute nothing: what is measured in front of them is the gateway alone.
 
 `python -m benchmarks.fake_pod FIRST_PORT COUNT`; one process on COUNT ports, which speaks just enough
-HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a stream gets `CHUNKS` events, one a write.
+HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a stream gets `max_tokens` events, one a
+write, which take the same time however many they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from typing import cast
 
 import uvloop
 
-CHUNKS = 32
+CHUNKS, CHUNKS_FEW = 32, 2
+"""Events of a stream with many and with few."""
 MODEL = "kvroute-tiny"
 MAX_MODEL_LEN = 1_048_576
 
@@ -54,6 +57,8 @@ _PAGES = {
 }
 _NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_TICK_S = 0.001
+_MAX_TOKENS = re.compile(rb'"max_tokens": (\d+)')
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -86,15 +91,17 @@ class _Pod(asyncio.Protocol):
         path = request.split(b" ", 2)[1].partition(b"?")[0]
         if path.endswith(b"/completions") and b'"stream": true' in request:
             self._transport.write(_STREAM_HEAD)
-            self._stream(CHUNKS)
+            asked = _MAX_TOKENS.search(request)
+            self._stream(CHUNKS, max(1, CHUNKS // int(asked[1])) if asked else 1)
         else:
             self._transport.write(_PAGES.get(path, _NOT_FOUND))
 
-    def _stream(self, left: int) -> None:
-        # One event a turn of the loop, so that the gateway sees them one by one.
+    def _stream(self, left: int, ticks: int) -> None:
+        # One event every so many turns of the loop, so that the gateway sees them one by one.
         if left:
-            self._transport.write(_STREAM_EVENT)
-            asyncio.get_running_loop().call_later(0.001, self._stream, left - 1)
+            if left % ticks == 0:
+                self._transport.write(_STREAM_EVENT)
+            asyncio.get_running_loop().call_later(_TICK_S, self._stream, left - 1, ticks)
         else:
             self._transport.write(_STREAM_DONE + _LAST_CHUNK)
 

@@ -1,7 +1,7 @@
 """A gateway under load: a real Envoy and the router (or the bare picker) in front of fake pods.
 
 Settings in, processes and what they cost per request out. CPU is read from the processes' own accounts
-(Linux).
+(Linux), messages between Envoy and its ext_proc door from Envoy's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import urllib3
+
 from router.local.envoy_config import Door
-from router.local.stack import HOST, ChildPlan, StackOptions, plan_stack
+from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods
 from router.local.supervisor import Supervisor, check_ports
 
@@ -28,6 +30,9 @@ _LOAD_TIMEOUT_S = 120.0
 _SETTLE_S = 0.3
 # What the pods hold from the start is announced and applied when nobody is busy with it any more.
 _CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
+# Relative to the base port: the gateway's, and that of Envoy's own pages.
+_GATEWAY_PORT, _ADMIN_PORT = 50, 51
+_ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +63,26 @@ class StackSetting:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One stretch of load: what the clients saw, and the CPU milliseconds per request of each process."""
+    """One stretch of load.
+
+    Attributes:
+        seen: What the clients saw.
+        cpu_ms: CPU milliseconds per request of each process.
+        answers: Messages per request that Envoy had from its ext_proc door, with it alone.
+    """
 
     seen: dict[str, float]
     cpu_ms: dict[str, float]
+    answers: float
 
 
 class GatewayStack:
     """A started stack."""
 
-    def __init__(self, plan_urls: tuple[str, str], supervisor: Supervisor, events: Any) -> None:
-        self.url, self.grpc_address = plan_urls
+    def __init__(self, base_port: int, supervisor: Supervisor, events: Any) -> None:
+        self.url = f"http://{HOST}:{base_port + _GATEWAY_PORT}"
+        self.grpc_address = f"{HOST}:{base_port}"
+        self._stats_url = f"http://{HOST}:{base_port + _ADMIN_PORT}/stats?filter=^{_ANSWERS}$"
         self._events = events
         self._pids = {child.plan.name: child.process.pid for child in supervisor.children}
 
@@ -90,18 +104,26 @@ class GatewayStack:
         return process_cpu_s(self._pids[name])
 
     def _stretch(self, module: str, target: str, bodies: Path, clients: int, seconds: float) -> Stretch:
+        answers = self._answers()
         before = {name: self.cpu_s(name) for name in self._pids}
         seen = run_load(module, target, bodies, clients, seconds)
         time.sleep(_SETTLE_S)
-        per_request = 1000 / max(1, seen["requests"])
-        return Stretch(seen, {name: (self.cpu_s(name) - before[name]) * per_request for name in before})
+        requests = max(1, seen["requests"])
+        cpu_ms = {name: 1000 * (self.cpu_s(name) - before[name]) / requests for name in before}
+        return Stretch(seen, cpu_ms, (self._answers() - answers) / requests)
+
+    def _answers(self) -> int:
+        """Messages that Envoy has had from its ext_proc door so far."""
+        page: str = urllib3.request("GET", self._stats_url).data.decode()
+        return int(page.partition(": ")[2] or 0)
 
 
 @contextmanager
 def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Iterator[GatewayStack]:
     """Starts a stack and ends it."""
     base = setting.base_port
-    options = StackOptions(setting.pods, base + 50, base, door=setting.door, responses=setting.responses)
+    gateway = base + _GATEWAY_PORT
+    options = StackOptions(setting.pods, gateway, base, door=setting.door, responses=setting.responses)
     plan = plan_stack(options, directory)
     router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))
     pods = ChildPlan(
@@ -116,16 +138,17 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
     plan = replace(plan, children=[pods, router, envoy])
-    check_ports(plan.ports)
+    check_ports([*plan.ports, base + _ADMIN_PORT])
     for name, text in plan.files.items():
         (directory / name).write_text(text)
+    (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT))
     supervisor = Supervisor(directory, lambda _line: None)
     events = _events(setting, bodies) if setting.with_events and not setting.bare else None
     try:
         supervisor.start(plan.children)
         if events is not None:
             await_pods(plan, supervisor.check)
-        stack = GatewayStack((plan.gateway_url, f"{HOST}:{base}"), supervisor, events)
+        stack = GatewayStack(base, supervisor, events)
         if events is not None:
             _await_calm(lambda: stack.cpu_s("router") + process_cpu_s(events.pid))
         yield stack
@@ -134,6 +157,12 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         if events is not None:
             events.kill()
             events.communicate()
+
+
+def _with_admin(plan: StackPlan, port: int) -> str:
+    """Envoy's configuration with its own pages on."""
+    address = {"socket_address": {"address": HOST, "port_value": port}}
+    return json.dumps({**json.loads(plan.files["envoy.json"]), "admin": {"address": address}})
 
 
 def _await_calm(cpu_s: Callable[[], float]) -> None:

@@ -90,9 +90,10 @@ def read_message(data: bytes) -> Message:
     """
     if data.startswith(_RESPONSE_CHUNK):
         form = _chunk_form(data[:_FRONT_BYTES], len(data))
-        if form is not None and data[form.body_end :] in form.endings:
-            body, payload = data[form.body_begin : form.body_end], data[form.begin : form.end]
-            return ResponseChunk(body, form.is_last, form.opening + payload)
+        if form is not None:
+            begin, body_begin, body_end, end, is_last, endings, opening = form
+            if data[body_end:] in endings:
+                return ResponseChunk(data[body_begin:body_end], is_last, opening + data[begin:end])
     message: pb.ProcessingRequest = pb.ProcessingRequest.FromString(data)
     return message
 

@@ -16,6 +16,9 @@ from router.ext_proc_messages import BodyMode, header_values, response_headers_a
 from router.outcomes import RESPONSE, Outcomes
 from router.response_usage import UsageReader
 
+# Every chunk would look it up.
+_FULL_DUPLEX_STREAMED = BodyMode.FULL_DUPLEX_STREAMED
+
 
 class ResponsePhase:
     """One response.
@@ -43,7 +46,7 @@ class ResponsePhase:
     def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterable[Answer]:
         """Echoes a chunk of the response's body."""
         self.note_body(message)
-        if mode != BodyMode.FULL_DUPLEX_STREAMED:
+        if mode != _FULL_DUPLEX_STREAMED:
             return (pb.ProcessingResponse(response_body=pb.BodyResponse()),)
         if isinstance(message, ResponseChunk):
             return (message.echo,)

@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 
 from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, refusal_block, trailers_block
-from router.h2.messages import MessageError, MessageReader, prefixed
+from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
 
 # Tiny messages take many times their bytes while they wait to be served.
@@ -39,8 +39,8 @@ class Link(Protocol):
     def consumed(self, stream: Stream, size: int) -> None:
         """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
 
-    def flush(self) -> None:
-        """Sends now what waits to be sent: what follows takes its time."""
+    def flush_soon(self) -> None:
+        """Has what waits to be sent leave soon, whatever follows: that may take its time."""
 
     def cancel(self, stream: Stream) -> None:
         """Gives the stream up."""
@@ -140,10 +140,11 @@ class Call:
         Raises:
             MessageError: It is too large.
         """
-        if len(answer) > self._limits.send_bytes_max:
-            details = f"Sent message larger than max ({len(answer)} vs. {self._limits.send_bytes_max})"
+        size = len(answer)
+        if size > self._limits.send_bytes_max:
+            details = f"Sent message larger than max ({size} vs. {self._limits.send_bytes_max})"
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
-        return prefixed(answer)
+        return plain_prefix(0, size) + answer
 
     def _say(self, data: bytes, initial: Metadata = (), *, consumed: int = 0) -> None:
         """Sends answers, already prefixed."""

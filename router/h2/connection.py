@@ -23,6 +23,8 @@ _CONNECTION_WINDOW_BYTES = 32 << 20
 _UNREAD_BYTES_MAX = 128 << 20
 # A peer that asks for so many answers without taking one does not want them.
 _CONTROL_ANSWERS_MAX = 1000
+# An enum's members take ten times as long to look up, and every frame would.
+_DATA, _CONTINUATION = int(FrameType.DATA), int(FrameType.CONTINUATION)
 
 
 class H2Connection:
@@ -55,7 +57,7 @@ class H2Connection:
         self._peer_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._send_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
-        self._consumed_bytes = self._unread_bytes = 0
+        self._unread_bytes = 0
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: streams_max,
             Setting.INITIAL_WINDOW_SIZE: window_bytes,
@@ -81,12 +83,10 @@ class H2Connection:
         """
         self._events = []
         for kind, flags, stream_id, payload in self._reader.feed(data):
-            if self._block is not None and (
-                kind != FrameType.CONTINUATION or stream_id != self._block.stream_id
-            ):
+            if self._block is not None and (kind != _CONTINUATION or stream_id != self._block.stream_id):
                 raise _broken("a header block is interrupted")
-            self.steps += kind != FrameType.CONTINUATION
-            if kind == FrameType.DATA:
+            self.steps += kind != _CONTINUATION
+            if kind == _DATA:
                 self._data(flags, stream_id, payload)
             elif (handle := _HANDLERS.get(kind)) is not None:
                 handle(self, flags, stream_id, payload)
@@ -109,8 +109,9 @@ class H2Connection:
         if stream.is_closed or not data:
             return
         size = len(data)
-        if not stream.pending and size <= self._room(stream):
-            self.out += (frames.head(size, FrameType.DATA, 0, stream.id), data)
+        room_bytes = min(stream.send_window_bytes, self._send_window_bytes, self._peer_frame_bytes)
+        if not stream.pending and size <= room_bytes:
+            self.out += (frames.data_head(size << 8, 0, stream.id), data)
             stream.send_window_bytes -= size
             self._send_window_bytes -= size
             return
@@ -154,10 +155,8 @@ class H2Connection:
     def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
         self._receive_window_bytes -= size
-        if self._receive_window_bytes < 0:
-            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the connection's window")
-        self._consumed_bytes += size
-        if self._consumed_bytes * 2 >= _CONNECTION_WINDOW_BYTES:
+        # No frame is as large as the half that is left, so it is never used up.
+        if self._receive_window_bytes * 2 <= _CONNECTION_WINDOW_BYTES:
             self._return_connection_window()
         stream = self.streams.get(stream_id)
         if stream is None:
@@ -325,7 +324,7 @@ class H2Connection:
             if len(data) > room:
                 pending.appendleft(data[room:])
                 data = data[:room]
-            self.out += (frames.head(len(data), FrameType.DATA, 0, stream.id), data)
+            self.out += (frames.data_head(len(data) << 8, 0, stream.id), data)
             stream.pending_bytes -= len(data)
             stream.send_window_bytes -= len(data)
             self._send_window_bytes -= len(data)
@@ -364,8 +363,8 @@ class H2Connection:
         self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, stream.id, size))
 
     def _return_connection_window(self) -> None:
-        size, self._consumed_bytes = self._consumed_bytes, 0
-        self._receive_window_bytes += size
+        size = _CONNECTION_WINDOW_BYTES - self._receive_window_bytes
+        self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
         self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, size))
 
     def _check_was_open(self, stream_id: int) -> None:

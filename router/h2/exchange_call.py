@@ -60,7 +60,7 @@ class ExchangeCall(Call):
         self._room_bytes -= size
         is_routed = self._exchange.is_routed
         if not is_routed:
-            self._link.flush()
+            self._link.flush_soon()
         self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
 
     def _all_received(self) -> None:
@@ -72,42 +72,39 @@ class ExchangeCall(Call):
             is_alone, self._is_serving = not self._is_serving, True
             if not is_alone or not here:
                 self._waiting.append(step)
-        if not is_alone:
-            return
-        if here:
-            self._take(step)
-            self._serve()
-        else:
+        if is_alone and here:
+            self._serve(step)
+        elif is_alone:
             self._link.run(self._serve)
 
-    def _serve(self) -> None:
+    def _serve(self, step: _Step | None = None) -> None:
+        """Takes a step and those that wait."""
         while True:
+            if step is not None and not self.is_over:
+                for watch in self._waited_on:
+                    watch.serves()
+                try:
+                    step()
+                except Exception as error:
+                    self._fail(error)
+                for watch in self._waited_on:
+                    watch.waits()
             with self._lock:
                 if not self._waiting:
                     self._is_serving = False
                     break
                 step = self._waiting.popleft()
-            self._take(step)
         if self.is_over:
             # Whoever ended the call meanwhile has left that to us.
             self._close_once()
 
-    def _take(self, step: _Step) -> None:
-        if self.is_over:
-            return
-        for watch in self._waited_on:
-            watch.serves()
-        try:
-            step()
-        except MessageError as error:
-            self._code = UNKNOWN
+    def _fail(self, error: Exception) -> None:
+        self._code = UNKNOWN
+        if isinstance(error, MessageError):
             self._end(error.status, str(error))
-        except Exception as error:
-            _log.exception("a call failed: %s", self._stream.head.path)
-            self._code = UNKNOWN
-            self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
-        for watch in self._waited_on:
-            watch.waits()
+            return
+        _log.error("a call failed: %s", self._stream.head.path, exc_info=error)
+        self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
     def _answer(self, data: bytes, size: int) -> None:
         exchange = self._exchange

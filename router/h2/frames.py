@@ -20,9 +20,12 @@ PADDED: Final = 0x8
 PRIORITY: Final = 0x20
 
 _HEAD = struct.Struct(">BHBBI")
+_DATA_HEAD = struct.Struct(">IBI")
 _SETTING = struct.Struct(">HI")
 # Length's upper byte, length, type, flags, stream.
 read_head: Final = _HEAD.unpack_from
+# DATA's first nine bytes: length << 8 (its type is 0), flags, stream.
+data_head: Final = _DATA_HEAD.pack
 
 
 class FrameType(IntEnum):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import grpc
 
 _PREFIX = struct.Struct(">BI")
 _PREFIX_BYTES = 5
+# Of 0, not compressed, and the message's size.
+plain_prefix: Final = _PREFIX.pack
 # zlib's marks for what it reads: gzip's header, zlib's own.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 
@@ -52,13 +55,13 @@ class MessageReader:
             MessageError: One is too large or cannot be decompressed.
         """
         if not self._buffer:
+            frame_bytes = len(data)
             # Nearly always one message comes as one frame.
-            if len(data) >= _PREFIX_BYTES:
-                flag, size = self._prefix(data)
-                if len(data) == size + _PREFIX_BYTES:
-                    message = data[_PREFIX_BYTES:]
-                    return ((self._plain(message) if flag else message, len(data)),)
-            if not data:
+            if frame_bytes >= _PREFIX_BYTES:
+                flag, size = _PREFIX.unpack_from(data)
+                if not flag and size == frame_bytes - _PREFIX_BYTES and size <= self._bytes_max:
+                    return ((data[_PREFIX_BYTES:], frame_bytes),)
+            elif not data:
                 return ()
         return self._buffered(data)
 
@@ -109,4 +112,4 @@ class MessageReader:
 
 def prefixed(message: bytes) -> bytes:
     """A message as it is sent."""
-    return _PREFIX.pack(0, len(message)) + message
+    return plain_prefix(0, len(message)) + message

@@ -34,6 +34,8 @@ _FRAME_S = 10.0
 # Whoever takes an answer byte by byte keeps a thread that long.
 _WRITE_S = 30.0
 _FAREWELL_S = 0.05
+# Answers to short calls that came at once leave together; what waits for longer leaves before the next.
+_HELD_S = 0.002
 
 
 class Host(Protocol):
@@ -52,6 +54,9 @@ class Host(Protocol):
     def run(self, task: Callable[[], object]) -> None:
         """Has a task done on another thread."""
 
+    def watch(self, peer: Peer) -> None:
+        """Has answers that a peer holds back sent if its own thread does not get to it."""
+
     def limits(self, path: str) -> CallLimits:
         """Of calls of a method."""
 
@@ -61,10 +66,12 @@ class Peer:
 
     Attributes:
         peer: Its address in gRPC's form.
+        held_since_s: Since when it begins calls before it sends answers (monotonic); None: it does not.
     """
 
     def __init__(self, host: Host, connection: socket.socket, address: str) -> None:
         self.peer = address
+        self.held_since_s: float | None = None
         self._host = host
         self._socket = connection
         self._lock = Lock()
@@ -99,7 +106,9 @@ class Peer:
                     self._check_pace()
                 for event in events:
                     self._take(event)
-                self.flush()
+                if connection.out:
+                    with self._lock:
+                        self._write_out()
         except H2Error as error:
             _log.warning("a gRPC client at %s broke HTTP/2: %s", self.peer, error)
             with suppress(OSError):
@@ -146,11 +155,25 @@ class Peer:
         except OSError:
             self._break()
 
-    def flush(self) -> None:
+    def flush_soon(self) -> None:
         """See `Link`."""
-        if self._connection.out:
+        if not self._connection.out:
+            return
+        now_s, since_s = time.monotonic(), self.held_since_s
+        if since_s is None:
+            since_s = self.held_since_s = now_s
+        if now_s - since_s > _HELD_S:
+            self.flush()
+        else:
+            self._host.watch(self)
+
+    def flush(self) -> None:
+        """Sends what waits to be sent."""
+        try:
             with self._lock:
                 self._write_out()
+        except OSError:
+            self._break()
 
     def cancel(self, stream: Stream) -> None:
         """See `Link`."""
@@ -254,6 +277,7 @@ class Peer:
             self._write_out()
 
     def _write_out(self) -> None:
+        self.held_since_s = None
         if not self._connection.out:
             return
         data = b"".join(self._connection.take_out())

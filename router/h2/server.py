@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from router.h2.calls import CallLimits
+from router.h2.late_answers import LateAnswers
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.peer import Peer
 from router.tcp_listen import TcpListener, prepare
@@ -71,6 +72,7 @@ class GrpcServer:
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self._late = LateAnswers(self.run)
 
     @property
     def open_calls(self) -> int:
@@ -97,6 +99,7 @@ class GrpcServer:
 
     def start(self) -> None:
         """Begins to serve."""
+        self._late.start()
         self._listener.start()
 
     def drain(self) -> None:
@@ -108,6 +111,7 @@ class GrpcServer:
         """Ends serving, calls included. Idempotent."""
         self._is_closed = True
         self._listener.close()
+        self._late.close()
         peers = self._connected()
         for peer in peers:
             peer.close()
@@ -133,6 +137,10 @@ class GrpcServer:
         # While the server closes nobody waits for the answer any more.
         with suppress(RuntimeError):
             self._pool.submit(task)
+
+    def watch(self, peer: Peer) -> None:
+        """See `Host`."""
+        self._late.watch(peer)
 
     def limits(self, path: str) -> CallLimits:
         """See `Host`."""

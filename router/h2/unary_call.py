@@ -39,7 +39,7 @@ class UnaryCall(Call):
         if self._request is None:
             raise not_one_message(self._stream.head.path)
         if len(self._request) <= self._limits.inline_bytes_max:
-            self._link.flush()
+            self._link.flush_soon()
             self._serve(self._request)
         else:
             self._is_elsewhere = True
