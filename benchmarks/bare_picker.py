@@ -115,6 +115,7 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
         lambda _request, _closes: http_answer,
         lambda _error: b"",
         body_bytes_max=_MESSAGE_BYTES_MAX,
+        inline_bytes_max=_INLINE_BYTES,
         connections_max=4 * _THREADS,
         refused=lambda: None,
     )

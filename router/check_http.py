@@ -33,8 +33,13 @@ class CheckHttpDoor:
         self._max_request_bytes = max_request_bytes
         self._requests = CheckRequests(_DOOR, picks, metrics, max_request_bytes)
 
-    def listen(self, flag: str, host: str, port: int, *, connections_max: int) -> HttpServer:
+    def listen(
+        self, flag: str, host: str, port: int, *, inline_bytes_max: int, connections_max: int
+    ) -> HttpServer:
         """A server of this door, bound and not started.
+
+        Args:
+            inline_bytes_max: See HttpServer, as for `connections_max`.
 
         Raises:
             ListenError: The address is in use or not ours.
@@ -46,6 +51,7 @@ class CheckHttpDoor:
             self.answer,
             self._refuse,
             body_bytes_max=self._max_request_bytes,
+            inline_bytes_max=inline_bytes_max,
             connections_max=connections_max,
             refused=lambda: self._metrics.dropped(_DOOR, "too_many_connections"),
         )

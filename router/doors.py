@@ -127,7 +127,7 @@ class Doors:
             opened.callback(self._grpc_health.close)
             self._grpc = self._listen(parts)
             opened.callback(self._grpc.close)
-            self._check_http = self._listen_http(parts.metrics)
+            self._check_http = self._listen_http(parts)
             if self._check_http is not None:
                 opened.callback(self._check_http.close)
             self._opened = opened.pop_all()
@@ -238,13 +238,17 @@ class Doors:
             inline=_HEALTH if config.grpc_transport == "native" else None,
         )
 
-    def _listen_http(self, metrics: RouterMetrics) -> HttpServer | None:
+    def _listen_http(self, parts: DoorParts) -> HttpServer | None:
         config = self._config
         if config.check_port is None:
             return None
-        door = CheckHttpDoor(self._gateway, metrics, config.max_request_bytes)
+        door = CheckHttpDoor(self._gateway, parts.metrics, config.max_request_bytes)
         return door.listen(
-            "--check-port", config.host, config.check_port, connections_max=4 * config.max_streams
+            "--check-port",
+            config.host,
+            config.check_port,
+            inline_bytes_max=-1 if parts.may_wait else _INLINE_BYTES_MAX,
+            connections_max=4 * config.max_streams,
         )
 
     def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:

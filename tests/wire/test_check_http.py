@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router import http_listen
+from router import http_connection
 from router.check_http import CheckHttpDoor
 from router.gateway_pick import GatewayPick
 from router.http_listen import HttpServer
@@ -33,7 +33,9 @@ def served(
     """A bench's door on a free port."""
     gateway = GatewayPick(bench.router, bench.metrics, explains=explains)
     door = CheckHttpDoor(gateway, bench.metrics, max_request_bytes)
-    server = door.listen("--check-port", "127.0.0.1", 0, connections_max=connections_max)
+    server = door.listen(
+        "--check-port", "127.0.0.1", 0, inline_bytes_max=64 << 10, connections_max=connections_max
+    )
     server.start()
     try:
         yield server
@@ -212,7 +214,15 @@ def test_an_answer_that_is_being_made_survives_the_close() -> None:
         return b"HTTP/1.1 200 -\r\ncontent-length: 0\r\n\r\n"
 
     server = HttpServer(
-        "X", "127.0.0.1", 0, slow, lambda _: b"", body_bytes_max=9, connections_max=2, refused=lambda: None
+        "X",
+        "127.0.0.1",
+        0,
+        slow,
+        lambda _: b"",
+        body_bytes_max=9,
+        inline_bytes_max=9,
+        connections_max=2,
+        refused=lambda: None,
     )
     server.start()
     with Client(server.port) as client:
@@ -255,7 +265,7 @@ def test_whoever_stops_in_the_middle_is_told_and_closed_on(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that does not come to its end in time holds no thread for ever."""
-    monkeypatch.setattr(http_listen, "_REQUEST_S", 1.0)
+    monkeypatch.setattr(http_connection, "_REQUEST_S", 1.0)
     with served(Bench().with_pods(A)) as server, Client(server.port) as client:
         client.send(sent)
         assert client.answer().status == 408
@@ -264,7 +274,7 @@ def test_whoever_stops_in_the_middle_is_told_and_closed_on(
 
 def test_whoever_trickles_is_told_and_closed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not keep a request alive."""
-    monkeypatch.setattr(http_listen, "_REQUEST_S", 1.0)
+    monkeypatch.setattr(http_connection, "_REQUEST_S", 1.0)
     with served(Bench().with_pods(A)) as server, Client(server.port) as client:
         stop = threading.Event()
 
@@ -287,8 +297,8 @@ def test_whoever_trickles_is_told_and_closed_on(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_idle_connection_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections on which nothing is asked make room."""
-    monkeypatch.setattr(http_listen, "_REQUEST_S", 1.0)
-    monkeypatch.setattr(http_listen, "_IDLE_S", 1.0)
+    monkeypatch.setattr(http_connection, "_REQUEST_S", 1.0)
+    monkeypatch.setattr(http_connection, "_IDLE_S", 1.0)
     with served(Bench().with_pods(A)) as server, Client(server.port) as client:
         client.send(request())
         assert client.answer().status == 200

@@ -1,0 +1,189 @@
+"""Connections of one HTTP server that are served in the order in which they ask, by one thread at a time.
+
+Before a request waits, or when it is large, another thread takes the others over. What slow, idle and deaf
+clients may take of its time is bounded. Knows nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from router.http_connection import HttpConnection
+from router.http_requests import HttpRequest, HttpRequestError
+from router.lead import Lead
+
+_log = logging.getLogger(__name__)
+
+_RECEIVE_BYTES = 64 << 10
+# How often it is looked whose time is over.
+_LOOK_S = 1.0
+
+
+class Host(Protocol):
+    """The server, as far as its desks know it.
+
+    Attributes:
+        inline_bytes_max: A request with a longer body holds up nobody, at the price of a hand-over, and so do
+            several that come at once; -1: none does.
+        is_draining: Whether connections end behind the next answer.
+    """
+
+    inline_bytes_max: int
+    is_draining: bool
+
+    def serve(self, request: HttpRequest, closes: bool) -> bytes:
+        """The whole answer; with `closes` it says that the connection ends behind it."""
+
+    def refuse(self, error: HttpRequestError) -> bytes:
+        """The answer to what is no request."""
+
+
+class HttpDesk:
+    """Serves from `start` to `close`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._connections: set[HttpConnection] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # The thread that leads selects; others may add and take away what they have in hand.
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._lead = Lead("http", self._turn, self._leave)
+        # The leading thread's own.
+        self._room = memoryview(bytearray(_RECEIVE_BYTES))
+        self._look_due_s = 0.0
+        self._at_hand: HttpConnection
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def start(self) -> None:
+        """Begins to serve.
+
+        Raises:
+            RuntimeError: The system has no more threads.
+        """
+        self._lead.start()
+
+    def add(self, connection: HttpConnection) -> bool:
+        """Takes a connection; False: it serves none any more.
+
+        Raises:
+            OSError: It cannot be watched.
+        """
+        with self._lock:
+            if self._is_closed:
+                return False
+            self._watch(connection)
+            self._connections.add(connection)
+        return True
+
+    def end_asking(self) -> None:
+        """Takes nobody any more, and has those who are there end once they are answered."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            connection.end_asking()
+        self._waker.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for the end, but not for longer; behind `end_asking`. Idempotent."""
+        if self._lead.join(timeout_s):
+            self._selector.close()
+            self._woken.close()
+
+    def _turn(self) -> bool:
+        """Serves whoever has asked; whether somebody may still ask."""
+        for key, _ in self._selector.select(_LOOK_S):
+            if key.data is None:
+                self._selector.unregister(key.fileobj)
+                continue
+            self._do(self._attend, key.data)
+            if not self._lead.is_mine:
+                # Who leads now hears of the others, too.
+                return True
+        if time.monotonic() >= self._look_due_s:
+            self._look()
+        # In this order: once it is closed, none is added.
+        return not self._is_closed or bool(self._connections)
+
+    def _look(self) -> None:
+        """Ends the connections that have had their time."""
+        now_s = time.monotonic()
+        self._look_due_s = now_s + _LOOK_S
+        with self._lock:
+            late = [one for one in self._connections if one.is_watched and now_s > one.due_s]
+        for connection in late:
+            self._do(self._give_up, connection)
+
+    def _do(self, act: Callable[[HttpConnection], None], connection: HttpConnection) -> None:
+        """Does something for a connection, and sees to it that it goes on, or ends."""
+        self._at_hand = connection
+        had_unsent = connection.has_unsent
+        try:
+            act(connection)
+        except OSError:
+            connection.is_over = True  # the client is gone
+        except Exception:
+            _log.exception("a connection failed")
+            connection.is_over = True
+        if connection.is_over:
+            self._end(connection)
+        elif not connection.is_watched:
+            connection.was_served(time.monotonic())
+            self._watch(connection)
+        elif connection.has_unsent != had_unsent:
+            self._selector.modify(connection.socket, _awaited(connection), connection)
+
+    def _attend(self, connection: HttpConnection) -> None:
+        if connection.has_unsent:
+            connection.send_unsent()
+            return
+        try:
+            requests = connection.receive(self._room, time.monotonic())
+        except HttpRequestError as error:
+            connection.refuse(self._host.refuse(error), time.monotonic())
+            return
+        while requests:
+            request = requests.popleft()
+            if requests or len(request.body) > self._host.inline_bytes_max:
+                self._lead.hand_over()
+            closes = self._host.is_draining or not request.keeps_alive
+            connection.send(self._host.serve(request, closes), is_last=closes)
+            if closes:
+                return
+
+    def _give_up(self, connection: HttpConnection) -> None:
+        error = connection.too_slow()
+        if error is None:
+            connection.is_over = True
+        else:
+            connection.refuse(self._host.refuse(error), time.monotonic())
+
+    def _leave(self) -> None:
+        self._at_hand.is_watched = False
+        self._selector.unregister(self._at_hand.socket)
+
+    def _watch(self, connection: HttpConnection) -> None:
+        connection.is_watched = True
+        self._selector.register(connection.socket, _awaited(connection), connection)
+
+    def _end(self, connection: HttpConnection) -> None:
+        if connection.is_watched:
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        with self._lock:
+            self._connections.remove(connection)
+
+
+def _awaited(connection: HttpConnection) -> int:
+    return selectors.EVENT_WRITE if connection.has_unsent else selectors.EVENT_READ
