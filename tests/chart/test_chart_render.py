@@ -230,8 +230,32 @@ def test_only_routers_reach_the_events() -> None:
 
 
 @pytest.mark.parametrize(
+    "more", [{}, {"modelServers": {"enabled": False, "matchLabels": {"app": "vllm"}}}], ids=["own", "others"]
+)
+def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
+    """One port of router, container, Service and policy, which lets in the pool's pods alone."""
+    policies = {"networkPolicy": {"enabled": True}}
+    objects = manifests({"indexer": {"eventsBindPort": 6557}, **policies, **more})
+    router = container(one(objects, "Deployment", "-epp"), "router")
+    assert "--events-bind=tcp://*:6557" in router["args"]
+    assert {"name": "kv-events", "containerPort": 6557} in router["ports"]
+    ports = one(objects, "Service", "-epp")["spec"]["ports"]
+    assert {"name": "kv-events", "port": 6557, "targetPort": "kv-events"} in ports
+    rules = one(objects, "NetworkPolicy", "-epp")["spec"]["ingress"]
+    (rule,) = [rule for rule in rules if {"port": 6557} in rule["ports"]]
+    (peer,) = rule["from"]
+    labels = peer["podSelector"]["matchLabels"]
+    if more:
+        assert labels == {"app": "vllm"}
+    else:
+        assert labels["app.kubernetes.io/component"] == "model-server"
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"indexer": {"eventsBindPort": 5557}, "router": {"replicas": 2}}, "indexer.eventsBindPort"),
+        ({"indexer": {"eventsBindPort": 5557}, "autoscaling": {"enabled": True}}, "indexer.eventsBindPort"),
         ({"modelServers": {"enabled": False}}, "modelServers.matchLabels"),
         ({"mode": "gateway"}, "gateway.httpRoute.parentRefs|networkPolicy.gateways"),
         ({"indexer": {"backend": "redis", "redis": {"deploy": True}}}, "indexer.hashSeed"),

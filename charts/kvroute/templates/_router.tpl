@@ -80,6 +80,12 @@
 {{- else if or .Values.peers.enabled (eq $indexer.backend "redis") }}
 {{- fail "indexer.hashSeed: routers that share an index, or are peers, need the same number; choose one that nobody else knows" }}
 {{- end }}
+{{- with int64 $indexer.eventsBindPort }}
+{{- if or (gt (int64 $.Values.router.replicas) 1) $.Values.autoscaling.enabled }}
+{{- fail "indexer.eventsBindPort: engines that connect reach one router alone; use one, without autoscaling, or let routers connect to the engines" }}
+{{- end }}
+- --events-bind=tcp://*:{{ . }}
+{{- end }}
 {{- if eq $indexer.backend "redis" }}
 - --redis-url=$(KVROUTE_REDIS_URL)
 - --redis-namespace={{ $indexer.redis.namespace }}
