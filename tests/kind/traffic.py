@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,19 +108,26 @@ class Load:
 
     answers: list[Answer] = field(default_factory=list)
 
-    def assert_none_failed(self, *, but_on: str | None = None) -> None:
+    def assert_none_failed(
+        self, *, but_on: str | None = None, picked: Callable[[str], str] | None = None
+    ) -> None:
         """Sees that every request was answered.
 
         Args:
             but_on: A pod whose requests may have failed, "ip:port". Whose an answer was that broke off, the
                 client does not know.
+            picked: The pod for a request id. Asked where a gateway got no connection, and so names no pod.
         """
+
+        def pod_of(answer: Answer) -> str:
+            return answer.pod or (picked(answer.request_id) if picked is not None else "")
+
         failed = [answer for answer in self.answers if answer.failed]
         told = [
             f"began {answer.started_s - self.answers[0].started_s:.1f} s after the first, "
-            f"took {answer.ended_s - answer.started_s:.1f} s: {answer.status} {answer.pod} {answer.error}"
+            f"took {answer.ended_s - answer.started_s:.1f} s: {answer.status} {pod_of(answer)} {answer.error}"
             for answer in failed
-            if but_on is None or (answer.status != 0 and answer.pod != but_on)
+            if but_on is None or (answer.status != 0 and pod_of(answer) != but_on)
         ]
         assert not told, f"{len(told)} of {len(self.answers)} failed:\n" + "\n".join(told)
 
