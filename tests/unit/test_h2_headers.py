@@ -41,7 +41,9 @@ def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> N
     sent: list[list[tuple[bytes, bytes, bool]]] = []
     for step in steps:
         if isinstance(step, int):
-            encoder.header_table_size = step
+            # Told the size that it has, the library's encoder forgets to announce the changes before.
+            if step != encoder.header_table_size:
+                encoder.header_table_size = step
             continue
         assert isinstance(step, tuple)
         if len(step) == 1:
