@@ -1,28 +1,28 @@
 """How long first tokens take behind each way to price a queue, in virtual time.
 
-`python -m benchmarks.queues [--json] [--requests N] [--seeds N]`. The pods are the model server's own
-schedulers in its default order, whose steps take a time by their tokens instead of being computed; the
-router's board and price decide. Requests come at random times and begin with one of 20 prompts. `ttft_*_ms`
-is the mean until the first token: `ordered` with the engines' order and steps known (the default with our
-model server), `fifo` priced as for engines that tell neither, beside `least_requests` and `round_robin`, on
-the same requests and pods. Nothing depends on the machine.
+`python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
+in its default order, whose steps take a time by their tokens instead of being computed; the router's board
+and price decide. Requests come at random times and begin with one of 20 prompts, other ones in each round.
+`ttft_*_ms` is the mean until the first token: `ordered` with the engines' order and steps known (the default
+with our model server), `fifo` priced as for engines that tell neither, beside `least_requests` and
+`round_robin`, on the same requests and pods. Nothing depends on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from benchmarks.report import Report
+from benchmarks.report import read_options
 from model_server.block_content import Announcer
 from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
@@ -46,6 +46,8 @@ _TOKENS_PER_S, _STEP_S = 15_000.0, 0.003
 _SIZES = {"short": (5.5, 1.0), "mixed": (7.0, 1.2)}
 # Pods, and the share of their time that all prompts would take if nothing was cached.
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
+_REQUESTS = 700
+_ROUNDS = 5
 _PARAMETERS = CostParameters()
 
 
@@ -103,10 +105,24 @@ class Pod:
         return done
 
 
-class Router:
-    """The board and the price, with what was sent where as the view of the caches."""
+class Policy(Protocol):
+    """Who sends requests to pods."""
 
-    def __init__(self, pods: int, step_tokens: int, seed: int) -> None:
+    def pick(self, arrival: Arrival) -> int:
+        """The pod for a request, which is entered there."""
+
+    def first_token(self, number: int, now_s: float) -> None:
+        """A request is prefilled."""
+
+
+class Router:
+    """The board and the price, with what was sent where as the view of the caches.
+
+    Args:
+        step_tokens: What the engines' steps take, in their order; 0: they tell neither.
+    """
+
+    def __init__(self, pods: int, seed: int, *, step_tokens: int) -> None:
         self._names = [str(number) for number in range(pods)]
         self._board = PodBoard()
         self._board.declare(self._names)
@@ -120,7 +136,7 @@ class Router:
         self._random = random.Random(seed)
 
     def pick(self, arrival: Arrival) -> int:
-        """The pod for a request, which is entered there."""
+        """See `Policy`."""
         pods = range(len(self._names))
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
         self._credits["cached_tokens"] = cached
@@ -135,38 +151,67 @@ class Router:
         return pod
 
     def first_token(self, number: int, now_s: float) -> None:
-        """A request is prefilled."""
+        """See `Policy`."""
         self._board.end_prefill(self._slots.pop(number), now_s)
 
 
-def run(arrivals: Sequence[Arrival], pods: int, policy: str, seed: int) -> list[float]:
+class LeastRequests:
+    """The first of the pods with the fewest requests that wait for their first tokens."""
+
+    def __init__(self, pods: int, _seed: int) -> None:
+        self._waiting = [0] * pods
+        self._pods: dict[int, int] = {}
+
+    def pick(self, arrival: Arrival) -> int:
+        """See `Policy`."""
+        pod = self._waiting.index(min(self._waiting))
+        self._waiting[pod] += 1
+        self._pods[arrival.number] = pod
+        return pod
+
+    def first_token(self, number: int, _now_s: float) -> None:
+        """See `Policy`."""
+        self._waiting[self._pods.pop(number)] -= 1
+
+
+class RoundRobin:
+    """One pod after the other."""
+
+    def __init__(self, pods: int, _seed: int) -> None:
+        self._count = pods
+
+    def pick(self, arrival: Arrival) -> int:
+        """See `Policy`."""
+        return arrival.number % self._count
+
+    def first_token(self, _number: int, _now_s: float) -> None:
+        """Nothing is known of pods."""
+
+
+# By name: made of the number of pods and a seed.
+_POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "ordered": partial(Router, step_tokens=_STEP_TOKENS),
+    "fifo": partial(Router, step_tokens=0),
+    "least_requests": LeastRequests,
+    "round_robin": RoundRobin,
+}
+
+
+def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
     """Seconds until the first token of each request."""
     engines = [Pod() for _ in range(pods)]
-    # At the price of engines that tell no order, and unused where the policy does not price.
-    router = Router(pods, _STEP_TOKENS if policy == "ordered" else 0, seed)
-    sent = [0] * pods
-    pick: dict[str, Callable[[Arrival], int]] = {
-        "ordered": router.pick,
-        "fifo": router.pick,
-        "least_requests": lambda _: sent.index(min(sent)),
-        "round_robin": lambda arrival: arrival.number % pods,
-    }
-    prices = policy in ("ordered", "fifo")
     ttft_s = [0.0] * len(arrivals)
     # (when, whose step is over or -1, which request comes)
     events = [(arrival.arrived_s, -1, arrival.number) for arrival in arrivals]
     while events:
         now_s, pod, number = heapq.heappop(events)
         if pod < 0:
-            pod = pick[policy](arrivals[number])
-            sent[pod] += 1
+            pod = policy.pick(arrivals[number])
             engines[pod].add(arrivals[number])
         else:
             for done in engines[pod].end_step():
                 ttft_s[done] = now_s - arrivals[done].arrived_s
-                sent[pod] -= 1
-                if prices:
-                    router.first_token(done, now_s)
+                policy.first_token(done, now_s)
         step_s = engines[pod].begin_step()
         if step_s is not None:
             heapq.heappush(events, (now_s + step_s, pod, 0))
@@ -188,26 +233,23 @@ def arrivals(count: int, pods: int, load: float, size: str, seed: int) -> list[A
 
 def main() -> int:
     """Simulates and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--requests", type=int, default=700)
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    report = Report(as_json=options.json)
+    options = read_options(__doc__, rounds=_ROUNDS)
+    options.report.machine()
+    requests = options.of_size(_REQUESTS, 30)
     for pods, load in _LOADS:
         for size in _SIZES:
-            for policy in ("ordered", "fifo", "least_requests", "round_robin"):
+            for policy, made in _POLICIES.items():
                 rounds = [
-                    run(arrivals(options.requests, pods, load, size, seed), pods, policy, seed)
-                    for seed in range(options.seeds)
+                    run(arrivals(requests, pods, load, size, seed), pods, made(pods, seed))
+                    for seed in range(options.rounds)
                 ]
                 means_ms = [1000 * statistics.fmean(one) for one in rounds]
                 p99_ms = statistics.fmean(1000 * sorted(one)[len(one) * 99 // 100] for one in rounds)
                 name = f"ttft_{size}_{pods}_pods_{load:.0%}_{policy}_ms".replace("%", "")
-                setting = {"pods": pods, "load": load, "p99_ms": round(p99_ms, 1)}
-                report.figure(name, "ms", means_ms, **setting)
+                setting = {"pods": pods, "load": load, "requests": requests, "p99_ms": round(p99_ms, 1)}
+                options.report.figure(name, "ms", means_ms, **setting)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

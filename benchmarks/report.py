@@ -69,12 +69,12 @@ class Report:
         )
 
 
-def read_options(doc: str | None, *, rivals: bool = False) -> Options:
-    """Reads the command line of a benchmark whose module says `doc` of itself."""
+def read_options(doc: str | None, *, rivals: bool = False, rounds: int = 7) -> Options:
+    """Reads the command line of a benchmark whose module says `doc` of itself; `rounds`: the default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each figure (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="of each figure (default: %(default)s)")
     if rivals:
         parser.add_argument("--rivals", action="store_true", help="others on the same load, too")
     read = parser.parse_args()

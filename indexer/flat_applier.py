@@ -215,7 +215,7 @@ class _SlowBatch:
         """Lets the view apply the event of this row, if it can be read: what is left of it."""
         if row in self._events:
             self._ahead.position, event = self._events[row]
-            if isinstance(event, BlockRemoved):
+            if hashes_done and isinstance(event, BlockRemoved):
                 event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
             view.apply_event(event, self._ahead, applied)
 

@@ -19,6 +19,8 @@ _BENCHMARKS = {
     "pick": "a pick behind a real Envoy, door by door",
     "pick_inside": "the router's own part of a pick, step by step",
     "schedule": "a scheduling cycle, from matches to the pod",
+    "queues": "first tokens behind each way to price a queue, in virtual time",
+    "startup": "the router's start until it is ready",
     "engine": "the model server's engine beside transformers",
     "macs": "multiply-accumulates of a generation with and without a KV cache",
 }

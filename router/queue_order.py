@@ -116,16 +116,21 @@ def _sort_in(
     step_tokens = min(begun_tokens, pod["ordered_step_tokens"])
     # A step that takes longer than expected must not use up the others' time.
     elapsed_s = max(0.0, now_s - since_s)
-    left_s = theirs_s * (1.0 - elapsed_share * min(1.0, elapsed_s / (begun_tokens * seconds_per_token)))
+    left_s = theirs_s * _left(elapsed_s, begun_tokens * seconds_per_token, elapsed_share)
     if is_ahead(arrived_s, left_s, now_s, own_s):
         queue["begun_s"] += left_s
         return
     in_step = step_tokens / begun_tokens
-    done = elapsed_share * min(1.0, elapsed_s / (step_tokens * seconds_per_token))
-    queue["begun_s"] += theirs_s * in_step * (1.0 - done)
+    queue["begun_s"] += theirs_s * in_step * _left(elapsed_s, step_tokens * seconds_per_token, elapsed_share)
     if in_step < 1.0:
         queue["behind"] += 1.0
         queue["behind_tokens"] += tokens * (1.0 - in_step)
+
+
+@kernel_with_arrays
+def _left(elapsed_s: float, whole_s: float, elapsed_share: float) -> float:
+    """The share of what takes `whole_s` that is believed to be left."""
+    return 1.0 - elapsed_share * min(1.0, elapsed_s / whole_s)
 
 
 @kernel_with_arrays

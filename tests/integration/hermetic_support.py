@@ -21,6 +21,7 @@ from google.protobuf import json_format
 
 from router.config import parse_flags
 from router.server import RouterServer
+from tests.integration.router_server_support import get
 from tests.wire.router_wire_support import set_headers, wait_until
 
 DATA = json.loads(gzip.decompress((Path(__file__).parents[1] / "data/hermetic_cases.json.gz").read_bytes()))
@@ -77,6 +78,20 @@ def metrics_page(case: Mapping[str, Any]) -> bytes:
         f'vllm:lora_requests_info{{max_lora="{case["max_active_models"]}",running_lora_adapters="{running}",'
         f'waiting_lora_adapters="{waiting}"}} 1\n'
     ).encode()
+
+
+def pod(number: int, *, waiting: int = 0, usage: float = 0.1, **labels: str) -> dict[str, Any]:
+    """A pod of a case, in its words."""
+    return {
+        "name": f"pod-{number}",
+        "ip": f"192.168.1.{number + 1}",
+        "waiting_queue": waiting,
+        "kv_cache_usage": usage,
+        "active_models": [],
+        "waiting_models": [],
+        "max_active_models": 0,
+        "labels": labels,
+    }
 
 
 class Scene:
@@ -136,6 +151,12 @@ def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Sce
         router.start()
         wait_until(lambda: _is_told(router, pods), "the pods' loads")
         yield Scene(router, pods)
+
+
+def waiting(played: Scene) -> int:
+    """Requests that wait, as the page of plugins' states tells."""
+    states = json.loads(get(played.router, "/debug/plugins/state")[1])["plugins"]
+    return int(states["flow-control"]["state"]["waiting"])
 
 
 @contextmanager

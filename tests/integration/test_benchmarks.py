@@ -38,6 +38,13 @@ FIGURES = {
             for step in ("tokens", "keys", "match", "schedule", "speculate", "decided")
         ),
     },
+    "queues": {
+        f"ttft_{size}_{load}_{policy}_ms"
+        for size in ("short", "mixed")
+        for load in ("4_pods_50", "4_pods_80", "8_pods_90")
+        for policy in ("ordered", "fifo", "least_requests", "round_robin")
+    },
+    "startup": {"ready_s", "ready_cpu_s", "imports_s", "imports_cpu_s"},
     "macs": {
         *(
             f"attention_{way}_{what}"

@@ -13,27 +13,13 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from tests.integration.hermetic_support import DATA, Scene, message, scene
+from tests.integration.hermetic_support import DATA, Scene, message, pod, scene
 from tests.wire.router_wire_support import Stream, set_headers, streamed_bytes
 
 DESTINATION = "x-gateway-destination-endpoint"
 REASON = "x-llm-d-request-dropped-reason"
 HEAD: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
 BODY = '{"model":"m","prompt":"p"}'
-
-
-def pod(number: int, *, waiting: int = 0, usage: float = 0.1, **labels: str) -> dict[str, Any]:
-    """A pod of a case."""
-    return {
-        "name": f"pod-{number}",
-        "ip": f"192.168.1.{number + 1}",
-        "waiting_queue": waiting,
-        "kv_cache_usage": usage,
-        "active_models": [],
-        "waiting_models": [],
-        "max_active_models": 0,
-        "labels": labels,
-    }
 
 
 def asked(

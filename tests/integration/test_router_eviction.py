@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.errors import ConfigError
-from tests.integration.hermetic_support import DATA, Scene, message, scene
+from tests.integration.hermetic_support import DATA, message, pod, scene, waiting
 from tests.integration.router_server_support import get
 from tests.wire.router_wire_support import Stream, set_headers, wait_until
 
@@ -28,17 +27,8 @@ BATCH = {
 
 def evicting(**flow: Any) -> dict[str, Any]:
     """One pod with one place; requests below priority 0 may be taken back."""
-    pod = {
-        "name": "pod-0",
-        "ip": "192.168.1.1",
-        "waiting_queue": 0,
-        "kv_cache_usage": 0.0,
-        "active_models": [],
-        "waiting_models": [],
-        "max_active_models": 0,
-    }
     config = {**CONFIG, "flowControl": {**CONFIG["flowControl"], "enableEviction": True, **flow}}
-    return {"config": config, "pods": [pod], "resources": [BATCH]}
+    return {"config": config, "pods": [pod(0)], "resources": [BATCH]}
 
 
 def asked(name: str, **headers: str) -> list[pb.ProcessingRequest]:
@@ -48,12 +38,6 @@ def asked(name: str, **headers: str) -> list[pb.ProcessingRequest]:
         message({"type": "request_headers", "headers": named, "end_of_stream": False}),
         message({"type": "request_body", "end_of_stream": True, "body": '{"model":"m","prompt":"p"}'}),
     ]
-
-
-def waiting(played: Scene) -> int:
-    """Requests that wait, as the page of plugins' states tells."""
-    states = json.loads(get(played.router, "/debug/plugins/state")[1])["plugins"]
-    return int(states["flow-control"]["state"]["waiting"])
 
 
 def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> None:

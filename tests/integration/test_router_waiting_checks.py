@@ -7,22 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.integration.hermetic_support import DATA, Scene, scene
-from tests.integration.router_server_support import get
+from tests.integration.hermetic_support import DATA, pod, scene, waiting
 from tests.loopback import free_port
 from tests.wire.raw_http_support import Client
 from tests.wire.router_wire_support import wait_until
 
-_POD = {
-    "name": "pod-0",
-    "ip": "192.168.1.1",
-    "waiting_queue": 0,
-    "kv_cache_usage": 0.0,
-    "active_models": [],
-    "waiting_models": [],
-    "max_active_models": 0,
-}
-_CASE: dict[str, Any] = {"config": DATA["configs"]["flow-control-concurrency-1"], "pods": [_POD]}
+_CASE: dict[str, Any] = {"config": DATA["configs"]["flow-control-concurrency-1"], "pods": [pod(0)]}
 _WAITING = 20
 
 
@@ -30,12 +20,6 @@ def asked(name: str, body: bytes = b'{"model": "m", "prompt": "p"}') -> bytes:
     """A request as Envoy makes it."""
     head = f"POST /v1/completions HTTP/1.1\r\nx-request-id: {name}\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
-
-
-def waiting(played: Scene) -> int:
-    """Requests that wait, as the page of plugins' states tells."""
-    states = json.loads(get(played.router, "/debug/plugins/state")[1])["plugins"]
-    return int(states["flow-control"]["state"]["waiting"])
 
 
 def test_requests_in_a_queue_hold_up_nobody(tmp_path: Path) -> None:

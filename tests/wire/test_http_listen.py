@@ -59,7 +59,17 @@ def served(
 ) -> Iterator[tuple[HttpServer, Waits]]:
     """A server on a free port."""
     waits = Waits()
-    server = HttpServer(
+    server = _bound(waits, inline_bytes_max=inline_bytes_max, connections_max=connections_max, desks=desks)
+    server.start()
+    try:
+        yield server, waits
+    finally:
+        waits.may_go.set()
+        server.close()
+
+
+def _bound(waits: Waits, *, inline_bytes_max: int, connections_max: int, desks: int) -> HttpServer:
+    return HttpServer(
         "--port",
         "127.0.0.1",
         0,
@@ -71,12 +81,6 @@ def served(
         refused=lambda: None,
         desks=desks,
     )
-    server.start()
-    try:
-        yield server, waits
-    finally:
-        waits.may_go.set()
-        server.close()
 
 
 def _answer(status: int, body: bytes, *, closes: bool) -> bytes:
@@ -290,19 +294,7 @@ def test_the_close_waits_for_requests_that_wait() -> None:
 
 def test_what_never_began_is_closed_at_once() -> None:
     """A server that was bound and not started leaves its port to others, however often it is closed."""
-    waits = Waits()
-    server = HttpServer(
-        "--port",
-        "127.0.0.1",
-        0,
-        waits.serve,
-        waits.refuse,
-        body_bytes_max=1,
-        inline_bytes_max=1,
-        connections_max=1,
-        refused=lambda: None,
-        desks=1,
-    )
+    server = _bound(Waits(), inline_bytes_max=_INLINE_BYTES, connections_max=1, desks=1)
     server.close()
     server.close()
     with socket.create_server(("127.0.0.1", server.port)):
