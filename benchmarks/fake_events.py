@@ -1,63 +1,83 @@
-"""The event side of the fake pods: real publishers that tell a cache which nobody computed.
+"""The event side of the fake pods: they tell a cache which nobody computed, on one thread for all of them.
 
 `python -m benchmarks.fake_events EVENTS_PORT REPLAY_PORT COUNT BODIES`. Every second pod holds the prompts of
 BODIES (a file with one chat body a line) from the start. Each line on stdin is a number of blocks per second
-that all pods together store from then on, 32 blocks an event.
+that all pods together store from then on, in runs of 32; as engines do, a pod sends what a step of 20 ms
+stored as one batch. Wire and replay are the model server's; what its engines do beside them is left out,
+because it would take the CPU that is shared with whom we measure.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
-from itertools import count
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from random import Random
 
+import zmq
+
 from model_server.events import MEDIUM_GPU, BlockStored
-from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.replay import ReplayServer, StepRing
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.openai_prompts import begin_chat
 
 BLOCK_TOKENS = 16
 _RUN_BLOCKS = 32
-_TICK_S = 0.01
+_STEP_S = 0.02
+# Steps are not in step: a quarter of the pods ends one at a time.
+_PHASES = 4
+_BATCHES_KEPT = 10_000
 
 
 class _Pod:
-    """One pod's publisher, whose blocks are all of one chain."""
+    """One pod's sockets; the blocks of its steps are all of one chain."""
 
-    def __init__(self, events_port: int, replay_port: int) -> None:
-        config = KVEventsConfig(
-            endpoint=f"tcp://127.0.0.1:{events_port}",
-            replay_endpoint=f"tcp://127.0.0.1:{replay_port}",
-            always_bind=True,
-        )
-        self._publisher = KVEventPublisher(config)
-        self._publisher.start()
-        self._hashes = count(1)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], events_port: int, replay_port: int) -> None:
+        self._ring = StepRing(_BATCHES_KEPT)
+        self._events = context.socket(zmq.PUB)
+        self._events.set_hwm(_BATCHES_KEPT)
+        self._events.bind(f"tcp://127.0.0.1:{events_port}")
+        replay = context.socket(zmq.ROUTER)
+        ReplayServer.limit(replay)
+        replay.bind(endpoint := f"tcp://127.0.0.1:{replay_port}")
+        self.replay = ReplayServer(replay, endpoint, b"", self._ring)
+        self._stored = 0
         self._parent: int | None = None
 
     def holds(self, token_ids: list[int]) -> None:
         """A whole prompt's full blocks."""
         blocks = len(token_ids) // BLOCK_TOKENS
-        self._store(None, token_ids[: blocks * BLOCK_TOKENS], blocks)
+        self._publish([self._store(None, token_ids[: blocks * BLOCK_TOKENS], blocks)])
 
-    def stores(self, token_ids: list[int]) -> None:
-        """A run of blocks after the last one."""
-        self._parent = self._store(self._parent, token_ids, _RUN_BLOCKS)
+    def steps(self, runs: Sequence[list[int]]) -> None:
+        """Stores runs of blocks in one step, each after the last one."""
+        stored = []
+        for token_ids in runs:
+            stored.append(self._store(self._parent, token_ids, _RUN_BLOCKS))
+            self._parent = self._stored
+        self._publish(stored)
 
-    def _store(self, parent: int | None, token_ids: list[int], blocks: int) -> int:
-        hashes = [next(self._hashes) for _ in range(blocks)]
-        stored = BlockStored(hashes, parent, token_ids, BLOCK_TOKENS, None, MEDIUM_GPU, None)
-        self._publisher.publish([stored])
-        return hashes[-1]
+    def _store(self, parent: int | None, token_ids: list[int], blocks: int) -> BlockStored:
+        hashes = range(self._stored + 1, self._stored + blocks + 1)
+        self._stored += blocks
+        return BlockStored(list(hashes), parent, token_ids, BLOCK_TOKENS, None, MEDIUM_GPU, None)
+
+    def _publish(self, events: Sequence[BlockStored]) -> None:
+        step = self._ring.append(time.time(), events, 0)
+        self._events.send_multipart((b"", step.sequence_frame, step.payload()))
 
 
 def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
     """Publishes until it is killed."""
-    pods = [_Pod(events_port + at, replay_port + at) for at in range(number)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4 * number + 64)
+    pods = [_Pod(context, events_port + at, replay_port + at) for at in range(number)]
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     for body in bodies.read_bytes().splitlines():
         prompt = [int(token) for token in begin_chat(json.loads(body), tokenizer).ids()]
@@ -66,20 +86,46 @@ def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
     _store_at_will(pods)
 
 
-def _store_at_will(pods: list[_Pod]) -> None:
+def _store_at_will(pods: Sequence[_Pod]) -> None:
     rate = [0.0]
     threading.Thread(target=_read_rates, args=(rate,), daemon=True).start()
     random = Random(0)
     runs = [[random.randrange(256) for _ in range(BLOCK_TOKENS * _RUN_BLOCKS)] for _ in range(64)]
+    replays = _Replays(pods)
+    phases = [pods[at::_PHASES] for at in range(min(_PHASES, len(pods)))]
     due_blocks, then_s = 0.0, time.monotonic()
-    while True:
-        time.sleep(_TICK_S)
+    for phase in cycle(phases):
+        replays.serve_until(then_s + _STEP_S / len(phases))
         now_s = time.monotonic()
         due_blocks += rate[0] * (now_s - then_s)
         then_s = now_s
+        shares: defaultdict[_Pod, list[list[int]]] = defaultdict(list)
         while due_blocks >= _RUN_BLOCKS:
             due_blocks -= _RUN_BLOCKS
-            random.choice(pods).stores(random.choice(runs))
+            shares[random.choice(phase)].append(random.choice(runs))
+        for pod, share in shares.items():
+            pod.steps(share)
+
+
+class _Replays:
+    """Answers whoever asks a pod for past batches."""
+
+    def __init__(self, pods: Sequence[_Pod]) -> None:
+        self._poller = zmq.Poller()
+        self._servers = {pod.replay.socket: pod.replay for pod in pods}
+        for replay in self._servers:
+            self._poller.register(replay, zmq.POLLIN)
+        self._open: set[ReplayServer] = set()
+
+    def serve_until(self, until_s: float) -> None:
+        """Serves all until then; those that are not finished go on the next time."""
+        while True:
+            left_ms = max(0, math.ceil(1000 * (until_s - time.monotonic())))
+            asked = {self._servers[ready] for ready, _ in self._poller.poll(left_ms)}
+            now_s = time.monotonic()
+            self._open = {server for server in self._open | asked if server.serve(now_s) is not None}
+            if now_s >= until_s:
+                return
 
 
 def _read_rates(rate: list[float]) -> None:

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_SOCKETS = 4 * PODS_MAX
 _LONGEST_WAIT_S = 60.0
+# A look at the sockets waits for the interpreter several times: in a flow of events it comes this much later.
+_GATHER_S = 0.004
 
 
 class Subscriber:
@@ -90,6 +92,7 @@ class Subscriber:
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
         self._losses = None if take_lost is None else Losses(take_lost, self._doubt_lost)
         self._inbox: Inbox | None = None
+        self._turned_s = -math.inf
         try:
             if config.events_bind is not None:
                 self._inbox = Inbox(config, sink, self)
@@ -227,8 +230,14 @@ class Subscriber:
             self._inbox.close()
 
     def _turn(self) -> None:
-        """Waits until something is ready or due, and lets everything that is have its turn."""
+        """Waits until something is ready or due, and lets everything that is have its turn.
+
+        What follows a turn at once waits, so that more of it is taken together; what is due does not.
+        """
         due_s = min((owner.due_s for owner in self._owners()), default=math.inf)
+        gather_s = min(due_s, self._turned_s + _GATHER_S) - self._clock()
+        if gather_s > 0:
+            time.sleep(gather_s)
         wait_s = min(_LONGEST_WAIT_S, max(0.0, due_s - self._clock()))
         for ready, _ in self._poller.poll(math.ceil(wait_s * 1000)):
             if isinstance(ready, zmq.Socket):
@@ -241,7 +250,7 @@ class Subscriber:
                 self._reconcile()
                 while self._calls:
                     self._calls.popleft()()
-        now_s = self._clock()
+        self._turned_s = now_s = self._clock()
         for owner in tuple(self._owners()):
             if owner.due_s <= now_s:
                 self._guarded(owner, owner.tick)
