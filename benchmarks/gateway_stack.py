@@ -33,6 +33,7 @@ _CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
 # Relative to the base port: the gateway's, and that of Envoy's own pages.
 _GATEWAY_PORT, _ADMIN_PORT = 50, 51
 _ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
+_ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ class Stretch:
 class GatewayStack:
     """A started stack."""
 
-    def __init__(self, base_port: int, supervisor: Supervisor, events: Any) -> None:
+    def __init__(self, base_port: int, supervisor: Supervisor, events: Any, metrics_url: str) -> None:
         self.url = f"http://{HOST}:{base_port + _GATEWAY_PORT}"
         self.grpc_address = f"{HOST}:{base_port}"
         self._stats_url = f"http://{HOST}:{base_port + _ADMIN_PORT}/stats?filter=^{_ANSWERS}$"
+        self._metrics_url = metrics_url
         self._events = events
         self._pids = {child.plan.name: child.process.pid for child in supervisor.children}
 
@@ -98,6 +100,11 @@ class GatewayStack:
         """Lets the pods announce so many blocks per second from now on."""
         self._events.stdin.write(f"{per_s}\n".encode())
         self._events.stdin.flush()
+
+    def admitted_blocks(self) -> int:
+        """Blocks that the router has taken from events so far."""
+        page: str = urllib3.request("GET", self._metrics_url).data.decode()
+        return int(float(page.partition(f"\n{_ADMITTED} ")[2].partition("\n")[0]))
 
     def cpu_s(self, name: str) -> float:
         """CPU seconds that a process has used so far."""
@@ -148,7 +155,7 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         supervisor.start(plan.children)
         if events is not None:
             await_pods(plan, supervisor.check)
-        stack = GatewayStack(base, supervisor, events)
+        stack = GatewayStack(base, supervisor, events, f"{plan.router_debug_url}/metrics")
         if events is not None:
             _await_calm(lambda: stack.cpu_s("router") + process_cpu_s(events.pid))
         yield stack

@@ -6,6 +6,7 @@ Pure: it starts nothing and opens nothing.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import sysconfig
@@ -170,7 +171,9 @@ def _router(
 
 def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
     argv = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
-    return ChildPlan("envoy", [*argv, "--concurrency", "2", "--log-level", "warning"], ports)
+    # Its other workers would compete with the router and the engines that they wait for.
+    argv += ["--concurrency", str(max(1, (os.cpu_count() or 1) // 2))]
+    return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
 
 
 def _pods_file(options: StackOptions, model_name: str) -> str:
