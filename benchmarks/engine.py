@@ -6,7 +6,6 @@ figure is compared with runs in the same process and in turns, so that noise mee
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from itertools import chain
@@ -15,6 +14,7 @@ import torch
 
 from benchmarks import against_transformers, engine_http, engine_overhead, engine_sampling, host_tier
 from benchmarks.against_transformers import CLOCKS
+from benchmarks.report import options_of, options_parser
 
 _PARTS = {
     "transformers": against_transformers.measure,
@@ -27,27 +27,27 @@ _PARTS = {
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser = options_parser(__doc__, rounds=5)
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each setting (default: %(default)s)")
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu on a busy machine (default: %(default)s)"
     )
     parser.add_argument(
         "--part", choices=_PARTS, nargs="+", default=list(_PARTS), help="measure only these (default: all)"
     )
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    read = parser.parse_args()
+    options = options_of(read)
+    options.report.machine()
+    torch.set_num_threads(read.threads)
     setting = {
-        "threads": options.threads,
+        "threads": read.threads,
         "cores": os.cpu_count(),
-        "clock": options.clock,
+        "clock": read.clock,
         "torch": torch.__version__,
     }
-    clock = CLOCKS[options.clock]
-    for figure in chain.from_iterable(_PARTS[part](options.rounds, clock) for part in options.part):
-        if options.json:
+    clock = CLOCKS[read.clock]
+    for figure in chain.from_iterable(_PARTS[part](options.rounds, clock) for part in read.part):
+        if read.json:
             line = {"name": figure.name, "unit": figure.unit, "value": figure.value, "n": options.rounds}
             print(json.dumps({**line, "setting": {**setting, **figure.setting}}), flush=True)
         else:

@@ -70,16 +70,31 @@ class Report:
 
 
 def read_options(doc: str | None, *, rivals: bool = False, rounds: int = 7) -> Options:
-    """Reads the command line of a benchmark whose module says `doc` of itself; `rounds`: the default."""
+    """Reads the command line of a benchmark that has no options of its own; see `options_parser`."""
+    return options_of(options_parser(doc, rivals=rivals, rounds=rounds).parse_args())
+
+
+def options_parser(doc: str | None, *, rivals: bool = False, rounds: int = 7) -> argparse.ArgumentParser:
+    """What reads the command line of a benchmark.
+
+    Args:
+        doc: What its module says of itself.
+        rivals: Whether it measures others, too.
+        rounds: How many there are by default.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast")
     parser.add_argument("--rounds", type=int, default=rounds, help="of each figure (default: %(default)s)")
     if rivals:
         parser.add_argument("--rivals", action="store_true", help="others on the same load, too")
-    read = parser.parse_args()
+    return parser
+
+
+def options_of(read: argparse.Namespace) -> Options:
+    """The options that all benchmarks have."""
     rounds = 1 if read.quick else read.rounds
-    return Options(Report(as_json=read.json), read.quick, rounds, rivals and read.rivals)
+    return Options(Report(as_json=read.json), read.quick, rounds, getattr(read, "rivals", False))
 
 
 def each_us(calls: Sequence[Callable[[], object]]) -> list[float]:

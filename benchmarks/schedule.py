@@ -1,22 +1,17 @@
 """What a scheduling cycle costs, from the matches of a request to its answer: 5, 25, 100 and 400 pods.
 
-`python -m benchmarks.schedule [--json] [--rounds N]`. Measured are the credit of every candidate's cache, its
-price, the ranking, the ledger's entry and the decision, in CPU time of this process; every pod has waiting
-and decoding requests and a fresh account of its load. Medians over rounds of many cycles.
+`python -m benchmarks.schedule [--json] [--quick] [--rounds N]`. Measured are the credit of every candidate's
+cache, its price, the ranking, the ledger's entry and the decision, in CPU time of this process; every pod has
+waiting and decoding requests and a fresh account of its load. Medians over rounds of many cycles.
 """
 
 from __future__ import annotations
-
-import argparse
-import json
-import os
-import statistics
-import time
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from benchmarks.report import cpu_s, read_options
 from indexer import PodMatches, StreamState
 from indexer.index import MatchTable
 from indexer.pod_entry import PodEntry
@@ -83,41 +78,35 @@ class Fleet:
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = read_options(__doc__, rounds=9)
+    options.report.machine()
+    cycles = options.of_size(_CYCLES, 20)
     for pods in _PODS:
         for orders_prefills in (False, True):
-            value_us = _measure(Fleet(pods, orders_prefills=orders_prefills), options.rounds)
-            name = f"schedule_{pods}_pods{'_ordered' if orders_prefills else ''}_us"
-            setting = {
-                "pods": pods,
-                "prompt_tokens": _PROMPT_TOKENS,
-                "waiting_per_pod": 2,
-                "decoding_per_pod": 2,
-                "orders_prefills": orders_prefills,
-                "cores": os.cpu_count(),
-            }
-            if options.json:
-                line = {"name": name, "unit": "us", "value": round(value_us, 2), "n": options.rounds}
-                print(json.dumps({**line, "setting": setting}), flush=True)
-            else:
-                print(f"{name:30} {value_us:8.1f} us", flush=True)
+            values_us = _measure(Fleet(pods, orders_prefills=orders_prefills), options.rounds, cycles)
+            options.report.figure(
+                f"schedule_{pods}_pods{'_ordered' if orders_prefills else ''}_us",
+                "us",
+                values_us,
+                pods=pods,
+                prompt_tokens=_PROMPT_TOKENS,
+                waiting_per_pod=2,
+                decoding_per_pod=2,
+                orders_prefills=orders_prefills,
+            )
     return 0
 
 
-def _measure(fleet: Fleet, rounds: int) -> float:
-    values = []
-    for number in range(rounds + 1):
-        requests = fleet.requests(_CYCLES)
-        started_s = time.process_time()
-        fleet.run(requests)
-        took_s = time.process_time() - started_s
-        fleet.end_newest(_CYCLES)
-        if number:  # the first warms caches
-            values.append(took_s / _CYCLES * 1e6)
-    return statistics.median(values)
+def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:
+    """CPU microseconds of a cycle, of each round; the one before them warms caches."""
+    return [_round_us(fleet, cycles) for _ in range(rounds + 1)][1:]
+
+
+def _round_us(fleet: Fleet, cycles: int) -> float:
+    requests = fleet.requests(cycles)
+    took_s = cpu_s(lambda: fleet.run(requests))
+    fleet.end_newest(cycles)
+    return took_s / cycles * 1e6
 
 
 def _entry(number: int) -> PodEntry:

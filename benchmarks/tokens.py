@@ -1,7 +1,7 @@
 """What a prompt's token ids cost the router, beside the bare tokenizer library in the same run.
 
-`python -m benchmarks.tokens [--json] [--tokenizer DIR] [--rounds N]`. Texts are English prose, never seen
-before but for what a conversation repeats. Figures are CPU of the whole process, medians over rounds:
+`python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose, never
+seen before but for what a conversation repeats. Figures are CPU of the whole process, medians over rounds:
 
 - `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the body's bytes
   to the ids; `next_turn_library_ms` those 300 characters alone through the tokenizer library, which nothing
@@ -11,11 +11,8 @@ before but for what a conversation repeats. Figures are CPU of the whole process
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from benchmarks.report import cpu_s, options_of, options_parser
 from router.request import RequestKind, RouteRequest, api_request, http_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
@@ -42,25 +40,15 @@ Message = dict[str, Any]
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line (the only form there is)")
+    parser = options_parser(__doc__, rounds=31)
     parser.add_argument("--tokenizer", type=Path, default=TINY_DIRECTORY, help="default: the tiny one")
-    parser.add_argument("--rounds", type=int, default=31)
-    options = parser.parse_args()
-    bench = Bench(options.tokenizer)
-    for name, rounds in bench.measure(options.rounds).items():
-        line = {
-            "name": name,
-            "unit": "ms",
-            "value": round(statistics.median(rounds) * 1000, 3),
-            "n": len(rounds),
-            "setting": {
-                "cpu": "process",
-                "prompt_tokens": bench.prompt_tokens,
-                "tokenizer": options.tokenizer.name,
-            },
-        }
-        print(json.dumps(line), flush=True)
+    read = parser.parse_args()
+    options = options_of(read)
+    options.report.machine()
+    bench = Bench(read.tokenizer)
+    for name, seconds in bench.measure(options.rounds).items():
+        setting = {"cpu": "process", "prompt_tokens": bench.prompt_tokens, "tokenizer": read.tokenizer.name}
+        options.report.figure(name, "ms", [1000 * one_s for one_s in seconds], **setting)
     return 0
 
 
@@ -87,10 +75,10 @@ class Bench:
         figures: dict[str, list[float]] = {}
         lengths = []
         for _ in range(rounds):
-            cpu_s, tokens = self._round()
+            round_s, tokens = self._round()
             lengths.append(tokens)
-            for name, seconds in cpu_s.items():
-                figures.setdefault(name, []).append(seconds)
+            for name, took_s in round_s.items():
+                figures.setdefault(name, []).append(took_s)
         self.prompt_tokens = statistics.median(lengths)
         return figures
 
@@ -103,13 +91,13 @@ class Bench:
             {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)},
         ]
         body = _body(messages)
-        next_s = _cpu_s(lambda: self._tokens(body))
+        next_s = cpu_s(lambda: self._tokens(body))
         new = self._prose(_NEW_ANSWER_CHARS + _NEW_QUESTION_CHARS)
-        new_s = _cpu_s(lambda: self._library.encode(new).ids)
+        new_s = cpu_s(lambda: self._library.encode(new).ids)
         text = self._prose(self._chars)
         cold = api_request("cold", RequestKind.COMPLETIONS, {"model": _MODEL, "prompt": text}, len(text))
-        cold_s = _cpu_s(lambda: self._ids(cold))
-        library_s = _cpu_s(lambda: self._library.encode(text).ids)
+        cold_s = cpu_s(lambda: self._ids(cold))
+        library_s = cpu_s(lambda: self._library.encode(text).ids)
         return {
             "next_turn_16k_ms": next_s,
             "next_turn_library_ms": new_s,
@@ -154,12 +142,6 @@ def _prose() -> Iterator[str]:
         for at, paragraph in enumerate(paragraphs):
             yield f"Note {turn * len(paragraphs) + at}. {paragraph}\n\n"
         turn += 1
-
-
-def _cpu_s(work: Callable[[], object]) -> float:
-    started_s = time.process_time()
-    work()
-    return time.process_time() - started_s
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ FIGURES = {
             for step in ("tokens", "keys", "match", "schedule", "speculate", "decided")
         ),
     },
+    "tokens": {"next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"},
+    "schedule": {
+        f"schedule_{pods}_pods{order}_us" for pods in (5, 25, 100, 400) for order in ("", "_ordered")
+    },
     "queues": {
         f"ttft_{size}_{load}_{policy}_ms"
         for size in ("short", "mixed")
