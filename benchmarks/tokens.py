@@ -1,7 +1,7 @@
 """What a prompt's token ids cost the router, beside the bare tokenizer library in the same run.
 
-`python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose, never
-seen before but for what a conversation repeats. Figures are CPU of the whole process, medians over rounds:
+`python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose,
+never seen before but for what a conversation repeats. CPU of the whole process, medians over rounds:
 
 - `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the body's bytes
   to the ids; `next_turn_library_ms` those 300 characters alone through the tokenizer library, which nothing
