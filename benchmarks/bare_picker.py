@@ -112,7 +112,7 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
         "CHECK_PORT",
         "127.0.0.1",
         check_port,
-        lambda _request, _closes: http_answer,
+        lambda *_: http_answer,
         lambda _error: b"",
         body_bytes_max=_MESSAGE_BYTES_MAX,
         inline_bytes_max=_INLINE_BYTES,

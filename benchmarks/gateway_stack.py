@@ -88,13 +88,14 @@ class GatewayStack:
         self._events = events
         self._pids = {child.plan.name: child.process.pid for child in supervisor.children}
 
-    def load(self, bodies: Path, clients: int, seconds: float) -> Stretch:
-        """HTTP load at the gateway."""
-        return self._stretch("benchmarks.load", self.url, bodies, clients, seconds)
+    def load(self, bodies: Path, clients: int, seconds: float, *, repeated: bool = False) -> Stretch:
+        """HTTP load at the gateway: chats that go on by a new turn, or the chats again and again."""
+        return self._stretch("benchmarks.load", self.url, bodies, clients, seconds, repeated=repeated)
 
-    def pick_load(self, bodies: Path, callers: int, seconds: float) -> Stretch:
-        """PickEndpoint load at the router."""
-        return self._stretch("benchmarks.pick_load", self.grpc_address, bodies, callers, seconds)
+    def pick_load(self, bodies: Path, callers: int, seconds: float, *, repeated: bool = False) -> Stretch:
+        """The same as calls of PickEndpoint at the router."""
+        address = self.grpc_address
+        return self._stretch("benchmarks.pick_load", address, bodies, callers, seconds, repeated=repeated)
 
     def store_blocks(self, per_s: int) -> None:
         """Lets the pods announce so many blocks per second from now on."""
@@ -110,10 +111,12 @@ class GatewayStack:
         """CPU seconds that a process has used so far."""
         return process_cpu_s(self._pids[name])
 
-    def _stretch(self, module: str, target: str, bodies: Path, clients: int, seconds: float) -> Stretch:
+    def _stretch(
+        self, module: str, target: str, bodies: Path, clients: int, seconds: float, *, repeated: bool
+    ) -> Stretch:
         answers = self._answers()
         before = {name: self.cpu_s(name) for name in self._pids}
-        seen = run_load(module, target, bodies, clients, seconds)
+        seen = run_load(module, target, bodies, clients, seconds, repeated=repeated)
         time.sleep(_SETTLE_S)
         requests = max(1, seen["requests"])
         cpu_ms = {name: 1000 * (self.cpu_s(name) - before[name]) / requests for name in before}
@@ -182,9 +185,12 @@ def _await_calm(cpu_s: Callable[[], float]) -> None:
         calm = calm + 1 if cpu_s() - before_s < _CALM_CORES * (time.monotonic() - then_s) else 0
 
 
-def run_load(module: str, target: str, bodies: Path, clients: int, seconds: float) -> dict[str, float]:
+def run_load(
+    module: str, target: str, bodies: Path, clients: int, seconds: float, *, repeated: bool = False
+) -> dict[str, float]:
     """One stretch of load from a process of its own."""
     argv = [sys.executable, "-m", module, target, str(bodies), str(clients), str(seconds)]
+    argv += ["repeated"] if repeated else []
     done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=True)
     seen: dict[str, float] = json.loads(done.stdout)
     return seen

@@ -1,8 +1,8 @@
 """Closed-loop HTTP load from a process of its own: a URL and request bodies in, one JSON object out.
 
-`python -m benchmarks.load URL BODIES CLIENTS SECONDS`; BODIES is a file with one JSON body a line, which the
-clients send in turn, each over one kept connection. Cheap on purpose: it shares the machine with what it
-measures.
+`python -m benchmarks.load URL BODIES CLIENTS SECONDS [repeated]`; BODIES is a file with one chat a line. The
+clients send them in turn, each over one kept connection: with a new turn at the end each time, or as they
+are. Cheap on purpose: it shares the machine with what it measures.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
 import uvloop
+
+from benchmarks.next_turns import next_turns
 
 _PATH = "/v1/chat/completions"
 
@@ -60,16 +63,17 @@ class Load:
     """One stretch of load.
 
     Attributes:
-        requests: Complete requests to be sent in turn, for ever.
+        requests: Complete requests to be sent, for ever.
         is_over: Whether clients are to stop.
         errors: Answers other than 200, and connections lost.
         reads: Pieces in which answers came.
     """
 
-    def __init__(self, url: str, bodies: list[bytes], clients: int) -> None:
+    def __init__(self, url: str, bodies: Iterator[bytes], clients: int) -> None:
         netloc = urlsplit(url).netloc
         head = f"POST {_PATH} HTTP/1.1\r\nhost: {netloc}\r\ncontent-type: application/json\r\n"
-        self.requests = cycle([f"{head}content-length: {len(b)}\r\n\r\n".encode() + b for b in bodies])
+        begun = f"{head}content-length: ".encode()
+        self.requests = (b"%b%d\r\n\r\n%b" % (begun, len(body), body) for body in bodies)
         self.is_over = False
         self.errors = 0
         self.reads = 0
@@ -126,11 +130,13 @@ def _is_complete(received: bytes) -> bool:
     return received.endswith(b"0\r\n\r\n")
 
 
-async def main(url: str, bodies: Path, clients: int, seconds: float) -> None:
+async def main(url: str, bodies: Path, clients: int, seconds: float, *, repeated: bool) -> None:
     """Runs one stretch and prints what was seen."""
-    load = Load(url, bodies.read_bytes().splitlines(), clients)
+    chats = bodies.read_bytes().splitlines()
+    load = Load(url, cycle(chats) if repeated else next_turns(chats), clients)
     print(json.dumps(await load.run(seconds)), flush=True)
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    repeated = sys.argv[5:] == ["repeated"]
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), repeated=repeated))

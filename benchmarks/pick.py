@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
+from benchmarks.next_turns import ANSWER_CHARS, QUESTION_CHARS
 from benchmarks.pick_inside import measure as measure_inside
 from benchmarks.report import Report as PlainReport
 from benchmarks.rivals import measure_rivals
@@ -87,6 +88,13 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
             shown = _shown(setting, rounds, prompt=size)
             report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], shown)
             if size == "small":
+                again = [
+                    stack.load(bodies[size], _CLIENTS, effort.seconds, repeated=True)
+                    for _ in range(effort.rounds)
+                ]
+                repeated = _shown(setting, again, prompt=size, new_chars=0)
+                cpu = [one.cpu_ms["router"] for one in again]
+                report.figure(f"{name}_small_repeated_cpu_ms", "ms", cpu, repeated)
                 report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], shown)
                 report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
         _under_events(name, stack, bodies["small"], setting, effort, report)
@@ -94,7 +102,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
-            rounds = _rounds(effort, lambda: stack.pick_load(bodies["small"], _CLIENTS, effort.seconds))
+            rounds = _rounds(effort, partial(stack.pick_load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]
             report.figure("pick_unary_cpu_ms", "ms", cpu, _shown(setting, rounds, door="PickEndpoint"))
 
@@ -105,7 +113,7 @@ def _under_events(
     """The load on small chats again, while the pods announce blocks; the setting tells how many arrived."""
     stack.store_blocks(EVENT_BLOCKS_PER_S)
     begun_s, admitted = time.monotonic(), stack.admitted_blocks()
-    rounds = _rounds(effort, lambda: stack.load(bodies, _CLIENTS, effort.seconds))
+    rounds = _rounds(effort, partial(stack.load, bodies, _CLIENTS, effort.seconds))
     admitted_per_s = (stack.admitted_blocks() - admitted) / (time.monotonic() - begun_s)
     stack.store_blocks(0)
     shown = _shown(
@@ -119,7 +127,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     """Both phases of ext_proc, and what one more chunk of a stream adds."""
     setting = StackSetting(door="ext_proc", responses="full")
     with gateway_stack(setting, bodies["all"], directory) as stack:
-        rounds = _rounds(effort, lambda: stack.load(bodies["small"], _CLIENTS, effort.seconds))
+        rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
         cpu = [one.cpu_ms["router"] for one in rounds]
         report.figure("extproc_full_small_cpu_ms", "ms", cpu, _shown(setting, rounds))
         _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
@@ -191,13 +199,15 @@ def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
         report.figure("idle_100_pods_mcpu", "mCPU", values, {"pods": setting.pods})
 
 
-def _rounds(effort: Effort, stretch: Callable[[], Stretch]) -> list[Stretch]:
-    """Some stretches of load after one that warms caches and connections."""
+def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:
+    """Some stretches of load after two that warm caches: the chats were there before they go on."""
+    stretch(repeated=True)
     return [stretch() for _ in range(effort.rounds + 1)][1:]
 
 
 def _shown(setting: StackSetting, rounds: Sequence[Stretch], **more: object) -> dict[str, object]:
     shown: dict[str, object] = {"door": setting.door, "responses": setting.responses, "pods": setting.pods}
+    shown["new_chars"] = ANSWER_CHARS + QUESTION_CHARS
     errors = sum(int(one.seen.get("errors", 0)) for one in rounds)
     requests = sum(int(one.seen["requests"]) for one in rounds)
     return {**shown, "requests": requests, "errors": errors, **more}

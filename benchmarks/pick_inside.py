@@ -1,10 +1,11 @@
 """Where a pick's time goes inside the router: the door's own code on whole requests, without sockets.
 
 `python -m benchmarks.pick_inside [--json] [--quick] [--rounds N]`; also the last part of `benchmarks.pick`.
-16 pods of which 8 hold each warm conversation, told by real events. CPU of the calling thread, medians over
-rounds: `route_SIZE_us` is a request from its bytes to the answer's, `end_SIZE_us` what its end costs,
-`pick_SIZE_us` the same request through PickEndpoint and `expire_SIZE_us` its end by the clock alone,
-`route_SIZE_STEP_us` the steps, from rounds of their own, in which each also pays for a look at the clock.
+16 pods of which 8 hold each warm conversation, told by real events; each request adds a turn to one. CPU of
+the calling thread, medians over rounds: `route_SIZE_us` is a request from its bytes to the answer's,
+`end_SIZE_us` what its end costs, `pick_SIZE_us` the same request through PickEndpoint and `expire_SIZE_us`
+its end by the clock alone, `route_SIZE_STEP_us` the steps, from rounds of their own, in which each also pays
+for a look at the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.fake_events import BLOCK_TOKENS
 from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
+from benchmarks.next_turns import next_turns
 from benchmarks.report import Report, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
@@ -35,6 +37,8 @@ from router.admission import Admission, AdmissionParameters
 from router.check_http import CheckHttpDoor
 from router.explain import Explain
 from router.gateway_pick import GatewayPick
+from router.h2.call_head import call_head
+from router.h2.context import CallContext
 from router.h2.methods import Methods
 from router.health import PICK_SERVICE
 from router.http_requests import HttpRequest, RequestReader
@@ -103,7 +107,7 @@ class Inside:
         )
         self.picks = GatewayPick(self.router, metrics)
         self.door = CheckHttpDoor(self.picks, metrics, _BODY_BYTES_MAX)
-        self.pick_endpoint = _pick_endpoint(PickDoor(self.router, self.outcomes, metrics, pods))
+        self.pick_endpoint = _pick_endpoint(PickDoor(self.picks, self.outcomes, metrics, pods))
         self._numbers = count()
         # Alive as long as the router: a view whose publisher is gone counts less.
         argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
@@ -125,7 +129,7 @@ class Inside:
 
     def answer(self, received: bytes) -> bytes:
         """Answers a request, which is received as the server receives it."""
-        return self.door.answer(_received(received), False)
+        return self.door.answer(_received(received), False, _stays)
 
     def end(self, request_id: str) -> None:
         """The access log tells that the request is over."""
@@ -168,7 +172,10 @@ def measure(bodies: dict[str, Path], report: Report, *, rounds: int, bursts: int
     inside = Inside(bodies["all"])
     try:
         for size in SIZES:
-            lines = cycle(bodies[size].read_bytes().splitlines())
+            chats = bodies[size].read_bytes().splitlines()
+            # What goes on was there before.
+            _round(inside, iter(chats), len(chats), 1)
+            lines = next_turns(chats)
             whole: list[float] = []
             ends: list[float] = []
             for at in range(rounds + 1):
@@ -237,7 +244,12 @@ def _pick_endpoint(door: PickDoor) -> Callable[[bytes], bytes]:
     methods = Methods()
     door.add_to(methods)  # type: ignore[arg-type]
     handler: Any = methods.find(f"/{PICK_SERVICE}/PickEndpoint")
-    return lambda message: handler.unary_unary(handler.request_deserializer(message), None)
+    context = CallContext(call_head([]), "", lambda: None)
+    return lambda message: handler.unary_unary(handler.request_deserializer(message), context)
+
+
+def _stays() -> bool:
+    return True
 
 
 def _parts(

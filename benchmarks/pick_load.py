@@ -1,6 +1,6 @@
 """Closed-loop PickEndpoint load from a process of its own: an address and chat bodies in, one JSON line out.
 
-`python -m benchmarks.pick_load ADDRESS BODIES CALLERS SECONDS`: the twin of benchmarks.load.
+`python -m benchmarks.pick_load ADDRESS BODIES CALLERS SECONDS [repeated]`: the twin of benchmarks.load.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from pathlib import Path
 import grpc
 import uvloop
 
+from benchmarks.next_turns import next_turns
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 
 
-async def main(address: str, bodies: Path, callers: int, seconds: float) -> None:
+async def main(address: str, bodies: Path, callers: int, seconds: float, *, repeated: bool) -> None:
     """Runs one stretch and prints what was seen."""
-    requests = cycle([_request(line) for line in bodies.read_bytes().splitlines()])
+    chats = bodies.read_bytes().splitlines()
+    requests = map(_request, cycle(chats) if repeated else next_turns(chats))
     end_s = time.perf_counter() + seconds
     calls = 0
 
@@ -43,4 +45,5 @@ def _request(body: bytes) -> pb.PickEndpointRequest:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    repeated = sys.argv[5:] == ["repeated"]
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), repeated=repeated))

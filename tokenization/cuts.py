@@ -42,6 +42,7 @@ _LINE_FEED_FAMILIES = frozenset({_LLAMA3, _QWEN2, _QWEN3_5, _TEKKEN, _O200K, _TI
 # Letters and digits to every Unicode version and regex engine: ASCII, Cyrillic, kana, common Han, Hangul.
 _WORD = "[0-9A-Za-z\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
 _SPACE = r"[ \t\r\n]"
+_PUNCTUATION = r"[!-/:-@\[-`{-~]"
 
 # No alternative of any family takes a letter or digit and then white space, nor looks past a letter: a match
 # ends between the two, with or without what follows.
@@ -49,6 +50,11 @@ _BEFORE_SPACE = f"{_WORD}(?={_SPACE})"
 # Where line feeds have an alternative of their own, a run of white space that ends in one is taken by it, or
 # by the punctuation in front, up to the last line feed; neither takes a letter or digit.
 _AFTER_LINE_FEED = f"\n(?={_WORD})"
+# White space and what follows it up to the next, until it ends with a letter, a digit or ASCII's punctuation:
+# that unless line feeds follow, which some families add to it. Joined, the matches are the text.
+_RUN = f"{_SPACE}*+[^ \\t\\r\\n]++"
+_NO_CUT = f"(?<!{_WORD})(?<!{_PUNCTUATION})(?=.)|(?<={_PUNCTUATION})(?=[\\r\\n])"
+_WORDS = re.compile(f"(?:{_RUN}(?:{_NO_CUT}))*+(?:{_RUN}|{_SPACE}++)", re.DOTALL)
 
 
 def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
@@ -67,6 +73,14 @@ def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         if token.single_word or token.lstrip or token.rstrip or cuts.search(token.content):
             return None
     return cuts
+
+
+def exact_words(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """What finds words in this tokenizer's texts: joined, they are the text, and their ids the text's."""
+    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+    if exact_cuts(tokenizer) is None or any(_WORDS.findall(content) != [content] for content in contents):
+        return None
+    return _WORDS
 
 
 def component(part: Any) -> dict[str, Any] | None:

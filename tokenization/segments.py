@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenization.cuts import component, exact_cuts
+from tokenization.cuts import component, exact_cuts, exact_words
 from tokenization.errors import TokenizerLoadError
 from tokenization.prefix_memory import Prefix, PrefixMemory
 from tokenization.segment_memory import SegmentMemory, TokenIds
 from tokenization.shares import encode_together
 from tokenization.tries import trie_pattern
+from tokenization.words import WORDS_CHARS_MAX, WordEncoder
 
 # Long enough that looking up costs nothing beside encoding, short enough that an edit costs little.
 _CHUNK_CHARS = 1024
@@ -66,9 +67,11 @@ class SegmentEncoder:
         }
         self._finders = _finders(texts)
         self._cuts = exact_cuts(tokenizer)
+        words = exact_words(tokenizer)
+        self._words = None if words is None else WordEncoder(tokenizer, words, capacity_bytes // 8)
         self._head, self._tail = _affixes(tokenizer)
         self.proof_chars = max(map(len, texts), default=1)
-        self._memory = SegmentMemory(capacity_bytes // 2)
+        self._memory = SegmentMemory(capacity_bytes * 3 // 8)
         self._prefixes = PrefixMemory(capacity_bytes // 2)
         self._lock = threading.Lock()
 
@@ -129,7 +132,10 @@ class SegmentEncoder:
         return [done[piece] for piece in pieces]
 
     def _encode_new(self, pieces: Sequence[str]) -> list[TokenIds]:
-        arrays = [_array(encoding.ids) for encoding in encode_together(self._tokenizer, pieces)]
+        if self._words is not None and sum(map(len, pieces)) <= WORDS_CHARS_MAX:
+            arrays = [self._words.encode(piece) for piece in pieces]
+        else:
+            arrays = [_array(encoding.ids) for encoding in encode_together(self._tokenizer, pieces)]
         with self._lock:
             for piece, ids in zip(pieces, arrays, strict=True):
                 self._memory.put(piece, ids)

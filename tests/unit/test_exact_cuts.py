@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3, of_family, tekken
 from tokenization import TINY_DIRECTORY
-from tokenization.cuts import exact_cuts
+from tokenization.cuts import exact_cuts, exact_words
 from tokenization.segments import SegmentEncoder
+from tokenization.words import WORDS_CHARS_MAX, WordEncoder
 
 
 def tiny() -> Tokenizer:
@@ -94,6 +95,85 @@ def test_what_goes_on_behind_a_known_beginning_has_the_whole_texts_ids(name: str
 
 
 @pytest.mark.parametrize("name", CUT)
+def test_words_have_the_whole_texts_ids(name: str) -> None:
+    """Word by word a text has the ids of the whole, also while its words are forgotten again."""
+    tokenizer = TOKENIZERS[name]()
+    pattern = exact_words(tokenizer)
+    assert pattern is not None
+    large, tiny_one = (WordEncoder(tokenizer, pattern, size) for size in (1 << 22, 1 << 12))
+
+    @given(texts)
+    @settings(max_examples=300, deadline=None)
+    def words_join(text: str) -> None:
+        assert "".join(pattern.findall(text)) == text
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert large.encode(text).tolist() == ids
+        assert tiny_one.encode(text).tolist() == ids
+
+    words_join()
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_running_text_falls_into_words(name: str) -> None:
+    """Each word is a part of its own, with the space in front; else nothing would be known again."""
+    pattern = exact_words(TOKENIZERS[name]())
+    assert pattern is not None
+    text = "One line, with 12 (or 13) numbers.\nAnd another."
+    assert len(pattern.findall(text)) >= 8
+
+
+def test_known_words_need_no_library() -> None:
+    """What was seen is not encoded again in another text; what was forgotten is."""
+    tokenizer = Counting(tiny())
+    pattern = exact_words(tiny())
+    assert pattern is not None
+    encoder = WordEncoder(tokenizer, pattern, 1 << 20)  # type: ignore[arg-type]
+    encoder.encode("one two three " * 3)
+    assert sorted(tokenizer.seen) == [" ", " one", " three", " two", "one"]
+    tokenizer.seen.clear()
+    assert encoder.encode("one three two").tolist() == tiny().encode("one three two").ids
+    assert tokenizer.seen == []
+
+
+def test_words_take_no_more_room_than_they_may() -> None:
+    """However many different words come, only so many are remembered, and long ones never."""
+    tokenizer = tiny()
+    pattern = exact_words(tokenizer)
+    assert pattern is not None
+    encoder = WordEncoder(tokenizer, pattern, 64 << 10)
+    for number in range(50):
+        encoder.encode(" ".join(f"w{number}x{at}" for at in range(50)) + " " + "long" * 20)
+    kept = encoder._young | encoder._old
+    assert 0 < len(kept) <= (64 << 10) // 384
+    assert max(map(len, kept)) < 80
+
+
+def test_long_texts_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond some thousand characters the library encodes, which gives up the GIL meanwhile."""
+    encoder = SegmentEncoder(tiny(), 1 << 22)
+
+    def refuse(_self: WordEncoder, _text: str) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(WordEncoder, "encode", refuse)
+    text = " ".join(f"word{number}" for number in range(WORDS_CHARS_MAX // 4))
+    assert encoder.begin(text).ids().tolist() == tiny().encode(text, add_special_tokens=False).ids
+
+
+class Counting:
+    """A tokenizer that keeps what it was asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.seen: list[str] = []
+
+    def encode(self, text: str, **options: bool) -> Encoding:
+        """See the library's."""
+        self.seen.append(text)
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize("name", CUT)
 def test_a_long_document_is_cut(name: str) -> None:
     """In running text there is a place to cut near every length; without it this file would prove nothing."""
     encoder = SegmentEncoder(TOKENIZERS[name](), 1 << 22)
@@ -138,6 +218,14 @@ def changed(part: str, value: object) -> Tokenizer:
     return tokenizer
 
 
+def test_a_token_with_punctuation_and_space_leaves_words_whole() -> None:
+    """An added token that only the cuts between words might go through does without them."""
+    tokenizer = with_token(AddedToken("<| |>", normalized=False))
+    assert exact_cuts(tokenizer) is not None
+    assert exact_words(tokenizer) is None
+    assert exact_words(tiny()) is not None
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -155,3 +243,4 @@ def changed(part: str, value: object) -> Tokenizer:
 def test_a_doubtful_tokenizer_is_not_cut(tokenizer: Tokenizer) -> None:
     """All but the known families, and any added token that a cut might go through, leaves texts whole."""
     assert exact_cuts(tokenizer) is None
+    assert exact_words(tokenizer) is None

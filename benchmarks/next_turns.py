@@ -1,0 +1,43 @@
+"""Conversations that go on, each request by a turn that nobody has seen: chats in, request bodies out.
+
+What is in front of the new turn is the same each time, and so known to router and pods; the turn is English
+prose, an answer of about 200 characters and a question of about 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import cycle
+from pydoc_data.topics import topics
+from random import Random
+
+ANSWER_CHARS, QUESTION_CHARS = 200, 100
+_TURN = b'}, {"role": "assistant", "content": "%b"}, {"role": "user", "content": "%b"}]'
+# From one turn's place in the prose to the next one's.
+_STRIDE_CHARS = 97
+
+
+def next_turns(chats: Sequence[bytes]) -> Iterator[bytes]:
+    """The chats in turn, for ever, each time with another turn at the end.
+
+    Args:
+        chats: JSON objects whose last list of objects is that of the messages.
+    """
+    prose = _prose()
+    last = len(prose) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
+    # Where processes begin must differ: a turn that comes again is not new.
+    at = Random().randrange(last)
+    for before, _, behind in cycle([chat.rpartition(b"}]") for chat in chats]):
+        at = (at + _STRIDE_CHARS) % last
+        answer_end = prose.index(b" ", at + ANSWER_CHARS)
+        question_end = prose.index(b" ", answer_end + QUESTION_CHARS)
+        turn = _TURN % (prose[prose.index(b" ", at) + 1 : answer_end], prose[answer_end + 1 : question_end])
+        yield before + turn + behind
+
+
+@cache
+def _prose() -> bytes:
+    """The Python manual's words, without what JSON would escape."""
+    words = " ".join(" ".join(topics.values()).split())
+    return words.replace("\\", "").replace('"', "'").encode("ascii", "ignore")
