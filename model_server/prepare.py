@@ -121,7 +121,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         raise ApiError(
             400, f"at most {_CHOICES_MAX} choices per request: use fewer prompts or a smaller n", "n"
         )
-    prompts = _prompts(model, api, body)
+    prompts, cut = _prompts(model, api, body), body.get("truncate_prompt_tokens") is not None
     constraint = model.grammars.constraint(fields)
     shown_id = header_id or fields.request_id or secrets.token_hex(8)
     # A client may use its id twice at once; the engine's ids must differ all the same.
@@ -130,7 +130,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         GenerationRequest(
             request_id=f"{own_id}-{at * copies + copy}",
             prompt_token_ids=prompt,
-            sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt)), copy),
+            sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt), cut), copy),
             cache_salt=fields.cache_salt,
             lora_name=model.adapter_of(name),
             priority=fields.priority or 0,
@@ -222,14 +222,16 @@ def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
         raise from_exception(error) from error
 
 
-def _answer_tokens(model: ServedModel, api: Api, fields: GenerationBody, prompt_tokens: int) -> int:
-    """How many tokens the answer may have."""
+def _answer_tokens(
+    model: ServedModel, api: Api, fields: GenerationBody, prompt_tokens: int, cut: bool
+) -> int:
+    """How many tokens the answer may have; behind a prompt that was cut it takes what is left."""
     room = model.max_model_len - prompt_tokens
     wanted = (fields.max_completion_tokens if api == "chat" else None) or fields.max_tokens
-    if room < 1 or (wanted is not None and wanted > room):
+    if room < 1 or (wanted is not None and wanted > room and not cut):
         raise _too_long(model, str(prompt_tokens), wanted)
     if wanted is not None:
-        return wanted
+        return min(wanted, room)
     return room if api == "chat" else min(room, _COMPLETION_MAX_TOKENS_DEFAULT)
 
 

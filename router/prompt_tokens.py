@@ -23,6 +23,7 @@ from tokenization import (
     UnsupportedPromptError,
 )
 from tokenization.anthropic_messages import messages_as_chat
+from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import (
     PendingPrompt,
     PromptLimits,
@@ -38,7 +39,7 @@ LONGER_THAN_CONTEXT = "longer_than_context"
 MEDIA = "media"
 """Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
 
-_AS_CHAT = {RequestKind.MESSAGES: messages_as_chat, RequestKind.RESPONSES: responses_as_chat}
+_AS_CHAT = (RequestKind.MESSAGES, RequestKind.RESPONSES)
 _BYTES_PER_TOKEN = 4
 # What media and the text behind count for where their true number is not known: about one image.
 _MEDIA_TOKENS = 1000
@@ -60,14 +61,24 @@ class PromptTokens(msgspec.Struct, frozen=True):
     partial: str | None = None
 
 
-def as_chat(request: RouteRequest) -> RouteRequest:
+def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteRequest:
     """A request of another API that engines turn into a chat, so turned; any other as it is.
+
+    Args:
+        template: The model's; None where only another process knows it, which is then taken for one that
+            can do without thinking.
 
     Raises:
         PromptError: It is not what its API allows, or has no form as a chat here.
     """
-    turned = _AS_CHAT.get(request.kind)
-    return request if turned is None else replace(request, kind=RequestKind.CHAT, body=turned(request.body))
+    if request.kind is RequestKind.MESSAGES:
+        known = () if template is None else (template.effort_without_thinking,)
+        body = messages_as_chat(request.body, *known)
+    elif request.kind is RequestKind.RESPONSES:
+        body = responses_as_chat(request.body)
+    else:
+        return request
+    return replace(request, kind=RequestKind.CHAT, body=body)
 
 
 class Begun:

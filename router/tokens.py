@@ -126,7 +126,7 @@ class TokenizerRegistry:
         if tokenizer is None and remote is None:
             return unknown(request, "no_tokenizer")
         try:
-            chat = as_chat(request)
+            chat = as_chat(request, tokenizer.chat_template if tokenizer is not None else None)
             if tokenizer is not None:
                 return self._local(chat, tokenizer, context_tokens)
             assert remote is not None

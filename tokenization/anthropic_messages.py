@@ -20,8 +20,11 @@ _TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add
 _IMAGE = "image"
 
 
-def messages_as_chat(body: Body) -> dict[str, Any]:
+def messages_as_chat(body: Body, effort_without_thinking: str = "none") -> dict[str, Any]:
     """The chat completions body with the same prompt.
+
+    Args:
+        effort_without_thinking: What a wish for none becomes with this model, see `ChatTemplate`.
 
     Raises:
         PromptError: A field has the wrong type.
@@ -36,6 +39,9 @@ def messages_as_chat(body: Body) -> dict[str, Any]:
     config = body.get("output_config")
     if isinstance(config, dict) and config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
+    thinking = body.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        chat["reasoning_effort"] = effort_without_thinking
     return chat
 
 
@@ -77,7 +83,8 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
         elif kind == _IMAGE:
             parts.append(_image())
         elif kind == "thinking":
-            thoughts.append(_text(block, where, "thinking"))
+            if block.get("thinking") is not None:
+                thoughts.append(_text(block, where, "thinking"))
         elif kind == "tool_use":
             calls.append(_call(block, where))
         elif kind == "tool_result" and role == "user":
@@ -85,7 +92,8 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
             yield from _result(block, where)
         elif kind != "redacted_thinking":
             raise UnsupportedPromptError(f"{where}: blocks of this type are not supported here", where)
-    if not (parts or calls or thoughts):
+    # An assistant's empty turn is a turn.
+    if role == "user" and not parts:
         return
     turn: dict[str, Any] = {"role": role}
     if thoughts:
@@ -131,6 +139,7 @@ def _tool(tool: Body) -> dict[str, Any]:
         raise UnsupportedPromptError("tools of the provider's own have no form here", "tools")
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    function |= {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 

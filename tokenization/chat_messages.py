@@ -1,16 +1,15 @@
-"""OpenAI messages and tools, checked and brought into the form that vLLM's server hands to chat templates.
+"""OpenAI messages, checked and brought into the form that vLLM's server hands to chat templates.
 
 Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tokenization.chat_tools import developer_tools, tool_calls
 from tokenization.errors import MediaPromptError, PromptError, UnsupportedPromptError
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -26,6 +25,10 @@ _MEDIA_TYPES = {
     "video_url": "video",
     "video_embeds": "video",
 }
+# Parts that are known by such a field where they have no type, but have no form here.
+_UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
+# A client adds it to the system's text for its bill; it changes with every request.
+_BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
 
 
@@ -64,33 +67,14 @@ def chat_messages(
     ]
 
 
-def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
-    """Checks tool definitions and orders their fields as vLLM does: what is not given is there as null.
-
-    Raises:
-        PromptError: `tools` is no list of functions.
-    """
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError("tools must be a list of objects", "tools")
-    return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise PromptError(f"{where}.function must be an object with a name", "tools")
-    ordered = {"name": function["name"], "description": None, "parameters": None} | function
-    return {"type": "function", "function": ordered} | {**tool, "function": ordered}
-
-
 def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
     """The most common message, a role and a text: the same as `_message` makes of it, at less cost."""
     if type(message) is not dict or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
     if type(role) is not str or type(content) is not str or role == "developer":
+        return None
+    if role == "system" and content.startswith(_BILLING):
         return None
     if wants_parts and role != "tool":
         return {"role": role, "content": [{"type": "text", "text": content}]}
@@ -101,13 +85,17 @@ def _message(message: object, where: str, wants_parts: bool, media_mark: str | N
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"{where} must be an object with a role", where)
     content = message.get("content")
-    # A tool's answer is a string to every template.
-    content = _content(content, where, wants_parts and role != "tool", media_mark)
+    if role == "system":
+        content = _without_billing(content)
+    content = _content(content, where, wants_parts, media_mark)
+    if role == "tool" and isinstance(content, list) and all(part["type"] == "text" for part in content):
+        # A tool's answer is a string to every template.
+        content = "\n".join([part["text"] for part in content])
     known: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         # An empty list would put a template on its tool path.
         if calls := message.get("tool_calls"):
-            known["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+            known["tool_calls"] = tool_calls(calls, f"{where}.tool_calls")
         reasoning = message.get("reasoning")
         reasoning = message.get("reasoning_content") if reasoning is None else reasoning
         if reasoning is not None:
@@ -116,7 +104,7 @@ def _message(message: object, where: str, wants_parts: bool, media_mark: str | N
         if "tool_call_id" in message:
             known["tool_call_id"] = message["tool_call_id"]
     elif role == "developer":
-        known["tools"] = message.get("tools")
+        known["tools"] = developer_tools(message.get("tools"))
     for name in ("name", "task"):
         if isinstance(message.get(name), str):
             known[name] = message[name]
@@ -134,11 +122,11 @@ def _content(content: object, where: str, wants_parts: bool, media_mark: str | N
     parts: list[dict[str, str]] = []
     media = False
     for at, part in enumerate(content):
-        if isinstance(part, dict) and part.get("type") in _MEDIA_TYPES:
+        if (medium := _medium(part)) is not None:
             if media_mark is None:
                 raise MediaPromptError(f"{where}[{at}]: media parts have no token ids here", where)
             media = True
-            parts += {"type": "text", "text": media_mark}, {"type": _MEDIA_TYPES[part["type"]]}
+            parts += {"type": "text", "text": media_mark}, {"type": medium}
         elif (text := _part_text(part, f"{where}[{at}]")) is not None:
             parts.append({"type": "text", "text": text})
     if wants_parts:
@@ -148,13 +136,45 @@ def _content(content: object, where: str, wants_parts: bool, media_mark: str | N
     return f"{media_mark}{texts}" if media else texts
 
 
+def _without_billing(content: object) -> object:
+    """A system's content, of which each text that begins with the client's billing has lost that line."""
+    if isinstance(content, str):
+        return (content.partition("\n")[2] or None) if content.startswith(_BILLING) else content
+    if not isinstance(content, list):
+        return content
+    kept: list[object] = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str) or not text.startswith(_BILLING):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append({**part, "text": rest} if is_text else rest)
+    return kept
+
+
+def _medium(part: object) -> str | None:
+    """What a template calls an image, sound or film; None for any other part."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    if kind is None:
+        # Engines then go by the field that holds it.
+        kind = next((name for name in part if name in _MEDIA_TYPES), None)
+    return _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
+
+
 def _part_text(part: object, where: str) -> str | None:
     """A text part's text; None for one that has none, which engines skip."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+    if not isinstance(part, dict):
         raise PromptError(f"{where} must be an object with a type", where)
-    kind = part["type"]
+    kind = part.get("type")
+    if kind is None:
+        kind = next((name for name in _UNTYPED_FIELDS if name in part), None)
+    if not isinstance(kind, str):
+        raise PromptError(f"{where} must be an object with a type", where)
     if kind not in _TEXT_TYPES:
         raise UnsupportedPromptError(
             f"{where}: parts of type {kind[:_SHOWN_CHARS]!r} are not supported", where
@@ -166,32 +186,3 @@ def _part_text(part: object, where: str) -> str | None:
     if not isinstance(text, str):
         raise PromptError(f"{where}.{name} must be a string", where)
     return text
-
-
-def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise PromptError(f"{where} must be a list", where)
-    known = []
-    for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise PromptError(f"{where}[{at}].function must be an object", where)
-        arguments = _arguments(function.get("arguments"), where)
-        known.append({**call, "function": {**function, "arguments": arguments}})
-    return known
-
-
-def _arguments(arguments: object, where: str) -> dict[str, Any]:
-    """A call's arguments as an object; what is none counts as empty, so that the conversation can go on."""
-    if isinstance(arguments, str):
-        escapes = "\\u" in arguments
-        try:
-            arguments = json.loads(arguments)
-            if escapes:
-                # The body is UTF-8, but this is JSON of its own, which may name what has no UTF-8 form.
-                json.dumps(arguments, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"{where} holds half of a surrogate pair", where) from error
-        except (ValueError, RecursionError):
-            return {}
-    return arguments if isinstance(arguments, dict) else {}

@@ -6,9 +6,10 @@ Knows Jinja and the conventions of Hugging Face chat templates; knows nothing of
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -17,13 +18,19 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenization.errors import PromptError, TokenizerLoadError
+from tokenization.developer_role import as_system, has_developer, names_developer
+from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
+from tokenization.part_loops import wants_parts
 from tokenization.turns import Later, Turns
 
 Message = Mapping[str, Any]
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _TRIPS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+# Stands behind a message that is left open; of what a template does to a text's end its space tells.
+_OPEN_MARK = f"{secrets.token_hex(16)} "
+# What the Messages API calls efforts to think.
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class ChatTemplate:
@@ -44,7 +51,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _ENVIRONMENT.from_string(source)
-            self.wants_parts = _loops_over_content(source)
+            self.wants_parts = wants_parts(_ENVIRONMENT.parse(source))
             self._turns = None if self.wants_parts else Turns.of(_ENVIRONMENT, source)
             self.has_turns = self._turns is not None
         except jinja2.TemplateSyntaxError as error:
@@ -52,6 +59,17 @@ class ChatTemplate:
         # Every rendering copies them, and Jinja's chain of maps is slow to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
+        self._names_developer = names_developer(source)
+
+    @cached_property
+    def effort_without_thinking(self) -> str:
+        """The `reasoning_effort` that stands for no thinking: "low" where "none" is refused or ignored.
+
+        vLLM's server finds it in the same way, with one short prompt for every effort.
+        """
+        shown = self._probe("none")
+        ignored = shown is None or any(self._probe(effort) == shown for effort in _EFFORTS)
+        return "low" if ignored else "none"
 
     def render(
         self,
@@ -75,23 +93,27 @@ class ChatTemplate:
 
         Raises:
             PromptError: The template refuses these messages.
+            UnsupportedPromptError: The message to be left open has no text.
         """
         if add_generation_prompt and continue_final_message:
             raise PromptError(
                 "add_generation_prompt and continue_final_message cannot both be true",
                 "continue_final_message",
             )
+        if self.moves(messages):
+            messages = as_system(messages)
+        shown = _opened(messages) if continue_final_message else messages
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         variables = {
             **self._special_tokens,
             **options,
-            "messages": messages,
+            "messages": shown,
             "tools": tools,
             "documents": documents,
         }
         try:
             text = None
-            if self._turns is not None and tools is None and documents is None:
+            if self._turns is not None and tools is None and documents is None and shown is messages:
                 text = self._turns.render(variables, options)
             if text is None:
                 text = self._template.render(variables)
@@ -104,7 +126,11 @@ class ChatTemplate:
             raise PromptError(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
-        return _left_open(text, messages) if continue_final_message else text
+        return _left_open(text) if continue_final_message else text
+
+    def moves(self, messages: Sequence[Message]) -> bool:
+        """Whether messages are shown elsewhere than in their places, see `developer_role`."""
+        return not self._names_developer and has_developer(messages)
 
     def later(
         self, first: Message, *, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
@@ -119,42 +145,46 @@ class ChatTemplate:
     def render_later(self, messages: Sequence[Message], shown: Later) -> str | None:
         """What stands in the place of messages behind the first; None where `render` has to be asked."""
         assert self._turns is not None
+        if self.moves(messages):
+            return None
         try:
             return self._turns.render_later(messages, shown)
         except (jinja2.TemplateError, *_TRIPS):
             return None
 
+    def _probe(self, effort: str) -> str | None:
+        """What a short prompt with this effort looks like; None where the template refuses it."""
+        content = [{"type": "text", "text": "Hi"}] if self.wants_parts else "Hi"
+        kwargs = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        try:
+            return self.render([{"role": "user", "content": content}], template_kwargs=kwargs)
+        except PromptError:
+            return None
 
-def _left_open(text: str, messages: Sequence[Message]) -> str:
-    """Cuts what the template puts behind the last message's content."""
-    content = messages[-1].get("content") if messages else None
-    if isinstance(content, list):
-        content = content[-1].get("text") if content else None
-    if not isinstance(content, str) or not content.strip():
-        raise PromptError("continue_final_message needs a last message with text", "messages")
-    at = text.rfind(content.strip())
+
+def _opened(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the mark behind the last text of the last one."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _OPEN_MARK}]
+    parts = list(content) if isinstance(content, list) else []
+    for at in reversed(range(len(parts))):
+        if "text" in parts[at]:
+            parts[at] = {**parts[at], "text": parts[at]["text"] + _OPEN_MARK}
+            return [*messages[:-1], {**last, "content": parts}]
+    raise UnsupportedPromptError("continue_final_message needs a last message with text", "messages")
+
+
+def _left_open(text: str) -> str:
+    """Cuts at the mark what the template puts behind the last message's content."""
+    at = text.rfind(_OPEN_MARK.rstrip())
     if at < 0:
         raise PromptError(
             "the chat template does not show the last message as it is", "continue_final_message"
         )
-    # A template that trims its messages has lost the trailing space; one that does not must keep it.
-    kept = content.lstrip()
-    return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(content.strip())]
-
-
-def _loops_over_content(source: str) -> bool:
-    """Says whether the template iterates over a message's `content`: it then wants parts, not a string."""
-    for loop in _ENVIRONMENT.parse(source).find_all(nodes.For):
-        target = loop.iter
-        if isinstance(target, nodes.Getattr) and target.attr == "content":
-            return True
-        if (
-            isinstance(target, nodes.Getitem)
-            and isinstance(target.arg, nodes.Const)
-            and target.arg.value == "content"
-        ):
-            return True
-    return False
+    # A template that trims its messages has taken the mark's space, and would have taken the text's.
+    return text[:at] if text.startswith(_OPEN_MARK, at) else text[:at].rstrip()
 
 
 class _Generation(Extension):

@@ -15,7 +15,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from tokenization.chat_messages import chat_messages, chat_tools, decoded
+from tokenization.chat_messages import chat_messages, decoded
+from tokenization.chat_tools import chat_tools
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.message_ends import MessagesEnd
 from tokenization.segment_memory import TokenIds
@@ -136,11 +137,12 @@ def begin_chat(
         if conversation is not None and (encoding := conversation.begin(add_special_tokens=special)):
             _check_length(conversation.chars, "messages", truncation, limits)
             return _pending(encoding, tokenizer, special, truncation, conversation.remember)
-    known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer))
+    known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer, options))
     text = tokenizer.render_chat(known, **options)
     _check_length(len(text), "messages", truncation, limits)
     encoding = tokenizer.begin(text, add_special_tokens=special)
-    if conversation is not None:
+    template = tokenizer.chat_template
+    if conversation is not None and template is not None and not template.moves(known):
         remember = partial(conversation.remember, first=known[0])
     return _pending(encoding, tokenizer, special, truncation, remember)
 
@@ -168,10 +170,11 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
         raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
     # No text holds it by chance, so where it is first seen the first media part stands.
     mark = secrets.token_hex(16)
+    options = _template_options(body)
     messages = chat_messages(
-        decoded(body.get("messages")), wants_parts=_wants_parts(tokenizer), media_mark=mark
+        decoded(body.get("messages")), wants_parts=_wants_parts(tokenizer, options), media_mark=mark
     )
-    rendered = tokenizer.render_chat(messages, **_template_options(body))
+    rendered = tokenizer.render_chat(messages, **options)
     text = tokenizer.closed_prefix(rendered.partition(mark)[0])
     special = _flag(body, "add_special_tokens", False)
     if special and tokenizer.affix_tokens[1]:
@@ -182,15 +185,16 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
 def _template_options(body: Body) -> dict[str, Any]:
     """What a request says of how its messages are to be rendered; arguments of `render_chat`."""
     if body.get("chat_template") is not None:
-        raise PromptError("a chat template in the request is not accepted", "chat_template")
+        raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template")
     kwargs = _template_kwargs(body)
+    tools = _given_tools(kwargs.pop("tools", None))
     documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
     if documents is not None and not (
         isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
     ):
         raise PromptError("documents must be a list of objects", "documents")
     return {
-        "tools": chat_tools(body.get("tools")),
+        "tools": chat_tools(body.get("tools")) if tools is None else tools,
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),
         "continue_final_message": _flag(body, "continue_final_message", False),
         "documents": documents,
@@ -198,22 +202,37 @@ def _template_options(body: Body) -> dict[str, Any]:
     }
 
 
-def _wants_parts(tokenizer: PromptTokenizer) -> bool:
-    return tokenizer.chat_template is not None and tokenizer.chat_template.wants_parts
+def _wants_parts(tokenizer: PromptTokenizer, options: Mapping[str, Any]) -> bool:
+    template = tokenizer.template_for(options["tools"])
+    return template is not None and template.wants_parts
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
-    kwargs = dict(kwargs or {})
+    given = kwargs or {}
+    # To vLLM's server these say that the template is to choose.
+    kwargs = {name: value for name, value in given.items() if value not in (None, "auto")}
+    if "chat_template" in kwargs:
+        raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template_kwargs")
     effort = body.get("reasoning_effort")
     if effort is not None:
         if not isinstance(effort, str):
             raise PromptError("reasoning_effort must be a string", "reasoning_effort")
-        kwargs.setdefault("enable_thinking", effort != "none")
+        if "enable_thinking" not in given:
+            kwargs["enable_thinking"] = effort != "none"
         kwargs["reasoning_effort"] = effort
     return kwargs
+
+
+def _given_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
+    """Tools among the template's variables, which go before the request's own, and reach it as they are."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UnsupportedPromptError("the template's tools are no list of objects", "chat_template_kwargs")
+    return tools
 
 
 def _begin(

@@ -19,6 +19,7 @@ from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.message_ends import MessagesEnd
 from tokenization.own_texts import OwnTexts, own_texts
 from tokenization.segments import Encoding, SegmentEncoder
+from tokenization.template_files import template_sources
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
@@ -35,17 +36,22 @@ class PromptTokenizer:
         token_chars_max: Length of the longest token's text: no text has fewer tokens than its length by this.
         eos_token_ids: Ids that end a generation.
         special_token_ids: Ids that decoding leaves out unless it is told not to.
-        chat_template: None for a model that has no chat template.
+        chat_template: None for a model that has no chat template, or whose engines use none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, eos_token_ids: frozenset[int]
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         # Engines cut and pad for themselves; a setting left in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.chat_template = chat_template
+        self._tool_template = tool_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -59,7 +65,7 @@ class PromptTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> PromptTokenizer:
-        """Loads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+        """Loads tokenizer.json, tokenizer_config.json, config.json, generation_config.json, chat templates.
 
         Raises:
             TokenizerLoadError: A file is missing or broken.
@@ -76,10 +82,11 @@ class PromptTokenizer:
         special = {
             name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
         }
-        source = _template_source(directory, settings)
-        template = ChatTemplate(source, special) if source is not None else None
+        sources = template_sources(directory, settings, _read_json(directory / "config.json"))
+        known = special | _extra_tokens(settings)
+        default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
-            return cls(tokenizer, template, _eos_token_ids(directory, tokenizer, special))
+            return cls(tokenizer, default, _eos_token_ids(directory, tokenizer, special), tools)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
@@ -91,6 +98,10 @@ class PromptTokenizer:
     def closed_prefix(self, text: str) -> str:
         """The part of a text whose ids are the same whatever follows it."""
         return self._segments.closed_prefix(text)
+
+    def template_for(self, tools: object) -> ChatTemplate | None:
+        """The template of chats with these tools (None: without any); None where there is none."""
+        return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     def begin(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Looks up what is remembered of a text; `Encoding.ids` encodes the rest.
@@ -150,9 +161,10 @@ class PromptTokenizer:
         Raises:
             PromptError: The template refuses the messages, or there is none.
         """
-        if self.chat_template is None:
+        template = self.template_for(tools)
+        if template is None:
             raise UnsupportedPromptError("this model has no chat template; use /v1/completions", "messages")
-        return self.chat_template.render(
+        return template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -201,15 +213,11 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens of a model's own, by the names under which its template knows them."""
+    extra = settings.get("extra_special_tokens")
+    named = extra.items() if isinstance(extra, dict) else ()
+    return {name: text for name, value in named if (text := _token_text(value)) is not None}
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """`truncate_prompt_tokens`: a request's wish to have its prompt cut, as vLLM's server grants it.
 
-A body in, a rule out that cuts token ids. What post-processing adds is kept and counts.
+A body in, a rule out that cuts token ids. What post-processing adds counts; it stays unless a side is named.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Truncation:
     Attributes:
         tokens_max: Most tokens; None keeps all.
         keeps_end: Whether the last ones stay; else the first.
+        keeps_affixes: Whether what post-processing adds stays in any case.
     """
 
     tokens_max: int | None = None
     keeps_end: bool = True
+    keeps_affixes: bool = True
 
     def apply(self, ids: TokenIds, head_tokens: int, tail_tokens: int) -> TokenIds:
         """Cuts a prompt of which so many tokens at either end come from post-processing.
@@ -38,6 +40,8 @@ class Truncation:
         """
         if self.tokens_max is None or len(ids) <= self.tokens_max:
             return ids
+        if not self.keeps_affixes or self.tokens_max == 0:
+            head_tokens = tail_tokens = 0
         room = self.tokens_max - head_tokens - tail_tokens
         if room < 0:
             raise PromptError(
@@ -56,8 +60,8 @@ def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_to
 
     Args:
         body: The decoded JSON.
-        context_tokens: What -1 stands for, less the answer's tokens; None: not known.
-        output_tokens: The most that the answer may have.
+        context_tokens: The most that may be asked for; -1 leaves one of them to the answer. None: not known.
+        output_tokens: The most that the answer may have; 0 where none is asked for.
 
     Raises:
         PromptError: A field has the wrong type or is out of range.
@@ -71,11 +75,11 @@ def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_to
     side = body.get("truncation_side")
     if side not in (None, "left", "right"):
         raise PromptError("truncation_side must be left or right", "truncation_side")
-    if context_tokens is not None:
-        room = context_tokens - output_tokens
-        if wanted > room:
-            raise PromptError(f"{_FIELD} is more than the {max(0, room)} tokens of the context", _FIELD)
-        wanted = max(0, room) if wanted == _TO_CONTEXT else wanted
+    if context_tokens is None:
+        if wanted == _TO_CONTEXT:
+            raise UnsupportedPromptError("the model's context is not known", _FIELD)
+    elif wanted > context_tokens:
+        raise PromptError(f"{_FIELD} is more than the {context_tokens} tokens of the context", _FIELD)
     elif wanted == _TO_CONTEXT:
-        raise UnsupportedPromptError("the model's context is not known", _FIELD)
-    return Truncation(wanted, keeps_end=side != "right")
+        wanted = context_tokens - (1 if output_tokens else 0)
+    return Truncation(wanted, keeps_end=side != "right", keeps_affixes=side is None)

@@ -37,6 +37,8 @@ def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> J
         ("completion", {"max_tokens": 30}, 30),
         ("completion", {"prompt": [1] * 90}, 10),
         ("completion", {"max_completion_tokens": 30}, 16),
+        ("completion", {"prompt": [1] * 200, "truncate_prompt_tokens": 80, "max_tokens": 30}, 20),
+        ("completion", {"prompt": [1] * 200, "truncate_prompt_tokens": -1, "max_tokens": 30}, 1),
         ("chat", {"max_tokens": 30}, 30),
         ("chat", {"max_tokens": 30, "max_completion_tokens": 20}, 20),
     ],

@@ -207,6 +207,11 @@ def test_a_huge_body_is_read_on_another_thread() -> None:
             TINY,
             "unsupported_prompt",
         ),
+        (chat([{"role": "user", "content": [{"prompt_embeds": "A"}]}]), TINY, "unsupported_prompt"),
+        # Engines may be told to take these.
+        (chat(MESSAGES, chat_template="{{ messages }}"), TINY, "unsupported_prompt"),
+        (chat(MESSAGES, chat_template_kwargs={"chat_template": "x"}), TINY, "unsupported_prompt"),
+        (chat(MESSAGES, chat_template_kwargs={"tools": "x"}), TINY, "unsupported_prompt"),
         (chat(MESSAGES), "broken", "tokenize_error"),
         (completion("id", "\ud800"), TINY, "tokenize_error"),
         (RouteRequest("id", RequestKind.PASSTHROUGH, body_bytes=400), TINY, "passthrough"),
@@ -226,6 +231,8 @@ def test_what_cannot_be_tokenized_is_routed_by_load_with_a_reason(
     [
         chat("Hello"),
         chat([]),
+        chat([{"role": "user", "content": [{"text": "no type"}]}]),
+        chat([{"role": "user", "content": [{"type": ["text"], "text": "two types"}]}]),
         completion("id", 7),
         completion("id", [1, "two"]),
         completion("id", None),
@@ -237,6 +244,19 @@ def test_a_prompt_of_the_wrong_type_is_a_400(request_: RouteRequest) -> None:
         REGISTRY.prompt_tokens(request_, TINY)
     assert caught.value.status == 400
     assert caught.value.param
+
+
+@pytest.mark.parametrize("field", ["image_url", "image_pil", "audio_url", "input_audio", "video_url"])
+def test_media_are_known_by_their_field(field: str) -> None:
+    """Engines take a part without a type for what its field says; what stands in front of it is known."""
+    typed, untyped = (
+        REGISTRY.prompt_tokens(
+            chat([*MESSAGES, {"role": "user", "content": [{**kind, field: "http://host/it"}]}]), TINY
+        )
+        for kind in ({"type": field}, {})
+    )
+    assert untyped.partial == MEDIA
+    assert lists(untyped) == lists(typed) != [[]]
 
 
 def test_text_that_no_context_holds_is_not_encoded() -> None:

@@ -1,0 +1,116 @@
+"""Prompts of the real vLLM: bodies of three APIs, and the text or ids that its own classes make of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer, processors
+
+from tests.unit.tokenizer_support import tekken
+from tokenization import PromptTokenizer, UnsupportedPromptError
+from tokenization.anthropic_messages import messages_as_chat
+from tokenization.chat_template import ChatTemplate
+from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_prompts.json").read_text("utf-8"))
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@cache
+def model(template: str) -> PromptTokenizer:
+    """The vectors' tokenizer, with one of their templates."""
+    tokenizer = Tokenizer.from_str(tekken().to_str())
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    return PromptTokenizer(
+        tokenizer, ChatTemplate(VECTORS["templates"][template], SPECIAL_TOKENS), frozenset()
+    )
+
+
+def prompts(case: dict[str, Any]) -> list[list[int]]:
+    """Our ids of a case's prompts."""
+    tokenizer, body = model(case["template"]), case["body"]
+    limits = PromptLimits(context_tokens=case.get("context_tokens"))
+    if case["api"] == "completions":
+        return [ids.tolist() for ids in completion_prompts(body, tokenizer, limits)]
+    if case["api"] == "messages":
+        assert tokenizer.chat_template is not None
+        body = messages_as_chat(body, tokenizer.chat_template.effort_without_thinking)
+    return [chat_prompt(body, tokenizer, limits).tolist()]
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=[case["name"] for case in VECTORS["cases"]])
+def test_a_prompt_is_the_one_that_vllm_makes(case: dict[str, Any]) -> None:
+    """The router's and our engine's prompt is vLLM's, whatever the template asks of the messages."""
+    tokenizer = model(case["template"])
+    expected = case.get("ids") or [tokenizer.encode(case["text"], add_special_tokens=False)]
+    assert prompts(case) == expected
+
+
+def test_a_developers_message_moves_what_is_remembered() -> None:
+    """A turn that goes on with a known conversation has the ids of the whole, whoever speaks in it."""
+    system, user, answer, developer = (
+        {"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "developer")
+    )
+    turns = [system, user, answer, developer, user, answer, system, user, answer, user]
+    known = model("turns")
+    for count in (2, 5, 8, 10):
+        body = {"messages": turns[:count]}
+        raw = {"messages": msgspec.Raw(msgspec.json.encode(turns[:count]))}
+        assert chat_prompt(raw, known).tolist() == chat_prompt(body, known).tolist()
+
+
+def from_directory(directory: Path, settings: dict[str, Any], config: dict[str, Any]) -> PromptTokenizer:
+    """A model with these settings."""
+    tekken().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({**SPECIAL_TOKENS, **settings}))
+    (directory / "config.json").write_text(json.dumps(config))
+    return PromptTokenizer.from_directory(directory)
+
+
+TWO_TEMPLATES = {
+    "default": "plain {% for m in messages %}{{ m.content }}{% endfor %}",
+    "tool_use": "tools {% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_chats_with_tools_have_their_own_template(tmp_path: Path, in_files: bool) -> None:
+    """A model's second template is for chats with tools, in the form of content that it asks for."""
+    if in_files:
+        (tmp_path / "chat_template.jinja").write_text(TWO_TEMPLATES["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TWO_TEMPLATES["tool_use"])
+    named = [{"name": name, "template": source} for name, source in TWO_TEMPLATES.items()]
+    tokenizer = from_directory(tmp_path, {} if in_files else {"chat_template": named}, {})
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for fields, text in (({}, "plain a\nb"), ({"tools": tools}, "tools ab")):
+        ids = chat_prompt({"messages": PARTS, **fields}, tokenizer).tolist()
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
+    """Tokens that only this model has are variables by their names, as transformers has them."""
+    settings = {
+        "chat_template": "{{ image_token }}{{ other_token }}{{ bos_token }}",
+        "extra_special_tokens": {"image_token": "[INST]", "other_token": {"content": "[/INST]"}},
+    }
+    tokenizer = from_directory(tmp_path, settings, {})
+    ids = chat_prompt({"messages": PARTS}, tokenizer).tolist()
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "[INST][/INST]<s>"
+
+
+@pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
+def test_no_template_stands_for_an_engines_own_code(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Where vLLM writes a chat by code of its own, its ids are not known here, whatever template there is."""
+    settings = {"chat_template": TWO_TEMPLATES["default"]}
+    with pytest.raises(UnsupportedPromptError):
+        chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config))
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config)).tolist()
