@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+
+class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
+    """One sending of a request: clients use an id again, also while its first use is in flight."""
+
+    request_id: str
+    dispatched_s: float
+
+    def __str__(self) -> str:
+        return self.request_id
 
 
 @dataclass(frozen=True, slots=True)

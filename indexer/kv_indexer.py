@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -273,7 +273,7 @@ class KvIndexer:
         return self._ingest.held_blocks(pod, on_device=True)
 
     def speculate(
-        self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None = None
+        self, request_id: Hashable, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None = None
     ) -> None:
         """Assumes that the pod will soon hold `keys`, because the request was just sent there.
 
@@ -281,7 +281,7 @@ class KvIndexer:
         pod it renews the assumption, with these blocks; see `Speculation`.
 
         Args:
-            request_id: The request.
+            request_id: The request; no other in flight has the same.
             pod: Where it was sent.
             keys: Its blocks.
             now_s: The time.
@@ -307,12 +307,12 @@ class KvIndexer:
                 prompt.token_ids[start * block_tokens : (start + 1) * block_tokens],
             )
 
-    def settle(self, request_id: str, now_s: float, *, grace_s: float = 0.05) -> None:
+    def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
         """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""
         self._speculation.settle(request_id, now_s, grace_s)
         self._alarm.settled(request_id, now_s)
 
-    def dropped(self, request_id: str) -> None:
+    def dropped(self, request_id: Hashable) -> None:
         """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
         self._parity.dropped(request_id)
 

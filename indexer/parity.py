@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,7 @@ class Mismatch:
         stored: The engine's.
     """
 
-    request_id: str
+    request_id: Hashable
     pod: str
     model: str
     position: int
@@ -87,8 +87,8 @@ class _Pod:
     mismatches: int = 0
     last_mismatch: Mismatch | None = None
     # Requests that wait for a key, and for the first block behind a parent.
-    by_key: dict[int, set[str]] = field(default_factory=dict)
-    by_parent: dict[int, set[str]] = field(default_factory=dict)
+    by_key: dict[int, set[Hashable]] = field(default_factory=dict)
+    by_parent: dict[int, set[Hashable]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -120,12 +120,12 @@ class ParityWatch:
         self._max_pods = max_pods
         self._never_hit_dispatches = never_hit_dispatches
         self._lock = threading.Lock()
-        self._expected: OrderedDict[str, _Expectation] = OrderedDict()
+        self._expected: OrderedDict[Hashable, _Expectation] = OrderedDict()
         self._pods: OrderedDict[str, _Pod] = OrderedDict()
 
     def expect(
         self,
-        request_id: str,
+        request_id: Hashable,
         pod: str,
         model: str,
         parent_key: int,
@@ -198,7 +198,7 @@ class ParityWatch:
                     for request_id in requests:
                         self._expected[request_id].stored = True
 
-    def settled(self, request_id: str) -> Mismatch | None:
+    def settled(self, request_id: Hashable) -> Mismatch | None:
         """The request got its first token, or ended: what has not come by now does not come.
 
         Returns:
@@ -219,7 +219,7 @@ class ParityWatch:
                 account.last_mismatch = mismatch
             return mismatch
 
-    def dropped(self, request_id: str) -> None:
+    def dropped(self, request_id: Hashable) -> None:
         """The request failed, or was sent elsewhere: nothing is expected of it."""
         with self._lock:
             self._forget(request_id)
@@ -253,7 +253,7 @@ class ParityWatch:
                 self._forget(request_id)
             del self._pods[pod]
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: Hashable) -> None:
         expectation = self._expected.pop(request_id, None)
         if expectation is None:
             return
@@ -263,7 +263,7 @@ class ParityWatch:
             _discard(account.by_key, key, request_id)
 
 
-def _discard(requests: dict[int, set[str]], key: int, request_id: str) -> None:
+def _discard(requests: dict[int, set[Hashable]], key: int, request_id: Hashable) -> None:
     waiting = requests.get(key)
     if waiting is not None:
         waiting.discard(request_id)
@@ -271,7 +271,7 @@ def _discard(requests: dict[int, set[str]], key: int, request_id: str) -> None:
             del requests[key]
 
 
-def _mismatch(request_id: str, expectation: _Expectation) -> Mismatch | None:
+def _mismatch(request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
     """Where the tokens differ; None if nothing was stored behind the parent, or the same tokens."""
     if expectation.instead is None:
         return None

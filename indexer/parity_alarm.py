@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Hashable
 
 from indexer.metrics import IndexerMetrics
 from indexer.parity import Mismatch, ParityWatch, PodParity
@@ -32,7 +33,7 @@ class ParityAlarm:
         self._mismatch_warned_s = -math.inf
         self._never_hit_warned_s = -math.inf
 
-    def settled(self, request_id: str, now_s: float) -> None:
+    def settled(self, request_id: Hashable, now_s: float) -> None:
         """See `ParityWatch.settled`."""
         mismatch = self._watch.settled(request_id)
         if mismatch is None:

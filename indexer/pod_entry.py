@@ -5,6 +5,7 @@ Comes from a file or from Kubernetes. Labels of `kvroute.io/` are checked here, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ RANKS_LABEL = "kvroute.io/kv-ranks"
 SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
 # Number of a stream's first batch; 1 for llm-d's simulator.
 FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
+# Where it tells its load, where that is not /metrics at its serving port.
+METRICS_PORT_LABEL = "kvroute.io/metrics-port"
+METRICS_PATH_LABEL = "kvroute.io/metrics-path"
 
 EVENT_LABELS = (
     EVENTS_PORT_LABEL,
@@ -35,12 +39,16 @@ EVENT_LABELS = (
 )
 """All that tell how a pod publishes."""
 
+PORT_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, METRICS_PORT_LABEL)
+"""All whose values are ports."""
+
 _CHOICES = {
     EVENTS_LABEL: ("listens", "connects"),
     SNAPSHOT_LABEL: ("true", "false"),
     FIRST_SEQUENCE_LABEL: ("0", "1"),
 }
 _TOPIC_CHARS_MAX = 256
+_PATH = re.compile(r"/[!-~]{0,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class PodEntry:
     @property
     def pod(self) -> str:
         """The pod's identity, "ip:port"."""
-        return f"{_host(self.address)}:{self.port}"
+        return pod_address(self.address, self.port)
 
     def stream(self, *, events_port: int | None = None, replay_port: int | None = None) -> PodStream | None:
         """Where the pod publishes its events; None for a pod without a model label.
@@ -122,9 +130,14 @@ class PodEntry:
         )
 
 
+def pod_address(ip: str, port: int) -> str:
+    """A pod's identity, "ip:port", with brackets around an IPv6 address."""
+    return f"{_host(ip)}:{port}"
+
+
 def label_problem(name: str, value: str) -> str | None:
     """What is wrong with a label's value; None for nothing, and for labels that are not ours."""
-    if name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) and not is_port(value):
+    if name in PORT_LABELS and not is_port(value):
         return f"must be a port of 1..65535, is {value!r}"
     if name in _CHOICES and value not in _CHOICES[name]:
         return f"must be {' or '.join(_CHOICES[name])}, is {value!r}"
@@ -132,12 +145,19 @@ def label_problem(name: str, value: str) -> str | None:
         return f"must be 1..{RANKS_MAX}, is {value!r}"
     if name == TOPIC_LABEL and not (value.isprintable() and len(value) <= _TOPIC_CHARS_MAX):
         return f"must be at most {_TOPIC_CHARS_MAX} printable characters"
+    if name == METRICS_PATH_LABEL and not is_path(value):
+        return f"must be a path as /metrics, is {value[:100]!r}"
     return None
 
 
 def is_port(text: str) -> bool:
     """Whether a text is the number of a port."""
     return _is_number(text, 1, 65_535)
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is the path of a URL, as a request line takes it."""
+    return _PATH.fullmatch(text) is not None
 
 
 def _is_number(text: str, least: int, most: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from indexer.index import Index
@@ -28,6 +29,8 @@ class _Request:
 
 class Speculation:
     """Blocks that are assumed, by the requests that they are assumed for. Thread-safe.
+
+    Callers tell requests apart by their ids: a client's own, which it may use again, does not.
 
     An assumption ends when an event confirms its last block (an engine stores a prompt's blocks in order),
     shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
@@ -48,17 +51,17 @@ class Speculation:
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[Hashable, _Request] = {}
         # Of each pod: the last blocks that are assumed, and the requests that wait for them.
-        self._awaited: dict[str, dict[int, set[str]]] = {}
+        self._awaited: dict[str, dict[int, set[Hashable]]] = {}
         self._stored_s: dict[str, float] = {}
         # When to look at which request; a request's real deadline may have moved since.
-        self._due: list[tuple[float, str]] = []
+        self._due: list[tuple[float, Hashable]] = []
 
     def __len__(self) -> int:
         return self._entries
 
-    def assume(self, request_id: str, pod: str, keys: Keys, now_s: float) -> None:
+    def assume(self, request_id: Hashable, pod: str, keys: Keys, now_s: float) -> None:
         """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
         if not len(keys):
             return
@@ -78,7 +81,7 @@ class Speculation:
             while self._entries > self._max_entries:
                 self._drop_request(next(iter(self._requests)))
 
-    def settle(self, request_id: str, now_s: float, grace_s: float) -> None:
+    def settle(self, request_id: Hashable, now_s: float, grace_s: float) -> None:
         """The request got its first token, failed or ended; unknown requests are passed over."""
         with self._lock:
             request = self._requests.get(request_id)
@@ -126,18 +129,18 @@ class Speculation:
             else:
                 heapq.heappush(self._due, (deadline_s, request_id))
 
-    def _drop_request(self, request_id: str) -> None:
+    def _drop_request(self, request_id: Hashable) -> None:
         for pod in tuple(self._requests[request_id].keys_by_pod):
             self._end(request_id, pod)
 
-    def _end(self, request_id: str, pod: str) -> None:
+    def _end(self, request_id: Hashable, pod: str) -> None:
         """Ends what is assumed of this pod for this request; with its last pod the request."""
         request = self._requests[request_id]
         self._release(request_id, request, pod)
         if not request.keys_by_pod:
             del self._requests[request_id]
 
-    def _release(self, request_id: str, request: _Request, pod: str) -> None:
+    def _release(self, request_id: Hashable, request: _Request, pod: str) -> None:
         keys = request.keys_by_pod.pop(pod)
         self._entries -= len(keys)
         self._index.remove(pod, SPECULATIVE_TIER, keys)

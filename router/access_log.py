@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from envoy.service.accesslog.v3 import als_pb2
 
+from indexer.pod_entry import pod_address
 from router.access_log_messages import parse_log_message
 from router.health import ACCESS_LOG_SERVICE
 from router.metrics import RouterMetrics
@@ -60,7 +61,7 @@ class AccessLogDoor:
             self._metrics.logged("intermediate")
             return
         address = common.upstream_remote_address.socket_address
-        pod = f"{address.address}:{address.port_value}"
+        pod = pod_address(address.address, address.port_value)
         if common.response_flags.upstream_connection_failure:
             self._distrust(pod, "Envoy could not connect to it")
         # Decoded as ext_proc decodes the header, so that a strange id joins, too.

@@ -6,6 +6,7 @@ scores.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.scrape import LoraLoad
@@ -24,13 +25,19 @@ class AdapterParameters:
     place_s: float = 2.0
 
 
-def adapter_s(load: LoraLoad | None, adapter: str, parameters: AdapterParameters) -> float:
+def adapter_s(
+    load: LoraLoad | None, adapter: str, parameters: AdapterParameters, sent: Iterable[str] = ()
+) -> float:
     """Seconds until the pod can compute with this adapter.
 
     Args:
         load: None for a pod that does not tell: nothing is known, so nothing is charged.
+        sent: Adapters that our requests there need, the one that came first first; `load` may be older.
     """
-    if load is None or adapter in load.running:
+    if load is None:
+        return 0.0
+    load = _with_sent(load, sent)
+    if adapter in load.running:
         return 0.0
     if len(load.running | load.waiting) < load.places:
         return parameters.load_s
@@ -38,3 +45,16 @@ def adapter_s(load: LoraLoad | None, adapter: str, parameters: AdapterParameters
         # It waits for a place already, on average for half of the time.
         return parameters.place_s / 2 + parameters.load_s
     return parameters.place_s + parameters.load_s
+
+
+def _with_sent(load: LoraLoad, sent: Iterable[str]) -> LoraLoad:
+    """The account as it is once the engine has seen these: each takes a place, or waits for one."""
+    running, waiting = load.running, load.waiting
+    for adapter in sent:
+        if adapter in running or adapter in waiting:
+            continue
+        if len(running | waiting) < load.places:
+            running |= {adapter}
+        else:
+            waiting |= {adapter}
+    return LoraLoad(running, waiting, load.places)

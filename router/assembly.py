@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import Admission, AdmissionParameters
 from router.config import RouterConfig
+from router.cost import CostParameters
 from router.flow import FlowControl
-from router.flow_config import fairness_of, flow_of
+from router.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.flow_metrics import FlowMetrics
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline
@@ -41,8 +42,8 @@ def entrance(
     if picker is not None:
         found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
-        load_age_max_s = config.load_age_max_s or AdmissionParameters().load_age_max_s
-        return Admission(AdmissionParameters(priorities, load_age_max_s=load_age_max_s), pods.board), None
+        parameters = AdmissionParameters(priorities, load_age_max_s=_load_age_max_s(config))
+        return Admission(parameters, pods.board), None
     admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.fail(
@@ -93,6 +94,7 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker
         ledger,
         np.random.default_rng(),
         block_tokens=config.index.block_tokens,
+        cost=CostParameters(load_age_max_s=_load_age_max_s(config)),
         sessions=sessions,
         ranker=ranker,
     )
@@ -110,3 +112,10 @@ def plugin_states(ranker: Ranker | None, flow: FlowControl | None) -> dict[str, 
     """What plugins and flow control remember, for people."""
     states = dict(ranker.state()) if ranker is not None else {}
     return states if flow is None else {**states, "flow-control": {"state": flow.state()}}
+
+
+def _load_age_max_s(config: RouterConfig) -> float:
+    """How old an engine's account of its load may be and still count: two probes in a row may fail."""
+    if config.load_age_max_s is not None:
+        return config.load_age_max_s
+    return max(CostParameters().load_age_max_s, LOAD_AGES * config.refresh_interval_s)

@@ -49,6 +49,9 @@ WAITING = np.dtype(
     ]
 )
 
+# What this router sent there; the rest is of the pod's engine.
+_SENT = ("awaiting", "awaiting_tokens", "decoding", "held_tokens", "head_tokens", "head_since_s")
+
 _ROWS_AT_FIRST = 16
 _SLOTS_AT_FIRST = 64
 _NOBODY = -1
@@ -81,6 +84,7 @@ class PodBoard:
         self.lock = Lock()
         self.pods = _no_pods(_ROWS_AT_FIRST)
         self.fleet_tokens_per_s = 0.0
+        self._told_fleet_tokens_per_s = 0.0
         self._learnt_fleet_tokens_per_s = 0.0
         self.mean_tokens = 0.0
         self._waiting = _no_waiting(_SLOTS_AT_FIRST)
@@ -103,12 +107,23 @@ class PodBoard:
         with self.lock:
             return np.fromiter((self._row(pod) for pod in pods), np.int64, len(pods))
 
-    def declare(self, pods: Collection[str]) -> None:
-        """Gives these pods rows; others' go with their last request."""
+    def declare(self, pods: Collection[str], anew: Collection[str] = ()) -> None:
+        """Gives these pods rows; others' go with their last request.
+
+        Args:
+            anew: Those of them that are in another life: what is known of their engines is void.
+        """
         with self.lock:
             self._declared = frozenset(pods)
             for pod in self._declared:
                 self._row(pod)
+            for row in map(self._row, anew):
+                fresh = _no_pods(1)
+                for name in _SENT:
+                    fresh[name] = self.pods[row][name]
+                self.pods[row] = fresh[0]
+            if anew:
+                self._judge_fleet()
             for pod in self._rows.keys() - self._declared:
                 self._drop_idle(pod)
 
@@ -119,11 +134,12 @@ class PodBoard:
                 return self.fleet_tokens_per_s
             return float(prefill_tokens_per_s(self.pods[row], self.fleet_tokens_per_s))
 
-    def reported_tokens_per_s(self, pod: str) -> float:
-        """The prefill speed that the pod's engine tells; 0: none."""
+    def told_tokens_per_s(self, pod: str) -> float:
+        """The prefill speed that the pod's engine tells, else the median of what others tell; 0: none do."""
         with self.lock:
             row = self._rows.get(pod)
-            return 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
+            own = 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
+            return own or self._told_fleet_tokens_per_s
 
     def work(self, pod: str) -> PodWork:
         """What the pod has to do."""
@@ -202,7 +218,8 @@ class PodBoard:
         """A pod that tells nothing yet is like those that do: else it would look many times faster."""
         told = self.pods["reported_tokens_per_s"]
         told = told[told > 0.0]
-        self.fleet_tokens_per_s = float(np.median(told)) if len(told) else self._learnt_fleet_tokens_per_s
+        self._told_fleet_tokens_per_s = float(np.median(told)) if len(told) else 0.0
+        self.fleet_tokens_per_s = self._told_fleet_tokens_per_s or self._learnt_fleet_tokens_per_s
 
     def _row(self, pod: str) -> int:
         row = self._rows.get(pod)

@@ -43,7 +43,7 @@ class CheckDoor:
         handler = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": check})
         server.add_generic_rpc_handlers((handler,))
 
-    def _check(self, message: pb.CheckRequest, _context: grpc.ServicerContext) -> bytes:
+    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
         """Serves one HTTP request."""
         with self._metrics.inside(_DOOR):
             http = message.attributes.request.http
@@ -54,7 +54,7 @@ class CheckDoor:
                 request = self._requests.read(
                     request_id, http.path, body_of(http), headers, candidates, http.size
                 )
-                destination, decision = self._picks.pick(request)
+                destination, decision = self._picks.pick(request, context.is_active)
             except RequestError as error:
                 return denied_answer(error)
         removed = system_owned(headers)

@@ -7,6 +7,8 @@ is route()'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.check_answers import denied_answer, ok_answer, routed_answer
 from router.check_request import CheckRequests
 from router.envoy_headers import kept_request_id, subset_header, system_owned
@@ -56,8 +58,13 @@ class CheckHttpDoor:
             refused=lambda: self._metrics.dropped(_DOOR, "too_many_connections"),
         )
 
-    def answer(self, request: HttpRequest, closes: bool) -> bytes:
-        """Serves one HTTP request; `closes`: the connection ends behind the answer."""
+    def answer(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
+        """Serves one HTTP request.
+
+        Args:
+            closes: The connection ends behind the answer.
+            is_active: Whether the client still waits.
+        """
         with self._metrics.inside(_DOOR):
             headers, body = request.headers, request.body
             request_id, is_given = kept_request_id(headers)
@@ -65,7 +72,7 @@ class CheckHttpDoor:
                 routed = self._requests.read(
                     request_id, request.path, body, headers, subset_header(headers), len(body)
                 )
-                destination, decision = self._picks.pick(routed)
+                destination, decision = self._picks.pick(routed, is_active)
             except RequestError as error:
                 return denied_answer(error, closes, has_body=request.method != "HEAD")
         removed = system_owned(headers)

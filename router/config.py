@@ -18,7 +18,8 @@ from router.errors import ConfigError
 from router.flags import router_parser
 from router.flags.kube import kube_config
 from router.kube.config import KubeConfig
-from router.producer_settings import tokenizers_of, with_producers
+from router.metrics_page import DEFAULT_PATH
+from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import MetricsTlsOptions, TlsOptions, metrics_tls_options, tls_options
 from tokenization import TINY_DIRECTORY
 
@@ -56,7 +57,9 @@ class RouterConfig:
         metrics_auth: Whether readers of the metrics port must show the cluster's tokens.
         receive_bytes_max: Largest gRPC message that is taken; None: from max_request_bytes.
         send_bytes_max: Largest that is sent; None: the same.
-        load_age_max_s: A pod that told its load longer ago is taken for saturated; None: by its user's rule.
+        load_age_max_s: A pod's account of its load that is older does not count, and the pod is taken for
+            saturated; None: from `refresh_interval_s`.
+        metrics_path: Where pods tell their load, unless their labels say so.
         profiling: Whether /debug/pprof/ answers.
         stream_metrics: Whether ext_proc streams have metrics of their own.
     """
@@ -100,6 +103,7 @@ class RouterConfig:
     receive_bytes_max: int | None = None
     send_bytes_max: int | None = None
     load_age_max_s: float | None = None
+    metrics_path: str = DEFAULT_PATH
     profiling: bool = True
     stream_metrics: bool = False
 
@@ -159,6 +163,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         receive_bytes_max=flags.grpc_max_recv_msg_size,
         send_bytes_max=flags.grpc_max_send_msg_size,
         load_age_max_s=flags.metrics_staleness_threshold,
+        metrics_path=metrics_path_of(picker) if picker is not None else DEFAULT_PATH,
         profiling=flags.enable_pprof,
         stream_metrics=flags.enable_grpc_stream_metrics,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from indexer.dispatched import DispatchKey
 from router.pick import reason_for
 from router.ranking import Candidate, Ranking
 from router.routing import Routing
@@ -43,6 +44,11 @@ class Decision(msgspec.Struct, frozen=True):
     client_model: str | None = None
     routing: Routing | None = None
     partial: str | None = None
+
+    @property
+    def key(self) -> DispatchKey:
+        """What tells it apart from others of its id."""
+        return DispatchKey(self.request_id, self.decided_s)
 
     @property
     def primary(self) -> Candidate:

@@ -163,7 +163,7 @@ class Doors:
     def _listen(self, parts: DoorParts) -> GrpcListener:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
-        picks = PickDoor(parts.router, parts.outcomes, parts.metrics, parts.pods)
+        picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
         explain = ExplainDoor(parts.explain)
         watchers: list[StreamWatcher] = [self._slow]
         if config.stream_metrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from router.decision import Decision
+from router.ledger import Dispatch
 
 # Putting one candidate into words takes some microseconds.
-_CANDIDATES_SHOWN = 20_000
+_PODS_SHOWN = 20_000
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Explain:
 
     Args:
         capacity: Decisions kept; the oldest goes first.
-        candidates_max: Candidates in all of them: among hundreds of pods, fewer decisions are kept.
+        candidates_max: Candidates in all of them, also of those that filters removed: among hundreds of pods,
+            fewer decisions are kept.
         pod_name: A pod's name by its address.
     """
 
@@ -54,51 +56,66 @@ class Explain:
         """Keeps a decision."""
         with self._lock:
             if (old := self._records.pop(decision.request_id, None)) is not None:
-                self._candidates -= len(old.decision.ranked)
+                self._candidates -= len(old.decision.ranked.pods)
             self._records[decision.request_id] = _Record(decision, time.time())
-            self._candidates += len(decision.ranked)
+            self._candidates += len(decision.ranked.pods)
             while len(self._records) > self._capacity or self._is_too_full():
                 _, oldest = self._records.popitem(last=False)
-                self._candidates -= len(oldest.decision.ranked)
+                self._candidates -= len(oldest.decision.ranked.pods)
 
-    def prefill_ended(self, request_id: str, source: str, now_s: float) -> None:
+    def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Notes who told that the prefill was over, and when."""
         with self._lock:
-            if record := self._records.get(request_id):
+            if record := self._record_of(dispatch.request_id, dispatch):
                 record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}
 
     def ended(
-        self, request_id: str, source: str, now_s: float, *, failed: bool, cached_tokens: int | None
+        self,
+        request_id: str,
+        source: str,
+        now_s: float,
+        *,
+        failed: bool,
+        cached_tokens: int | None = None,
+        dispatch: Dispatch | None = None,
+        pod: str | None = None,
     ) -> None:
-        """Notes how the request ended, and how much the pod really served from its cache."""
+        """Notes how the request ended, and how much the pod really served from its cache.
+
+        Args:
+            dispatch: Which of the requests under this id it was, where that is known.
+            pod: Else where it was, if at least that is known.
+        """
         with self._lock:
-            if record := self._records.get(request_id):
+            if record := self._record_of(request_id, dispatch, pod):
                 after_s = now_s - record.decision.decided_s
                 record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
                 if cached_tokens is not None:
                     record.delivered_cached_tokens = cached_tokens
 
-    def predicted(self, request_id: str) -> int | None:
-        """Cached tokens predicted for a request, to be compared with the delivered ones.
+    def predicted(
+        self, request_id: str, dispatch: Dispatch | None = None, pod: str | None = None
+    ) -> int | None:
+        """Cached tokens predicted for a request (see `ended`), to be compared with the delivered ones.
 
         None if not known any more, if picked by load alone, if another pod prefilled, or if what was
         delivered has been told already.
         """
-        record = self._records.get(request_id)
+        record = self._record_of(request_id, dispatch, pod)
         if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
             return None
         if record.decision.prefill_pod is not None:
             return None
         return record.decision.primary.cached_tokens
 
-    def latest(self, count: int, *, candidates_max: int = _CANDIDATES_SHOWN) -> list[dict[str, Any]]:
-        """The last `count` decisions, newest first, as long as they have no more candidates than this."""
+    def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
+        """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
         with self._lock:
             records = list(islice(reversed(self._records.values()), count))
         shown: list[dict[str, Any]] = []
         for record in records:
-            candidates_max -= len(record.decision.ranked)
-            if candidates_max < 0 and shown:
+            pods_max -= len(record.decision.ranked.pods) + len(record.decision.excluded)
+            if pods_max < 0 and shown:
                 break
             shown.append(self._shown(record))
         return shown
@@ -112,8 +129,22 @@ class Explain:
     def _is_too_full(self) -> bool:
         return self._candidates > self._candidates_max and len(self._records) > 1
 
+    def _record_of(
+        self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
+    ) -> _Record | None:
+        """The id's record, unless the news are of another request under the same id."""
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        decision = record.decision
+        if dispatch is not None:
+            return record if dispatch.dispatched_s == decision.decided_s else None
+        return record if pod is None or pod == decision.primary.pod else None
+
     def _shown(self, record: _Record) -> dict[str, Any]:
         decision, best = record.decision, record.decision.primary
+        scores: Mapping[str, float] = decision.routing.scores if decision.routing is not None else {}
+        filtered: Mapping[str, str] = decision.routing.excluded if decision.routing is not None else {}
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,
@@ -135,12 +166,15 @@ class Explain:
             "candidates": [
                 {
                     **msgspec.structs.asdict(candidate),
+                    "score": scores.get(candidate.pod),
                     "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
                     "pod_name": self._pod_name(candidate.pod),
                 }
                 for at, candidate in enumerate(decision.ranked)
             ],
-            "excluded": [{"pod": pod, "reason": reason} for pod, reason in decision.excluded.items()],
+            "excluded": [
+                {"pod": pod, "reason": reason} for pod, reason in {**decision.excluded, **filtered}.items()
+            ],
             "prefill_end": record.prefill_end,
             "end": record.end,
         }

@@ -20,6 +20,8 @@ def explain_value(decision: Decision) -> str:
         f"view={best.view}",
         f"candidates={len(decision.ranked)}",
     ]
+    if decision.routing is not None:
+        pairs.append(f"score={decision.routing.scores[best.pod]:.4g}")
     if decision.degraded is not None:
         pairs.append(f"degraded={decision.degraded}")
     return "; ".join(pairs)

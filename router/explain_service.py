@@ -5,6 +5,7 @@ Translates; what is kept, and for how long, is explain's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -14,8 +15,8 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.explain import Explain
 
 _COUNT_DEFAULT = 20
-# An answer has to fit into a gRPC message.
-_CANDIDATES_MAX = 10_000
+# Clients take messages of up to 4 MiB, unless told otherwise.
+_ANSWER_BYTES = 4_000_000
 
 
 class ExplainDoor(pb_grpc.DecisionLogServicer):
@@ -32,8 +33,20 @@ class ExplainDoor(pb_grpc.DecisionLogServicer):
             record = self._explain.one(request.request_id)
             records = [record] if record is not None else []
         else:
-            records = self._explain.latest(request.count or _COUNT_DEFAULT, candidates_max=_CANDIDATES_MAX)
-        return pb.ExplainResponse(decisions=[_decision(record) for record in records])
+            records = self._explain.latest(request.count or _COUNT_DEFAULT)
+        return pb.ExplainResponse(decisions=_fitting(records))
+
+
+def _fitting(records: Iterable[dict[str, Any]]) -> list[pb.ExplainedDecision]:
+    """As many decisions as an answer has room for, but at least one."""
+    decisions, room_bytes = list[pb.ExplainedDecision](), _ANSWER_BYTES
+    for record in records:
+        decision = _decision(record)
+        room_bytes -= decision.ByteSize()
+        if room_bytes < 0 and decisions:
+            break
+        decisions.append(decision)
+    return decisions
 
 
 def _decision(record: dict[str, Any]) -> pb.ExplainedDecision:
@@ -43,7 +56,9 @@ def _decision(record: dict[str, Any]) -> pb.ExplainedDecision:
         kind=record["kind"],
         model=record["model"],
         reason=record["reason"],
+        prefill_pod=record["prefill_pod"],
         degraded=record["degraded"],
+        partial=record["partial"],
         priority=record["priority"],
         session_pod=record["session_pod"],
         prompt_tokens=record["prompt_tokens"],

@@ -5,7 +5,7 @@ Knows the order of messages and answers of the endpoint picker protocol v1.0.0; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -66,15 +66,15 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._options = options
 
-    def exchange(self, _stream: ExchangeStream | None = None) -> _Exchange:
+    def exchange(self, stream: ExchangeStream | grpc.ServicerContext) -> _Exchange:
         """One HTTP request's way, to be fed its messages one by one and closed."""
-        return _Exchange(self._picks, self._outcomes, self._metrics, self._options)
+        return _Exchange(self._picks, self._outcomes, self._metrics, self._options, stream.is_active)
 
     def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], _context: grpc.ServicerContext
+        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
     ) -> Iterator[Answer]:
         """Serves one HTTP request."""
-        exchange = self.exchange()
+        exchange = self.exchange(context)
         try:
             for message in request_iterator:
                 yield from exchange.answers(message)
@@ -93,11 +93,17 @@ class _Exchange:
     """
 
     def __init__(
-        self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
+        self,
+        picks: GatewayPick,
+        outcomes: Outcomes,
+        metrics: RouterMetrics,
+        options: ExtProcOptions,
+        is_active: Callable[[], bool],
     ) -> None:
         self._picks = picks
         self._metrics = metrics
         self._options = options
+        self._is_active = is_active
         self.finished = False
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
@@ -118,7 +124,7 @@ class _Exchange:
         """The stream has ended, however it did."""
         self._inside.__exit__(None, None, None)
         if self._options.responses_full:
-            self._response.cut()
+            self._response.close()
 
     def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         try:
@@ -130,7 +136,7 @@ class _Exchange:
                 case "request_trailers":
                     yield from self._request_trailers()
                 case "response_headers":
-                    yield from self._response.headers(message.response_headers)
+                    yield from self._response.headers(message.response_headers, self._response_body_mode)
                 case "response_body":
                     yield from self._response.body(message.response_body, self._response_body_mode)
                 case "response_trailers":
@@ -229,7 +235,7 @@ class _Exchange:
     def _pick(self, request: RouteRequest) -> str:
         """The destination's value."""
         self.is_routed = True
-        destination, decision = self._picks.pick(request)
+        destination, decision = self._picks.pick(request, self._is_active)
         self._response.request_id, self._response.pod = decision.request_id, decision.primary.pod
         self._response.explained = self._picks.explained(decision)
         return destination

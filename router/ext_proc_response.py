@@ -17,7 +17,7 @@ from router.outcomes import RESPONSE, Outcomes
 from router.response_usage import UsageReader
 
 # Every chunk would look it up.
-_FULL_DUPLEX_STREAMED = BodyMode.FULL_DUPLEX_STREAMED
+_FULL_DUPLEX_STREAMED, _NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE
 
 
 class ResponsePhase:
@@ -36,11 +36,12 @@ class ResponsePhase:
         self.explained: str | None = None
         self._usage: UsageReader | None = None
         self._failed = True
+        self._sees_body = True
         self._awaits_first_token = False
 
-    def headers(self, message: pb.HttpHeaders) -> Iterator[pb.ProcessingResponse]:
-        """Answers the response's headers."""
-        self.note_headers(message)
+    def headers(self, message: pb.HttpHeaders, mode: int) -> Iterator[pb.ProcessingResponse]:
+        """Answers the response's headers; `mode`: how the body will come here."""
+        self.note_headers(message, mode)
         yield response_headers_answer(self.explained)
 
     def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterable[Answer]:
@@ -57,15 +58,17 @@ class ResponsePhase:
         self.note_end()
         yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
-    def note_headers(self, message: pb.HttpHeaders) -> dict[str, str]:
+    def note_headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
         """Reads the response's headers without answering them."""
         headers = header_values(message)
         is_event_stream = "text/event-stream" in headers.get("content-type", "")
         # Of an answer in one piece, the first byte is no earlier than the last token.
         self._awaits_first_token = is_event_stream
         self._failed = headers.get(":status", "200") >= "500"
+        self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
-        if message.end_of_stream:
+        # An answer in one piece is made when its headers come, whoever sees the rest of it.
+        if message.end_of_stream or not (self._sees_body or is_event_stream):
             self.note_end()
         return headers
 
@@ -85,8 +88,14 @@ class ResponsePhase:
         return self._usage.usage_json if self._usage is not None else None
 
     def cut(self) -> None:
-        """The stream is over; unless the response was, it was cut."""
+        """The response is cut off, if it is not over."""
         self._ended(failed=True)
+
+    def close(self) -> None:
+        """The stream is over; unless the response was, it was cut off, or its end is for others to tell."""
+        # Envoy closes the stream behind the headers where it keeps the body to itself.
+        if self._sees_body:
+            self.cut()
 
     def note_end(self) -> None:
         """The response is complete."""

@@ -61,7 +61,7 @@ class FlowSink(Protocol):
 @dataclass(slots=True)
 class _Ticket:
     waiting: Waiting
-    request: RouteRequest
+    is_active: Callable[[], bool] | None
     called: Event
     outcome: str = ""
     has_evicted: bool = False
@@ -143,13 +143,16 @@ class FlowControl:
         return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
 
     @contextmanager
-    def turn(self, request: RouteRequest) -> Iterator[None]:
+    def turn(self, request: RouteRequest, is_active: Callable[[], bool] | None = None) -> Iterator[None]:
         """Waits until the request may go on; inside, it is on its way to the board.
+
+        Args:
+            is_active: See `Router.route`; asked often, with all others' requests held up.
 
         Raises:
             FlowError: It may not.
         """
-        ticket = self._ticket(request)
+        ticket = self._ticket(request, is_active)
         with self._changed:
             self._enter(ticket)
         ticket.called.wait()
@@ -169,7 +172,7 @@ class FlowControl:
             known = board.pods[rows]
         return self._detector.saturation(known, self._pending, self._clock())
 
-    def _ticket(self, request: RouteRequest) -> _Ticket:
+    def _ticket(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> _Ticket:
         now_s, headers = self._clock(), request.headers
         flow = next((headers[name] for name in _FAIRNESS_HEADERS if headers.get(name)), "")
         waiting = Waiting(
@@ -180,7 +183,7 @@ class FlowControl:
             deadline_s=now_s + self._parameters.ttl_s,
             due_s=now_s + _slo_s(headers),
         )
-        return _Ticket(waiting, request, Event())
+        return _Ticket(waiting, is_active, Event())
 
     def _enter(self, ticket: _Ticket) -> None:
         """Lets it go, or has it wait."""
@@ -213,8 +216,8 @@ class FlowControl:
         now_s, known = self._clock(), self._parameters
         is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
         for ticket in list(self._tickets.values()):
-            waiting, abandoned = ticket.waiting, ticket.request.abandoned
-            if abandoned is not None and abandoned():
+            waiting, is_active = ticket.waiting, ticket.is_active
+            if is_active is not None and not is_active():
                 self._leave(ticket, "cancelled")
             elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + known.no_endpoint_ttl_s):
                 self._leave(ticket, "no-endpoints")

@@ -31,7 +31,7 @@ _FLOW_FIELDS = (
 )
 _PRIORITY_MAX = (1 << 31) - 1
 # An account of its load is renewed so often by the router itself that two may fail before it counts as old.
-_LOAD_AGES = 3.0
+LOAD_AGES = 3.0
 
 
 def flow_of(
@@ -120,7 +120,7 @@ def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float |
     }
     reference = config.detector
     if reference is None:
-        return UtilizationDetector(load_age_max_s=load_age_max_s or _LOAD_AGES * load_every_s)
+        return UtilizationDetector(load_age_max_s=load_age_max_s or LOAD_AGES * load_every_s)
     if reference.name not in made:
         kind = config.plugins[reference.name].type
         reference.fields.fail("pluginRef", f"{kind} is no detector; there are {', '.join(DETECTORS)}")
@@ -137,7 +137,7 @@ def _made_detector(kind: str, parameters: Fields, load_every_s: float) -> Detect
         return UtilizationDetector(
             known.number("queueDepthThreshold", 5.0, least=1e-6),
             known.number("kvCacheUtilThreshold", 0.8, least=1e-6, most=1.0),
-            max(age_s, _LOAD_AGES * load_every_s),
+            max(age_s, LOAD_AGES * load_every_s),
         )
     known = parameters.only("mode", "concurrencyMode", "maxConcurrency", "maxTokenConcurrency", "headroom")
     known.number("headroom", 0.0)

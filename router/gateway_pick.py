@@ -1,4 +1,4 @@
-"""What Envoy's doors share: a request in, the pods to try out as one header value.
+"""What the doors share: a request in, the decision out, for Envoy as one header value with the pods to try.
 
 Knows route() and its refusals; knows no messages.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from router.decision import Decision
 from router.errors import RequestError
@@ -35,14 +36,26 @@ class GatewayPick:
         self._metrics = metrics
         self._destinations = 1 + fallback_endpoints
 
-    def pick(self, request: RouteRequest) -> tuple[str, Decision]:
+    def pick(self, request: RouteRequest, is_active: Callable[[], bool]) -> tuple[str, Decision]:
         """The destination header's value, and the decision behind it.
+
+        Args:
+            is_active: Whether the client still waits.
 
         Raises:
             RequestError: Counted already; 500 when routing tripped over something.
         """
+        decision = self.decide(request, is_active)
+        if decision.routing is not None:
+            return ",".join(decision.routing.destinations), decision
+        if self._destinations == 1:
+            return decision.primary.pod, decision
+        return ",".join(pod.pod for pod in decision.ranked[: self._destinations]), decision
+
+    def decide(self, request: RouteRequest, is_active: Callable[[], bool]) -> Decision:
+        """The decision alone; see `pick`."""
         try:
-            decision = self._router.route(request, time.monotonic())
+            return self._router.route(request, time.monotonic(), is_active)
         except RequestError:
             raise
         except Exception as error:
@@ -50,11 +63,6 @@ class GatewayPick:
             failure = RequestError(500, "the router failed to route this request")
             self._metrics.refused(failure)
             raise failure from error
-        if decision.routing is not None:
-            return ",".join(decision.routing.destinations), decision
-        if self._destinations == 1:
-            return decision.primary.pod, decision
-        return ",".join(pod.pod for pod in decision.ranked[: self._destinations]), decision
 
     def explained(self, decision: Decision) -> str | None:
         """The value of the response's header that explains the decision; None: it carries none."""

@@ -31,6 +31,7 @@ class HttpConnection:
         socket: Its socket.
         is_over: Whether there is nothing more to be done but to close it.
         is_watched: Whether somebody waits for it to be ready; kept by who does.
+        is_in_hand: Whether a thread has it that does not wait, at first the one that made it; kept likewise.
 
     Raises:
         OSError: The client is gone.
@@ -41,10 +42,11 @@ class HttpConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.is_over = self.is_watched = False
+        self.is_in_hand = True
         self._reader = RequestReader(body_bytes_max)
         self._rest: memoryview | None = None
         self._unsent = b""
-        self._is_last = self._is_refused = False
+        self._is_last = self._is_refused = self._is_gone = False
         self._unread_bytes = _UNREAD_BYTES_MAX
         self._since_s = now_s
 
@@ -58,6 +60,19 @@ class HttpConnection:
         """When it has kept us waiting for too long."""
         is_busy = self._unsent or self._is_refused or self._reader.is_within
         return self._since_s + (_REQUEST_S if is_busy else _IDLE_S)
+
+    def is_active(self) -> bool:
+        """Whether the client was still there when it was last looked."""
+        return not self._is_gone
+
+    def look(self) -> None:
+        """Sees, without taking anything, whether the client has gone away."""
+        try:
+            self._is_gone = not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._is_gone = True
 
     def receive(self, room: memoryview, now_s: float) -> deque[HttpRequest]:
         """Takes what has come, if only a part of it; answers the requests that are complete by now.

@@ -37,8 +37,12 @@ class Host(Protocol):
     inline_bytes_max: int
     is_draining: bool
 
-    def serve(self, request: HttpRequest, closes: bool) -> bytes:
-        """The whole answer; with `closes` it says that the connection ends behind it."""
+    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
+        """The whole answer; with `closes` it says that the connection ends behind it.
+
+        Args:
+            is_active: Whether the client still waits, as is seen once another thread takes the others over.
+        """
 
     def refuse(self, error: HttpRequestError) -> bytes:
         """The answer to what is no request."""
@@ -107,6 +111,9 @@ class HttpDesk:
             if key.data is None:
                 self._selector.unregister(key.fileobj)
                 continue
+            if key.data.is_in_hand:
+                self._look_after(key.data)
+                continue
             self._do(self._attend, key.data)
             if not self._lead.is_mine:
                 # Who leads now hears of the others, too.
@@ -121,7 +128,7 @@ class HttpDesk:
         now_s = time.monotonic()
         self._look_due_s = now_s + _LOOK_S
         with self._lock:
-            late = [one for one in self._connections if one.is_watched and now_s > one.due_s]
+            late = [one for one in self._connections if not one.is_in_hand and now_s > one.due_s]
         for connection in late:
             self._do(self._give_up, connection)
 
@@ -138,9 +145,10 @@ class HttpDesk:
             connection.is_over = True
         if connection.is_over:
             self._end(connection)
-        elif not connection.is_watched:
+        elif connection.is_in_hand:
             connection.was_served(time.monotonic())
-            self._watch(connection)
+            with self._lock:
+                self._watch(connection)
         elif connection.has_unsent != had_unsent:
             self._selector.modify(connection.socket, _awaited(connection), connection)
 
@@ -158,7 +166,7 @@ class HttpDesk:
             if requests or len(request.body) > self._host.inline_bytes_max:
                 self._lead.hand_over()
             closes = self._host.is_draining or not request.keeps_alive
-            connection.send(self._host.serve(request, closes), is_last=closes)
+            connection.send(self._host.serve(request, closes, connection.is_active), is_last=closes)
             if closes:
                 return
 
@@ -170,18 +178,35 @@ class HttpDesk:
             connection.refuse(self._host.refuse(error), time.monotonic())
 
     def _leave(self) -> None:
-        self._at_hand.is_watched = False
-        self._selector.unregister(self._at_hand.socket)
+        self._at_hand.is_in_hand = True
+
+    def _look_after(self, connection: HttpConnection) -> None:
+        """The client of a request that is served elsewhere has gone away, or asks more, which has to wait."""
+        with self._lock:
+            # Whoever had it in hand may have ended it or given it back just now.
+            if connection.is_in_hand and connection.is_watched:
+                connection.look()
+                self._unwatch(connection)
 
     def _watch(self, connection: HttpConnection) -> None:
-        connection.is_watched = True
-        self._selector.register(connection.socket, _awaited(connection), connection)
+        """Gives it to whoever leads; with the lock held."""
+        if connection.is_watched:
+            self._selector.modify(connection.socket, _awaited(connection), connection)
+        else:
+            self._selector.register(connection.socket, _awaited(connection), connection)
+            connection.is_watched = True
+        # At last: from here on it is the leading thread's.
+        connection.is_in_hand = False
+
+    def _unwatch(self, connection: HttpConnection) -> None:
+        connection.is_watched = False
+        self._selector.unregister(connection.socket)
 
     def _end(self, connection: HttpConnection) -> None:
-        if connection.is_watched:
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
         with self._lock:
+            if connection.is_watched:
+                self._unwatch(connection)
+            connection.socket.close()
             self._connections.remove(connection)
 
 

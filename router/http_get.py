@@ -1,7 +1,7 @@
 """GETs over kept connections, on the running asyncio loop: an address and a path in, status and body out.
 
-One connection for each address, one exchange at a time on it; bodies are capped. Knows nothing of what is
-asked.
+One connection is kept for each address, with one exchange at a time on it; bodies are capped. Knows nothing
+of what is asked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HttpGetter:
             OSError: It cannot be connected to, or the connection broke.
             HttpGetError: The answer is no HTTP, or too long.
         """
-        kept = self._connections.get(address)
+        kept = self._connections.pop(address, None)
         if kept is not None and kept.is_open:
             try:
                 return await self._exchange(kept, address, path)
@@ -63,12 +63,15 @@ class HttpGetter:
             self.forget(address)
 
     async def _exchange(self, connection: _Connection, address: str, path: str) -> tuple[int, bytes]:
-        self._connections[address] = connection
         try:
-            return await connection.get(f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode("ascii"))
+            answer = await connection.get(f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode("ascii"))
         except BaseException:
-            self.forget(address)
+            connection.abort()
             raise
+        # Another exchange with this address may have left its connection meanwhile.
+        self.forget(address)
+        self._connections[address] = connection
+        return answer
 
 
 class _Connection(asyncio.Protocol):

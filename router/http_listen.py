@@ -20,9 +20,9 @@ from router.tcp_listen import TcpListener
 
 _log = logging.getLogger(__name__)
 
-# serve(request, closes): the whole answer; with `closes` it says that the connection ends behind it. What
-# may wait in it calls `about_to_wait` first.
-Serve = Callable[[HttpRequest, bool], bytes]
+# serve(request, closes, is_active): the whole answer; with `closes` it says that the connection ends behind
+# it. What may wait in it calls `about_to_wait` first, and may ask whether the client still waits.
+Serve = Callable[[HttpRequest, bool, Callable[[], bool]], bytes]
 # refuse(error): the answer to what is no request.
 Refuse = Callable[[HttpRequestError], bytes]
 

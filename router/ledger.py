@@ -15,8 +15,11 @@ from typing import TypeVar
 
 import msgspec
 
+from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from router.adapters_sent import SentAdapters
 from router.board import PodBoard, PodWork
+from router.rates import Lesson
 
 _Key = TypeVar("_Key", int, str)
 
@@ -32,7 +35,7 @@ class LedgerParameters:
             expected seconds, and `slack_s`; one whose event is awaited after five times as long again, and
             `event_slack_s`.
         reuse: Requests in flight under one id; beyond it the oldest of them is taken for ended.
-        remembered: Ended requests whose ids are still known.
+        remembered: Ended requests whose ids are still known; the same of ends that were told of unknown ids.
         travel_s: A request that was sent so shortly before an engine told its load may not be in it yet.
     """
 
@@ -53,9 +56,10 @@ class Dispatch(msgspec.Struct, frozen=True):
         uncached_tokens: Prompt tokens the pod has to compute.
         confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
             None where no such announcement is to be expected.
-        found_idle: Whether nobody awaited a first token there.
+        lesson: What the time to its first token tells of the pod's prefill rate.
         slowdown: By how much the requests that decoded there slowed its prefill, 1 or more.
         prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
+        adapter: The LoRA adapter that it needs.
     """
 
     request_id: str
@@ -64,15 +68,34 @@ class Dispatch(msgspec.Struct, frozen=True):
     queued_prefill_s: float
     own_prefill_s: float
     confirm_key: int | None
-    found_idle: bool
+    lesson: Lesson
     dispatched_s: float
     slowdown: float = 1.0
     prefill_pod: str | None = None
+    adapter: str | None = None
 
     @property
     def computed_on(self) -> str:
         """The pod that prefills it."""
         return self.prefill_pod or self.pod
+
+    @property
+    def key(self) -> DispatchKey:
+        """What tells it apart from others of its id."""
+        return DispatchKey(self.request_id, self.dispatched_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Requests whose last prompt block was announced.
+
+    Attributes:
+        prefills: Those whose prefill this ends.
+        late_s: Of each of the others, how long ago somebody else told that its prefill was over.
+    """
+
+    prefills: list[Dispatch] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +110,27 @@ class Ledger:
     """In-flight requests, and what they add up to on the board.
 
     Each dispatch is an entry of its own: clients reuse request ids, also while the first use is in flight.
-    News of an id concerns its oldest entry, or the oldest on the pod that the news names.
+    News of an id concerns its oldest entry, or the oldest on the pod that the news names. The clock only
+    guesses a prefill's end: the request leaves the pod's queue, and who tells its true end still brings news.
 
     Args:
         board: Where the sums of each pod are kept; nobody else enters requests there.
+
+    Attributes:
+        adapters: Which adapters the requests need.
     """
 
     def __init__(self, parameters: LedgerParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
         self._board = board or PodBoard()
+        self.adapters = SentAdapters()
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, _Entry] = {}
         self._by_id: dict[str, list[_Entry]] = {}
         self._by_pod: dict[str, dict[int, _Entry]] = {}
         self._ended_s: OrderedDict[str, float] = OrderedDict()
-        # By pod and key: the requests whose prefill that key's announcement ends.
+        self._unknown_ended_s: OrderedDict[str, float] = OrderedDict()
+        # By pod and key: the requests whose last prompt block that is, until it is announced.
         self._confirming: dict[str, dict[int, list[_Entry]]] = {}
         self._due: list[tuple[float, int, bool]] = []
         self._numbers = count()
@@ -133,7 +162,8 @@ class Ledger:
                 displaced.append(self._remove(next(iter(self._entries.values())), now_s))
             pod = dispatch.computed_on
             slot = self._board.begin(pod, dispatch.uncached_tokens, now_s)
-            entry = _Entry(dispatch, next(self._numbers), slot, pod, now_s)
+            self.adapters.began(pod, dispatch.adapter)
+            entry = _Entry(dispatch, next(self._numbers), slot, pod, now_s, dispatch.confirm_key)
             self._entries[entry.number] = entry
             self._by_id.setdefault(dispatch.request_id, []).append(entry)
             self._by_pod.setdefault(pod, {})[entry.number] = entry
@@ -143,34 +173,56 @@ class Ledger:
             self._schedule(entry)
             return displaced
 
-    def stored(self, pod: str, keys: Keys, now_s: float) -> list[Dispatch]:
-        """The pod announced these blocks; returns the requests whose prefill this ends."""
+    def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
+        """The pod announced these blocks."""
+        announced = Announced()
         with self._lock:
             confirming = self._confirming.get(pod)
             if confirming is None:
-                return []
-            ended = [entry for key in confirming.keys() & set(keys.tolist()) for entry in confirming[key]]
-            for entry in ended:
-                self._end_prefill(entry, now_s)
-            return [entry.dispatch for entry in ended]
+                return announced
+            for key in confirming.keys() & set(keys.tolist()):
+                for entry in confirming.pop(key):
+                    entry.confirm_key = None
+                    if entry.prefill_ended_s is None:
+                        self._end_prefill(entry, now_s)
+                        announced.prefills.append(entry.dispatch)
+                    else:
+                        announced.late_s.append(now_s - entry.prefill_ended_s)
+            if not confirming:
+                del self._confirming[pod]
+        return announced
 
     def first_token(self, request_id: str, now_s: float, pod: str | None = None) -> Dispatch | None:
         """Its first token was seen; returns the request if that was news."""
         with self._lock:
             entry = self._find(request_id, pod)
-            if entry is None or entry.slot is None:
+            if entry is None or entry.prefill_ended_s is not None:
                 return None
             self._end_prefill(entry, now_s)
             return entry.dispatch
 
-    def end(self, request_id: str, now_s: float, pod: str | None = None) -> Dispatch | None:
-        """It is done or has failed; returns the request if it was in flight."""
+    def end(
+        self, request_id: str, now_s: float, pod: str | None = None, *, late_s: float = 0.0
+    ) -> Dispatch | None:
+        """It is done or has failed; returns the request if it was in flight.
+
+        Args:
+            late_s: How long ago it was over.
+        """
         with self._lock:
             entry = self._find(request_id, pod)
-            return self._remove(entry, now_s) if entry else None
+            if entry is not None:
+                return self._remove(entry, now_s)
+            self._remember(self._unknown_ended_s, request_id, now_s - late_s)
+            return None
+
+    def was_over(self, request_id: str, since_s: float) -> bool:
+        """Whether an end was told of this id after `since_s`, while no request of it was in flight."""
+        # Without the lock: nearly always there is nothing.
+        return self._unknown_ended_s.get(request_id, since_s) > since_s
 
     def prefill_ended_s(self, request_id: str, pod: str | None = None) -> float | None:
-        """Since when the request is past its prefill; None while it is not, and after its end."""
+        """When somebody told that its prefill is over; None until then, and after its end."""
         with self._lock:
             entry = self._find(request_id, pod)
             return entry.prefill_ended_s if entry else None
@@ -208,7 +260,7 @@ class Ledger:
                 if is_life:
                     expired.lives.append(self._remove(entry, now_s))
                 elif entry.slot is not None:
-                    self._end_prefill(entry, now_s)
+                    self._leave_queue(entry, entry.slot, now_s)
                     expired.prefills.append(entry.dispatch)
         return expired
 
@@ -228,27 +280,33 @@ class Ledger:
             heapq.heapify(self._due)
 
     def _end_prefill(self, entry: _Entry, now_s: float) -> None:
-        assert entry.slot is not None
+        entry.prefill_ended_s = now_s
+        # The clock may have guessed it before.
+        if entry.slot is not None:
+            self._leave_queue(entry, entry.slot, now_s)
+
+    def _leave_queue(self, entry: _Entry, slot: int, now_s: float) -> None:
         dispatch = entry.dispatch
         if entry.pod == dispatch.pod:
-            self._board.end_prefill(entry.slot, now_s)
+            self._board.end_prefill(slot, now_s)
         else:
-            self._board.hand_over(entry.pod, entry.slot, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self._board.hand_over(entry.pod, slot, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self.adapters.ended(entry.pod, dispatch.adapter)
+            self.adapters.began(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
             entry.pod, entry.arrived_s = dispatch.pod, now_s
             self._by_pod.setdefault(entry.pod, {})[entry.number] = entry
-        entry.slot, entry.prefill_ended_s = None, now_s
-        self._stop_confirming(entry)
+        entry.slot = None
 
     def _remove(self, entry: _Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
-        self._remember(dispatch.request_id, now_s)
+        self._remember(self._ended_s, dispatch.request_id, now_s)
         self._board.end(entry.pod, entry.slot, dispatch.uncached_tokens, now_s)
-        if entry.slot is not None:
-            self._stop_confirming(entry)
+        self.adapters.ended(entry.pod, dispatch.adapter)
+        self._stop_confirming(entry)
         return dispatch
 
     def _leave_pod(self, entry: _Entry) -> None:
@@ -258,11 +316,11 @@ class Ledger:
             del self._by_pod[entry.pod]
 
     def _stop_confirming(self, entry: _Entry) -> None:
-        pod, key = entry.dispatch.computed_on, entry.dispatch.confirm_key
-        if key is None:
+        if entry.confirm_key is None:
             return
+        pod = entry.dispatch.computed_on
         confirming = self._confirming[pod]
-        _remove_from(confirming, key, entry)
+        _remove_from(confirming, entry.confirm_key, entry)
         if not confirming:
             del self._confirming[pod]
 
@@ -272,22 +330,29 @@ class Ledger:
             return None
         return next((entry for entry in entries if entry.dispatch.pod == pod), entries[0])
 
-    def _remember(self, request_id: str, now_s: float) -> None:
-        self._ended_s[request_id] = now_s
-        self._ended_s.move_to_end(request_id)
-        if len(self._ended_s) > self._parameters.remembered:
-            self._ended_s.popitem(last=False)
+    def _remember(self, ended_s: OrderedDict[str, float], request_id: str, at_s: float) -> None:
+        ended_s[request_id] = at_s
+        ended_s.move_to_end(request_id)
+        if len(ended_s) > self._parameters.remembered:
+            ended_s.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request in flight: where, since when, and its slot on the board while it awaits its first token."""
+    """A request in flight: where, and since when.
+
+    Attributes:
+        slot: On the board, while it is believed to await its first token.
+        confirm_key: Of the dispatch, until it is announced.
+        prefill_ended_s: When somebody told so; the clock does not count.
+    """
 
     dispatch: Dispatch
     number: int
     slot: int | None
     pod: str
     arrived_s: float
+    confirm_key: int | None
     prefill_ended_s: float | None = None
 
 

@@ -156,7 +156,7 @@ class RouterMetrics:
     def _make_outcomes(self, make: Tallies) -> None:
         self._prefill_ends = make.histogram(
             _OURS + "prefill_end_seconds",
-            "Dispatch to end of prefill, by who told.",
+            "Dispatch to end of prefill, by who told; what the clock guessed, others may tell yet.",
             _TTFT_SECONDS,
             ("source",),
         )
@@ -261,6 +261,11 @@ class StateCollector(Collector):
             "pod_kv_usage", "Scraped share of the KV cache in use.", {a: s.kv_usage for a, s in loads.items()}
         )
         yield _per_pod("pod_waiting", "Scraped queue length.", {a: s.waiting for a, s in loads.items()})
+        yield _per_pod(
+            "pod_hides_load",
+            "1 if the pod answers, but its metrics tell no load.",
+            {a: p.hides_load for a, p in pods.items()},
+        )
         now_s = self._now_s()
         yield _per_pod(
             "pod_scrape_age_seconds", "Age of these.", {a: now_s - s.scraped_s for a, s in loads.items()}

@@ -1,8 +1,9 @@
 """How requests go on after their pick: news from every source in, ledger, rates and accounts up to date.
 
 Sources are named: "blocks" (the pod announced the prompt's last block), "access_log", "response", "report",
-"scrape" (the engine has fewer requests than it was sent), "clock". The first to tell counts; how late each is
-goes to the metrics. Knows no protocol; callable from any thread, holds no lock of its own.
+"scrape" (the engine has fewer requests than it was sent), "clock", "displaced" (the ledger gave it up for a
+later one). The first to tell counts, of a prefill's end also after the clock, which only guesses; how late
+each is goes to the metrics. Knows no protocol; callable from any thread, holds no lock of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from indexer import StreamState
+from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.decision import Decision
 from router.errors import RequestError
@@ -27,7 +29,7 @@ class Outcomes:
     """Keeps the accounts of dispatched requests.
 
     Args:
-        settle: Ends a request's speculative index entries (request id, now_s).
+        settle: Ends a request's speculative index entries (request, now_s).
         drop: Told of a request whose blocks need not be awaited; before it is settled.
 
     Attributes:
@@ -40,8 +42,8 @@ class Outcomes:
         rates: PrefillRates,
         explain: Explain,
         metrics: RouterMetrics,
-        settle: Callable[[str, float], None],
-        drop: Callable[[str], None],
+        settle: Callable[[DispatchKey, float], None],
+        drop: Callable[[DispatchKey], None],
     ) -> None:
         self.promises = Promises()
         self._ledger = ledger
@@ -58,11 +60,13 @@ class Outcomes:
         best = decision.primary
         # Where another pod prefills, the destination's cache tells what was transferred, too.
         if best.view == StreamState.EXACT and decision.prefill_pod is None:
-            self.promises.made(decision.request_id, best.pod, best.cached_tokens)
+            self.promises.made(decision.key, best.pod, best.cached_tokens)
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
-            if dispatch.request_id != decision.request_id:
-                self._lost(dispatch.request_id, decision.decided_s)
+            self._lost(dispatch, decision.decided_s)
+        if self._ledger.was_over(decision.request_id, decision.decided_s - took_s):
+            # Its client was gone before there was a pick, and Envoy tells that once.
+            self.ended(decision.request_id, ACCESS_LOG, decision.decided_s, pod=best.pod, failed=True)
 
     def refused(self, error: RequestError, took_s: float) -> None:
         """No pod was picked."""
@@ -70,9 +74,12 @@ class Outcomes:
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
-        for dispatch in self._ledger.stored(pod, keys, now_s):
+        announced = self._ledger.stored(pod, keys, now_s)
+        for dispatch in announced.prefills:
             self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, BLOCKS, now_s)
+        for late_s in announced.late_s:
+            self._metrics.told_late("first_token", BLOCKS, late_s)
 
     def first_token(self, request_id: str, source: str, now_s: float, *, pod: str | None = None) -> bool:
         """Its first token was seen; answers whether the request is in flight.
@@ -106,22 +113,31 @@ class Outcomes:
             late_s: How long ago it was over, if the source tells; else late by what another was earlier.
         """
         known_s = self._ledger.ended_s(request_id)
-        dispatch = self._ledger.end(request_id, now_s, pod)
+        dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
         if dispatch is not None:
             if failed:
-                self._lost(request_id, now_s)
+                self._lost(dispatch, now_s)
             else:
-                self.promises.due(request_id)
-                self._settle(request_id, now_s)
+                self.promises.due(dispatch.key)
+                self._settle(dispatch.key, now_s)
             self._metrics.ended(source, failed=failed)
             self._metrics.told_late("end", source, late_s or 0.0)
         elif known_s is not None:
             self._metrics.told_late("end", source, now_s - known_s)
-        predicted = self._explain.predicted(request_id)
-        if cached_tokens is not None and predicted is not None:
-            self._metrics.delivered(predicted, cached_tokens)
+        if cached_tokens is not None:
+            predicted = self._explain.predicted(request_id, dispatch, pod)
+            if predicted is not None:
+                self._metrics.delivered(predicted, cached_tokens)
         if dispatch is not None or cached_tokens is not None:
-            self._explain.ended(request_id, source, now_s, failed=failed, cached_tokens=cached_tokens)
+            self._explain.ended(
+                request_id,
+                source,
+                now_s,
+                failed=failed,
+                cached_tokens=cached_tokens,
+                dispatch=dispatch,
+                pod=pod,
+            )
         return dispatch
 
     def expire(self, now_s: float) -> None:
@@ -130,37 +146,36 @@ class Outcomes:
         for dispatch in expired.prefills:
             # A guess, not news: the request's speculative entries live on.
             self._metrics.prefill_ended(CLOCK, now_s - dispatch.dispatched_s)
-            self._explain.prefill_ended(dispatch.request_id, CLOCK, now_s)
+            self._explain.prefill_ended(dispatch, CLOCK, now_s)
         for dispatch in expired.lives:
-            self._lost(dispatch.request_id, now_s)
+            self._lost(dispatch, now_s)
             self._metrics.ended(CLOCK, failed=True)
-            self._explain.ended(dispatch.request_id, CLOCK, now_s, failed=True, cached_tokens=None)
+            self._explain.ended(dispatch.request_id, CLOCK, now_s, failed=True, dispatch=dispatch)
 
     def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:
         """An engine told how many requests it has: what was sent there beyond that is over."""
         for dispatch in self._ledger.reconcile(pod, engine_requests, told_s, now_s):
-            self._lost(dispatch.request_id, now_s)
+            self._lost(dispatch, now_s)
             self._metrics.ended(SCRAPE, failed=True)
-            self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, cached_tokens=None)
+            self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, dispatch=dispatch)
 
     def remembers(self, request_id: str) -> bool:
         """Whether a request of this id is in flight, or was not long ago."""
         return request_id in self._ledger or self._ledger.ended_s(request_id) is not None
 
     def _learn(self, dispatch: Dispatch, now_s: float) -> None:
-        # Whoever found others waiting tells their prefills' time, too.
-        if dispatch.found_idle:
-            tokens = dispatch.uncached_tokens * dispatch.slowdown
-            self._rates.observe(dispatch.computed_on, tokens, now_s - dispatch.dispatched_s, now_s)
+        tokens, took_s = dispatch.uncached_tokens * dispatch.slowdown, now_s - dispatch.dispatched_s
+        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson)
 
-    def _lost(self, request_id: str, now_s: float) -> None:
+    def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""
-        self.promises.void(request_id)
-        self._drop(request_id)
-        self._settle(request_id, now_s)
+        request = dispatch.key
+        self.promises.void(request)
+        self._drop(request)
+        self._settle(request, now_s)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
-        self.promises.due(dispatch.request_id)
-        self._settle(dispatch.request_id, now_s)
+        self.promises.due(dispatch.key)
+        self._settle(dispatch.key, now_s)
         self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
-        self._explain.prefill_ended(dispatch.request_id, source, now_s)
+        self._explain.prefill_ended(dispatch, source, now_s)

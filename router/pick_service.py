@@ -5,7 +5,6 @@ Translates proto/kvroute/v1/endpoint_picker.proto to RouteRequest and Decision, 
 
 from __future__ import annotations
 
-import logging
 import time
 from random import getrandbits
 from typing import Any, NoReturn
@@ -16,15 +15,13 @@ import msgspec
 from router._pb import endpoint_picker_pb2 as pb
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.gateway_pick import GatewayPick
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pick_answers import PickAnswers
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest, api_request
-from router.route import Router
-
-_log = logging.getLogger(__name__)
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
@@ -43,8 +40,8 @@ _CHAT_OPTIONS = frozenset(
 class PickDoor:
     """kvroute.v1.EndpointPicker."""
 
-    def __init__(self, router: Router, outcomes: Outcomes, metrics: RouterMetrics, pods: PodSet) -> None:
-        self._router = router
+    def __init__(self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, pods: PodSet) -> None:
+        self._picks = picks
         self._outcomes = outcomes
         self._metrics = metrics
         self._answers = PickAnswers(pods)
@@ -68,10 +65,9 @@ class PickDoor:
             try:
                 asked = route_request(request)
             except RequestError as error:
-                self._metrics.refused(error)
-                _abort(context, error)
+                _abort(context, self._picks.refused(error))
             try:
-                return self._answers.answer(self._router.route(asked, time.monotonic()))
+                return self._answers.answer(self._picks.decide(asked, context.is_active))
             except RequestError as error:
                 _abort(context, error)
 

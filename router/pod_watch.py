@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from random import Random
 from threading import Lock, Thread
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.engine_watch import EngineWatch
-from router.pods import NOT_READY_THERE, Pod, PodSet
+from router.metrics_page import DEFAULT_PATH, metrics_page
+from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
 from router.pods_source import PodsSource
 from router.probe import Asked, Prober, ProbeResult
 
@@ -59,7 +60,7 @@ class _News:
         return bool(self.suspects or self.urgent or self.declared)
 
 
-def _ignore(_pods: Collection[str]) -> None:
+def _ignore(_pods: Collection[str], _anew: Collection[str]) -> None:
     """For those who do not care who is declared."""
 
 
@@ -72,8 +73,9 @@ class PodWatch:
         prober: How a pod is asked.
         follow: Told the full set of event streams whenever it changes, always by the same thread.
         engines: Holds what pods tell against the views of their caches; None: nobody does.
-        declared: Told the addresses of all pods whenever the pods were declared.
+        declared: Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
         interval_s: Mean time between two probes of a pod.
+        metrics_path: Where pods tell their load, unless their labels say so.
 
     Attributes:
         listed: Whether the source has told who there is.
@@ -88,7 +90,8 @@ class PodWatch:
         *,
         interval_s: float,
         engines: EngineWatch | None = None,
-        declared: Callable[[Collection[str]], None] = _ignore,
+        declared: Callable[[Collection[str], Collection[str]], None] = _ignore,
+        metrics_path: str = DEFAULT_PATH,
     ) -> None:
         self.listed = False
         self._source = source
@@ -97,7 +100,9 @@ class PodWatch:
         self._follow = follow
         self._engines = engines
         self._declared = declared
+        self._metrics_path = metrics_path
         self._interval_s = interval_s
+        self._random = Random()
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
         self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
@@ -204,7 +209,7 @@ class PodWatch:
         for address in new:
             watched = self._watched[address] = _Watched()
             watched.task = self._loop.create_task(self._watch(address, watched))
-        self._declared(pods.keys())
+        self._declared(pods.keys(), anew)
         self._follow_streams()
 
     def _apply(self, news: _News) -> None:
@@ -227,6 +232,7 @@ class PodWatch:
                 models=not pod.ready or pod.models is None or now_s >= watched.models_due_s,
                 sources=pod.entry.events.asks and pod.sources is None,
                 rank=pod.entry.events.rank,
+                metrics=metrics_page(pod.entry, self._metrics_path),
             )
             if asked.models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S
@@ -238,9 +244,9 @@ class PodWatch:
                 watched.running = False
             self._hold_against(pod, result, answered_tokens)
             self._take(result, watched)
-            # Jitter keeps many routers from asking in step; a pod that starts is waited for more eagerly.
+            # A pod that starts is waited for more eagerly.
             interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
-            wake = self._loop.call_at(_grid(now_s + interval_s * random.uniform(0.8, 1.2)), watched.poke.set)
+            wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
 
@@ -272,6 +278,13 @@ class PodWatch:
             )
         elif not judged.ready and (pod.ready or not pod.probed):
             _log.warning("pod %s is not ready: %s", pod.address, judged.why)
+        if result.why_no_load and judged.loadless == LOADLESS_MAX:
+            _log.warning(
+                "pod %s tells no load and is priced without: %s; metrics-port and metrics-path of its labels "
+                "or annotations say where its page is",
+                pod.address,
+                result.why_no_load,
+            )
         if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
 
@@ -315,6 +328,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             refused=False,
             models=result.models or pod.models,
             load=result.load or pod.load,
+            loadless=pod.loadless + 1 if result.why_no_load else 0,
             sources=result.sources or pod.sources,
         )
     failures = pod.failures + 1 if result.timed_out else 0
@@ -329,6 +343,15 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
         failures=failures,
         refused=result.refused,
     )
+
+
+def next_probe_s(now_s: float, interval_s: float, random: Random) -> float:
+    """When a pod that was probed now is probed next: after a fifth more or less than `interval_s`.
+
+    The jitter keeps many routers from asking in step; a few probes together cost less than each on its own.
+    """
+    due_s = now_s + interval_s * random.uniform(0.8, 1.2)
+    return math.ceil(due_s * _BEGINNINGS_PER_S) / _BEGINNINGS_PER_S
 
 
 def pod_stream(pod: Pod) -> PodStream | None:
@@ -349,8 +372,3 @@ def pod_stream(pod: Pod) -> PodStream | None:
 
 def _same_stream(one: Pod, other: Pod) -> bool:
     return one.entry is other.entry and one.models is other.models and one.sources is other.sources
-
-
-def _grid(due_s: float) -> float:
-    """The next of the moments at which probes begin: a few together cost less than each on its own."""
-    return math.ceil(due_s * _BEGINNINGS_PER_S) / _BEGINNINGS_PER_S

@@ -51,6 +51,7 @@ class Pod:
         models: None until it has told.
         load: What its metrics said last; None if they never could be read.
         sources: Where it says that it publishes its events; None until it was asked.
+        loadless: Probes in a row that it answered without telling its load.
     """
 
     address: str
@@ -65,9 +66,18 @@ class Pod:
     load: EngineLoad | None = None
     refused: bool = False
     sources: EventSources | None = None
+    loadless: int = 0
+
+    @property
+    def hides_load(self) -> bool:
+        """Whether it answers, but cannot be priced by its engine's load."""
+        return self.ready and self.loadless >= LOADLESS_MAX
 
 
 PodSnapshot = Mapping[str, Pod]
+
+LOADLESS_MAX = 3
+"""So many probes without a load in a row are no accident."""
 
 NOT_READY_THERE = "declared as not ready"
 """Why a pod is not ready that answers, but is not Ready in Kubernetes."""
@@ -106,7 +116,7 @@ class PodSet:
                 if known is not None:
                     anew.append(entry.pod)
         self._pods = pods
-        self.board.declare(pods)
+        self.board.declare(pods, anew)
         self.generation += 1
         return anew
 

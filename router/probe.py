@@ -15,8 +15,9 @@ from indexer.reconcile import EngineReading
 from router.engine_page import engine_reading
 from router.event_sources import NOT_TOLD, EventSources, event_sources
 from router.http_get import HttpGetError, HttpGetter
+from router.metrics_page import MetricsPage
 from router.pods import ServedModels
-from router.scrape import COST_POLICY, EngineLoad, Wanted, engine_load
+from router.scrape import EngineLoad, engine_load
 
 _PAGE_BYTES_MAX = 4 << 20
 
@@ -32,6 +33,7 @@ class ProbeResult:
         why: What is wrong, for a person; empty when healthy.
         models: None when not asked for, or not told.
         load: None when not told.
+        why_no_load: Why it was not told, for a person; empty where it was, and for a pod that is not healthy.
         reading: What the page tells of the engine's life; None when not told.
         sources: Where it says that it publishes its events; None when not asked for.
     """
@@ -45,6 +47,7 @@ class ProbeResult:
     reading: EngineReading | None = None
     refused: bool = False
     sources: EventSources | None = None
+    why_no_load: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ class Asked:
         models: Whether for its models.
         sources: Whether for where it publishes its events.
         rank: Which engine stands behind the port; None: all that the pod has.
+        metrics: Where its metrics are; None: at its own address.
     """
 
     models: bool = False
     sources: bool = False
     rank: int | None = None
+    metrics: MetricsPage | None = None
 
 
 class Prober:
@@ -67,12 +72,12 @@ class Prober:
 
     Args:
         timeout_s: Deadline of one HTTP exchange.
-        wanted: What is looked for on the metrics page; nothing: it is not asked for.
     """
 
-    def __init__(self, *, timeout_s: float, wanted: frozenset[Wanted] = COST_POLICY) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._wanted = wanted
+        # By pod, where they are not at its own address: whose connection ends with the pod.
+        self._metrics_addresses: dict[str, str] = {}
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
 
     async def probe(self, address: str, asked: Asked) -> ProbeResult:
@@ -89,23 +94,44 @@ class Prober:
             return ProbeResult(address, False, False, f"/health answered {status}")
         models = await self._page(address, "/v1/models") if asked.models else None
         sources = await self._page(address, "/kv_event_sources") if asked.sources else None
-        metrics = await self._page(address, "/metrics") if self._wanted else None
+        metrics, problem = await self._metrics(address, asked.metrics or MetricsPage(address))
+        load = engine_load(metrics, time.monotonic()) if metrics is not None else None
         return ProbeResult(
             address,
             True,
             models=served_models(models) if models is not None else None,
-            load=engine_load(metrics, time.monotonic(), self._wanted) if metrics is not None else None,
+            load=load,
             reading=engine_reading(metrics) if metrics is not None else None,
             sources=_sources(sources, asked),
+            why_no_load=problem if load is None else "",
         )
 
     def forget(self, address: str) -> None:
-        """The pod is gone: drops its connection."""
+        """The pod is gone: drops its connections."""
         self._http.forget(address)
+        if (metrics_address := self._metrics_addresses.pop(address, None)) is not None:
+            self._http.forget(metrics_address)
 
     def close(self) -> None:
         """Drops all connections."""
         self._http.close()
+
+    async def _metrics(self, pod: str, page: MetricsPage) -> tuple[bytes | None, str]:
+        """The page, and what is wrong with it if it tells no load."""
+        if (former := self._metrics_addresses.get(pod, pod)) != page.address:
+            if former != pod:
+                self._http.forget(former)
+            self._metrics_addresses[pod] = page.address
+        url = f"http://{page.address}{page.path}"
+        try:
+            status, body = await self._get(page.address, page.path)
+        except TimeoutError:
+            return None, f"{url} not answered within {self._timeout_s:g} s"
+        except (OSError, HttpGetError) as error:
+            return None, f"{url}: {error}"
+        if status != 200:
+            return None, f"{url} answered {status}"
+        return body, f"{url} has no metrics of an engine that is known, or senseless ones"
 
     async def _page(self, address: str, path: str) -> bytes | None:
         try:

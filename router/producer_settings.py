@@ -2,7 +2,7 @@
 
 Parameters that have no counterpart because the matter does not arise here (a cap on pods of a block, the
 form of block keys) are checked and change nothing; those that ask for something else are refused with what
-there is.
+there is. The same of its metrics source.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import replace
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.config import RANKS_MAX
+from indexer.pod_entry import is_path
 from router.config_fields import Fields
 from router.config_file import PickerConfig, PluginEntry
 from router.kube.config import KubeConfig
+from router.metrics_page import DEFAULT_PATH
 
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _TOKENS = ("token-producer", "tokenizer")
@@ -70,6 +72,23 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
         if entry.type in _TOKENS and (source := _source(entry)) is not None:
             sources[entry.parameters.text("modelName")] = source
     return sources
+
+
+def metrics_path_of(picker: PickerConfig) -> str:
+    """Where the metrics source says that pods tell their load; of several the last counts.
+
+    Raises:
+        ConfigError: Something is not understood; names the place.
+    """
+    path = DEFAULT_PATH
+    for entry in picker.plugins.values():
+        if entry.type == "metrics-data-source":
+            known = entry.parameters.only("scheme", "path", "insecureSkipVerify", "interval")
+            known.choice("scheme", ("http",), "http")
+            path = known.text("path", path)
+            if not is_path(path):
+                known.fail("path", f"must be a path as /metrics, is {path[:100]!r}")
+    return path
 
 
 def _source(entry: PluginEntry) -> str | None:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 from threading import Lock
 
+from indexer.dispatched import DispatchKey
+
 _REQUESTS_MAX = 100_000
 
 
@@ -23,32 +25,32 @@ class Promises:
     def __init__(self, max_requests: int = _REQUESTS_MAX) -> None:
         self._max_requests = max_requests
         self._lock = Lock()
-        self._open: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._open: OrderedDict[DispatchKey, tuple[str, int]] = OrderedDict()
         self._open_tokens: dict[str, int] = {}
         self._kept_tokens: dict[str, int] = {}
 
-    def made(self, request_id: str, pod: str, tokens: int) -> None:
+    def made(self, request: DispatchKey, pod: str, tokens: int) -> None:
         """The request was sent to this pod, which should find so many of its prompt tokens cached."""
         if not tokens:
             return
         with self._lock:
-            self._close(request_id)
-            self._open[request_id] = (pod, tokens)
+            self._close(request)
+            self._open[request] = (pod, tokens)
             self._open_tokens[pod] = self._open_tokens.get(pod, 0) + tokens
             if len(self._open) > self._max_requests:
                 self._close(next(iter(self._open)))
 
-    def due(self, request_id: str) -> None:
+    def due(self, request: DispatchKey) -> None:
         """The pod has looked its prompt up: its first token is there."""
         with self._lock:
-            if (promise := self._close(request_id)) is not None:
+            if (promise := self._close(request)) is not None:
                 pod, tokens = promise
                 self._kept_tokens[pod] = self._kept_tokens.get(pod, 0) + tokens
 
-    def void(self, request_id: str) -> None:
+    def void(self, request: DispatchKey) -> None:
         """Nobody knows whether the pod has looked it up."""
         with self._lock:
-            self._close(request_id)
+            self._close(request)
 
     def answered_tokens(self, pod: str) -> int:
         """Predicted for all requests that the pod has answered."""
@@ -65,8 +67,8 @@ class Promises:
             for gone in self._kept_tokens.keys() - set(pods):
                 del self._kept_tokens[gone]
 
-    def _close(self, request_id: str) -> tuple[str, int] | None:
-        promise = self._open.pop(request_id, None)
+    def _close(self, request: DispatchKey) -> tuple[str, int] | None:
+        promise = self._open.pop(request, None)
         if promise is not None:
             pod, tokens = promise
             self._open_tokens[pod] -= tokens

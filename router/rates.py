@@ -1,7 +1,8 @@
 """How fast each pod prefills, in tokens per second: observed prefills in, one robust estimate per pod out.
 
 Pure. Only requests that found an empty queue are to be observed: their time is their own prefill's and
-nobody else's. The estimates are kept on the board, where pricing reads them.
+nobody else's; and only those of which it is known what the pod had to compute, or at most had to, see
+`Lesson`. The estimates are kept on the board, where pricing reads them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from statistics import median
 from threading import Lock
 
@@ -16,6 +18,18 @@ from router.board import PodBoard
 
 # A smaller change of the fleet's median is not worth estimating every pod anew.
 _FLEET_CHANGE = 0.02
+
+
+class Lesson(Enum):
+    """What the time to a request's first token tells of the pod that prefilled it.
+
+    RATE: How fast it is: its uncached tokens are known, and nothing else took long.
+    AT_MOST: Only how fast it is at most: its cache is out of sight and may have served some of the tokens.
+    """
+
+    NOTHING = "nothing"
+    RATE = "rate"
+    AT_MOST = "at_most"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +42,8 @@ class RateParameters:
         observations_min: Observations from which on a pod's median is believed at all.
         belief: As many observations the fleet's median (or what the pod itself tells) is worth.
         tokens_min: Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
-        bound: Estimates stay within [prior / bound, prior * bound].
+        bound: Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else
+            what others tell, else what is configured.
         life_s: Older observations are forgotten. A pod that was slow once is sent nothing by which it could
             show that it is not any more.
     """
@@ -72,16 +87,27 @@ class PrefillRates:
         """The speed believed of a pod of which nothing is known."""
         return self._board.fleet_tokens_per_s
 
-    def observe(self, pod: str, tokens: float, seconds: float, now_s: float) -> None:
-        """Takes a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and is over now."""
+    def observe(
+        self, pod: str, tokens: float, seconds: float, now_s: float, lesson: Lesson = Lesson.RATE
+    ) -> None:
+        """Takes a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and is over now.
+
+        A speed that is only known to be the greatest possible makes no pod faster than is believed of one of
+        which nothing is known; it counts in full where it is below that.
+        """
         known = self._parameters
-        if tokens < known.tokens_min or seconds <= 0.0:
+        if lesson is Lesson.NOTHING or tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
+            speed = tokens / seconds
+            if lesson is Lesson.AT_MOST:
+                # The fleet may have been learnt slow by the same means, and must be able to recover.
+                unobserved = self._board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
+                speed = min(speed, unobserved)
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
-            observed.append((now_s, self._bounded(tokens / seconds)))
+            observed.append((now_s, speed))
             if len(observed) >= known.observations_min:
-                self._medians[pod] = median(speed for _, speed in observed)
+                self._medians[pod] = self._median(pod)
                 self._tell([pod])
 
     def forget(self, now_s: float) -> None:
@@ -96,7 +122,7 @@ class PrefillRates:
                 if len(observed) == known or pod not in self._medians:
                     continue
                 if len(observed) >= self._parameters.observations_min:
-                    self._medians[pod] = median(speed for _, speed in observed)
+                    self._medians[pod] = self._median(pod)
                     changed.append(pod)
                 else:
                     del self._medians[pod]
@@ -134,9 +160,10 @@ class PrefillRates:
     def _estimate(self, pod: str) -> float:
         observations = len(self._observed[pod])
         share = observations / (observations + self._parameters.belief)
-        belief = self._board.reported_tokens_per_s(pod) or self._board.fleet_tokens_per_s
-        return self._bounded(self._medians[pod] ** share * belief ** (1.0 - share))
+        belief = self._board.told_tokens_per_s(pod) or self._fleet
+        return float(self._medians[pod] ** share * belief ** (1.0 - share))
 
-    def _bounded(self, tokens_per_s: float) -> float:
-        prior, bound = self._parameters.prior_tokens_per_s, self._parameters.bound
-        return min(max(tokens_per_s, prior / bound), prior * bound)
+    def _median(self, pod: str) -> float:
+        prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
+        bound = self._parameters.bound
+        return min(max(median(speed for _, speed in self._observed[pod]), prior / bound), prior * bound)

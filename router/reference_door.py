@@ -213,7 +213,9 @@ class _Exchange:
                     yield from self._request_trailers()
                 case "response_headers":
                     served = served_endpoint(message.metadata_context) if self._options.tells_served else None
-                    yield from self._response.headers(message.response_headers, served)
+                    yield from self._response.headers(
+                        message.response_headers, self._response_body_mode, served
+                    )
                 case "response_body":
                     yield from self._response.body(message.response_body, self._response_body_mode)
                 case "response_trailers":
@@ -234,7 +236,7 @@ class _Exchange:
         """The stream has ended, however it did."""
         self._inside.__exit__(None, None, None)
         if self._options.responses_full:
-            self._phase.cut()
+            self._phase.close()
 
     def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         if self._headers is not None:
@@ -290,17 +292,13 @@ class _Exchange:
         self._body.clear()
         request_id, _ = kept_request_id(headers)
         request = RouteRequest(
-            request_id,
-            RequestKind.PASSTHROUGH,
-            candidates=self._candidates(),
-            headers=headers,
-            abandoned=lambda: not self._is_active(),
+            request_id, RequestKind.PASSTHROUGH, candidates=self._candidates(), headers=headers
         )
         try:
             request, sent, api = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
-        destination, decision = self._parts.picks.pick(request)
+        destination, decision = self._parts.picks.pick(request, self._is_active)
         self._note(decision, request)
         set_headers = {"Content-Length": str(len(sent))} if sent else {}
         scores = None
@@ -347,6 +345,7 @@ class _Exchange:
             self._response.models = (request.model or "", request.client_model)
         if decision.routing is not None:
             self._response.set_headers = decision.routing.response_headers
+        self._phase.explained = self._parts.picks.explained(decision)
         if request.body.get("stream") is True:
             self._response.streams()
         if decision.priority < 0 and self._parts.evictions is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.attribute_reporter import AttributeReporter
+from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import Answer, ResponseChunk
 from router.ext_proc_messages import BodyMode, streamed
 from router.ext_proc_response import ResponsePhase
@@ -46,16 +47,21 @@ class ReferenceResponse:
         """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
         self._held = None
 
-    def headers(self, message: pb.HttpHeaders, served: str | None = None) -> Iterator[pb.ProcessingResponse]:
+    def headers(
+        self, message: pb.HttpHeaders, mode: int, served: str | None = None
+    ) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's headers.
 
         Args:
+            mode: How the body will come here.
             served: The endpoint to name as the one that answered; None: none is named.
         """
-        headers = self._phase.note_headers(message)
+        headers = self._phase.note_headers(message, mode)
         if "text/event-stream" in headers.get("content-type", ""):
             self._held = None
         told = {} if served is None else {_SERVED_HEADER: served}
+        if (explained := self._phase.explained) is not None:
+            told[EXPLAIN_HEADER] = explained
         yield response_headers_answer({**kept_headers(headers), **self.set_headers, **told})
 
     def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterator[Answer]:

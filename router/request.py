@@ -6,7 +6,7 @@ tokens or pods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
@@ -43,7 +43,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
         cache_salt: vLLM's field that keeps this request's cache apart from others'.
         candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
         headers: By lower-case name; objective, session and trace context are read from them.
-        abandoned: Whether the client is gone; None: nobody can tell.
         client_model: As the client named the model, where it was rewritten; "" where it named none.
         message_ends: Of `messages` that are JSON text, the longest first; none where not looked for.
     """
@@ -57,7 +56,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     candidates: frozenset[str] | None = None
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None
-    abandoned: Callable[[], bool] | None = None
     message_ends: Sequence[MessagesEnd] = ()
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from indexer import PodMatches, TokenError
-from indexer.dispatched import DispatchedPrompt
+from indexer.dispatched import DispatchedPrompt, DispatchKey
 from indexer.keys import Keys, Tokens
 from router.admission import Admission
 from router.candidates import Candidates
@@ -49,7 +49,7 @@ class Index(Protocol):
         """How much of `keys` each pod holds."""
 
     def speculate(
-        self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None
+        self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None, /
     ) -> None:
         """Assumes that the pod will soon hold `keys`."""
 
@@ -98,11 +98,14 @@ class Router:
         self._clock = clock
         self._picking = Lock()
 
-    def route(self, request: RouteRequest, now_s: float) -> Decision:
+    def route(
+        self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
+    ) -> Decision:
         """Picks a pod and enters the request into the ledger.
 
         Args:
             now_s: When the request came.
+            is_active: Whether its client still waits; None: nobody can tell.
 
         Raises:
             RequestError: The request cannot be routed; carries the answer for the client.
@@ -113,11 +116,15 @@ class Router:
             if self._flow is None:
                 decision, displaced = self._routed(request, started_s, now_s, trace)
             else:
-                with self._flow.turn(request):
+                with self._flow.turn(request, is_active):
                     waited_s = self._clock() - started_s
                     decision, displaced = self._routed(request, started_s + waited_s, now_s + waited_s, trace)
         except RequestError as error:
             self._sink.refused(error, self._clock() - started_s)
+            if trace is not None:
+                trace.refused(error)
+            raise
+        except Exception as error:
             if trace is not None:
                 trace.refused(error)
             raise
@@ -188,7 +195,7 @@ class Router:
             pod = decision.primary.pod
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
             prompt = prompted.sent_to(pod, matches[0]) if len(prompted.keys) == 1 else None
-            self._index.speculate(decision.request_id, pod, every_key, decided_s, prompt)
+            self._index.speculate(decision.key, pod, every_key, decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
-                self._index.speculate(decision.request_id, prefill, every_key, decided_s, None)
+                self._index.speculate(decision.key, prefill, every_key, decided_s, None)
         return decision, displaced

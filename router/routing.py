@@ -21,6 +21,7 @@ class Routing(msgspec.Struct, frozen=True):
     Attributes:
         destinations: Addresses for the gateway to try, in order; never empty.
         scores: Weighted sums by address, of all that passed the filters.
+        excluded: Those that did not pass, and why.
         request_headers: To set on the request.
         response_headers: To set on the response.
         prefill: Address of the pod that prefills, where the destination only decodes; else None.
@@ -29,6 +30,7 @@ class Routing(msgspec.Struct, frozen=True):
 
     destinations: tuple[str, ...]
     scores: Mapping[str, float]
+    excluded: Mapping[str, str]
     request_headers: Mapping[str, str]
     response_headers: Mapping[str, str]
     prefill: str | None

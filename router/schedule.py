@@ -26,7 +26,8 @@ from router.ledger import Dispatch, Ledger
 from router.lineup import Lineup
 from router.pick import least_cost_first
 from router.pods import PodSnapshot
-from router.ranking import Ranking
+from router.ranking import Candidate, Ranking
+from router.rates import Lesson
 from router.request import RouteRequest
 from router.routing import Ranker, Routing, Situation
 from router.sessions import Sessions
@@ -34,6 +35,8 @@ from router.sessions import Sessions
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
 _NO_EXTRA = np.zeros(0)
+# Copies and adapters that take longer than this share of a prefill would be learnt as a slow one.
+_OTHER_SHARE = 0.1
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -100,7 +103,9 @@ class Scheduler:
         self._random = random
         self._block_tokens = block_tokens
         # An array costs a kernel's caller less than a named tuple.
-        self._constants = np.array(cost or CostParameters())
+        cost = cost or CostParameters()
+        self._constants = np.array(cost)
+        self._load_age_max_s = cost.load_age_max_s
         self._adapters = adapters or AdapterParameters()
         self._sessions = sessions
         self._ranker = ranker
@@ -126,9 +131,11 @@ class Scheduler:
             The decision, and requests that the ledger had to give up for it.
         """
         request = prompted.request
+        base = lineup.candidates.base_model
         session = self._sessions.id_of(request.headers) if self._sessions is not None else None
-        session_pod = self._sessions.pod_of(session, now_s) if self._sessions and session else None
-        extra_s = self._extra_s(lineup, pods, session_pod)
+        session_pod = self._sessions.pod_of(session, now_s, base) if self._sessions and session else None
+        adapters_s = self._adapters_s(lineup, pods, now_s)
+        extra_s = self._less_stay(adapters_s, lineup, session_pod)
         prompt_tokens = prompted.prompt_tokens
         credits = np.zeros(len(lineup.rows), CREDIT)
         prices, order, most_cached_tokens = self._weigh(prompted, lineup, matches, credits, extra_s, now_s)
@@ -160,8 +167,8 @@ class Scheduler:
             partial=prompted.partial,
         )
         if self._sessions is not None and session is not None:
-            self._sessions.moved(session, decision.primary.pod, now_s)
-        return decision, self._dispatch(decision, lineup, prompted.keys, matches)
+            self._sessions.moved(session, decision.primary.pod, now_s, base)
+        return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
 
     def _rank(
         self,
@@ -241,23 +248,36 @@ class Scheduler:
             pods, waiting, constants = board.pods, board.waiting, self._constants
             _priced_in_order(pods, waiting, nobody, credits, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
 
-    def _extra_s(self, lineup: Lineup, pods: PodSnapshot, session_pod: str | None) -> NDArray[np.float64]:
-        """Seconds for the adapter on each pod, less the stay's worth; empty when neither counts."""
+    def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
+        """Seconds for the request's adapter on each pod; empty when it needs none."""
         adapter = lineup.candidates.lora_name
-        if adapter is None and session_pod is None:
+        if adapter is None:
             return _NO_EXTRA
-        extra_s = np.zeros(len(lineup.rows))
-        if adapter is not None:
-            for place, address in enumerate(lineup.addresses):
-                pod = pods.get(address)
-                load = pod.load.lora if pod is not None and pod.load is not None else None
-                extra_s[place] = adapter_s(load, adapter, self._adapters)
-        if session_pod in lineup.asked and self._sessions is not None:
-            extra_s[lineup.addresses.index(session_pod)] -= self._sessions.stay_s
+        adapters_s = np.zeros(len(lineup.rows))
+        for place, address in enumerate(lineup.addresses):
+            load = pods[address].load if address in pods else None
+            if load is not None and now_s - load.scraped_s <= self._load_age_max_s:
+                sent = self._ledger.adapters.on(address)
+                adapters_s[place] = adapter_s(load.lora, adapter, self._adapters, sent)
+        return adapters_s
+
+    def _less_stay(
+        self, adapters_s: NDArray[np.float64], lineup: Lineup, session_pod: str | None
+    ) -> NDArray[np.float64]:
+        """These seconds less what the session's stay is worth; empty when neither counts."""
+        if self._sessions is None or session_pod not in lineup.asked:
+            return adapters_s
+        extra_s = adapters_s.copy() if len(adapters_s) else np.zeros(len(lineup.rows))
+        extra_s[lineup.addresses.index(session_pod)] -= self._sessions.stay_s
         return extra_s
 
     def _dispatch(
-        self, decision: Decision, lineup: Lineup, keys: Sequence[Keys], matches: Sequence[PodMatches]
+        self,
+        decision: Decision,
+        lineup: Lineup,
+        keys: Sequence[Keys],
+        matches: Sequence[PodMatches],
+        adapters_s: NDArray[np.float64],
     ) -> Sequence[Dispatch]:
         if not decision.prompt_tokens:
             return ()
@@ -266,6 +286,7 @@ class Scheduler:
         works = decision.primary
         if prefill is not None:
             works = decision.ranked.at_place(lineup.addresses.index(prefill))
+        loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
         return self._ledger.dispatch(
             Dispatch(
                 request_id=decision.request_id,
@@ -274,10 +295,11 @@ class Scheduler:
                 queued_prefill_s=works.queued_prefill_s,
                 own_prefill_s=works.own_prefill_s,
                 confirm_key=_confirm_key(keys, works.view, matches, works.pod),
-                found_idle=works.awaiting == 0 and works.queued_prefill_s == 0.0,
+                lesson=_lesson(decision, works, loading_s),
                 dispatched_s=decision.decided_s,
                 slowdown=works.slowdown,
                 prefill_pod=prefill,
+                adapter=lineup.candidates.lora_name,
             )
         )
 
@@ -310,6 +332,22 @@ def _priced_in_order(
     for credit in credits["cached_tokens"]:
         most_cached_tokens = max(most_cached_tokens, credit)
     return prices, least_cost_first(prices["cost_s"], seed), most_cached_tokens
+
+
+def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
+    """What the time to the first token will tell of the rate of the pod that works for it.
+
+    Args:
+        loading_s: Of the request's adapter there.
+    """
+    if decision.degraded is not None or decision.partial is not None:
+        return Lesson.NOTHING
+    # Whoever finds others waiting tells their prefills' time, too.
+    if works.awaiting or works.queued_prefill_s:
+        return Lesson.NOTHING
+    if works.copy_s + loading_s > _OTHER_SHARE * works.own_prefill_s:
+        return Lesson.NOTHING
+    return Lesson.RATE if works.view == StreamState.EXACT else Lesson.AT_MOST
 
 
 def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 _SERIES_MAX = 1024
 _ADAPTERS_MAX = 1024
@@ -22,21 +21,6 @@ _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _WHOLE = re.compile(rb"[0-9]{1,12}")
 
 
-class Wanted(Enum):
-    """What a policy may consume of a page."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    KV_USAGE = "kv_usage"
-    KV_CAPACITY = "kv_capacity"
-    LORA = "lora"
-    SPEED = "speed"
-
-
-COST_POLICY = frozenset(Wanted)
-"""What the cost policy consumes."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoraLoad:
     """A pod's places for LoRA adapters.
@@ -45,6 +29,8 @@ class LoraLoad:
         running: Adapters that requests are computed with.
         waiting: Adapters that requests in the queue need.
         places: How many can run at once.
+
+    Of several engines behind one port the pod has what any of them has.
     """
 
     running: frozenset[str]
@@ -54,7 +40,7 @@ class LoraLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own account of its load; what was not wanted is 0 or None.
+    """An engine's own account of its load.
 
     Attributes:
         waiting: Requests in its queue.
@@ -148,13 +134,10 @@ class UnusableError(Exception):
     """The page says something senseless."""
 
 
-def engine_load(page: bytes, now_s: float, wanted: frozenset[Wanted] = COST_POLICY) -> EngineLoad | None:
+def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
     """Reads a metrics page; several engines on one page (data parallel ranks) are added up.
 
     A series that is there twice counts once, the last time.
-
-    Args:
-        wanted: What to look for.
 
     Returns:
         None when the page tells no usable load.
@@ -163,25 +146,25 @@ def engine_load(page: bytes, now_s: float, wanted: frozenset[Wanted] = COST_POLI
     try:
         for engine in _ENGINES:
             if lines.values(engine.kv_usage.name):
-                return _load(lines, engine, now_s, wanted)
+                return _load(lines, engine, now_s)
     except UnusableError:
         pass
     return None
 
 
-def _load(lines: Lines, engine: _Engine, now_s: float, wanted: frozenset[Wanted]) -> EngineLoad:
-    usages = lines.numbers(engine.kv_usage) if Wanted.KV_USAGE in wanted else []
+def _load(lines: Lines, engine: _Engine, now_s: float) -> EngineLoad:
+    usages = lines.numbers(engine.kv_usage)
     config = lines.labels(engine.cache_config) if engine.cache_config else []
-    speeds = lines.numbers(_Series(engine.speed)) if engine.speed and Wanted.SPEED in wanted else []
+    speeds = lines.numbers(_Series(engine.speed)) if engine.speed else []
     return EngineLoad(
-        waiting=int(sum(lines.numbers(engine.waiting))) if Wanted.WAITING in wanted else 0,
-        running=int(sum(lines.numbers(engine.running))) if Wanted.RUNNING in wanted else 0,
+        waiting=int(sum(lines.numbers(engine.waiting))),
+        running=int(sum(lines.numbers(engine.running))),
         kv_usage=sum(min(usage, 1.0) for usage in usages) / max(1, len(usages)),
-        kv_capacity_tokens=_capacity_tokens(lines, engine, config) if Wanted.KV_CAPACITY in wanted else None,
+        kv_capacity_tokens=_capacity_tokens(lines, engine, config),
         scraped_s=now_s,
         prefill_tokens_per_s=sum(speeds) if 0.0 < sum(speeds) <= _SPEED_MAX else None,
         ordered_step_tokens=_ordered_step_tokens(config),
-        lora=_lora(lines, engine.lora) if engine.lora and Wanted.LORA in wanted else None,
+        lora=_lora(lines, engine.lora, len(usages)) if engine.lora else None,
     )
 
 
@@ -202,17 +185,25 @@ def _ordered_step_tokens(config: list[dict[bytes, bytes]]) -> int:
     return sum(_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
 
 
-def _lora(lines: Lines, name: bytes) -> LoraLoad | None:
-    """The series with the newest timestamp: the engine leaves those of former adapters on its page."""
-    newest = max(lines.values(name).items(), key=lambda item: _number(item[1]), default=None)
-    if newest is None:
+def _lora(lines: Lines, name: bytes, engines: int) -> LoraLoad | None:
+    """The series with each engine's newest timestamp: an engine leaves those of former adapters on its page.
+
+    vLLM's do not name their engine; then as many of the newest count as there are engines.
+    """
+    newest_first = sorted(lines.values(name).items(), key=lambda item: _number(item[1]), reverse=True)
+    accounts: dict[object, dict[bytes, bytes]] = {}
+    for place, (text, _) in enumerate(newest_first):
+        labels = _labels(text)
+        accounts.setdefault(labels.get(b"engine", place), labels)
+        if len(accounts) >= engines:
+            break
+    if not accounts:
         return None
-    labels = _labels(newest[0])
-    places = _whole(labels.get(b"max_lora"))
+    told = accounts.values()
     return LoraLoad(
-        running=_names(labels.get(b"running_lora_adapters", b"")),
-        waiting=_names(labels.get(b"waiting_lora_adapters", b"")),
-        places=places,
+        running=frozenset().union(*(_names(labels.get(b"running_lora_adapters", b"")) for labels in told)),
+        waiting=frozenset().union(*(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in told)),
+        places=sum(_whole(labels.get(b"max_lora")) for labels in told),
     )
 
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer
+from indexer.dispatched import DispatchKey
 from indexer.open_files import raise_open_files
 from indexer.peer_service import PeerDoor
 from router.assembly import entrance, may_wait, plugin_states, ranker, scheduler
@@ -155,6 +156,7 @@ class RouterServer:
             interval_s=config.refresh_interval_s,
             engines=EngineWatch(self._outcomes.promises, self.index.observe),
             declared=self._forget_others,
+            metrics_path=config.metrics_path,
         )
         opened.callback(self.watch.close)
         self.router = Router(
@@ -259,18 +261,19 @@ class RouterServer:
         self._rewrites.replace(resources.rules)
 
     # The index is made after those who call it: it calls them, too.
-    def _settle(self, request_id: str, now_s: float) -> None:
-        self.index.settle(request_id, now_s)
+    def _settle(self, request: DispatchKey, now_s: float) -> None:
+        self.index.settle(request, now_s)
 
-    def _drop(self, request_id: str) -> None:
-        self.index.dropped(request_id)
+    def _drop(self, request: DispatchKey) -> None:
+        self.index.dropped(request)
 
     # Likewise the watch, which the index tells of links.
     def _link(self, pod: str, up: bool) -> None:
         self.watch.link(pod, up)
 
-    def _forget_others(self, pods: Collection[str]) -> None:
-        self._rates.keep(pods)
+    def _forget_others(self, pods: Collection[str], anew: Collection[str]) -> None:
+        # What begins anew may be another machine.
+        self._rates.keep(set(pods).difference(anew))
         self._metrics.keep(pods)
         self._outcomes.promises.keep(pods)
 

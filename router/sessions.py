@@ -1,4 +1,4 @@
-"""Which pod a session was at last: session ids from a header or a cookie in, pods out, for a bounded while.
+"""Which pod a session was at last with each model: ids from a header or a cookie in, pods out, for a while.
 
 A stay at that pod is worth some seconds to whoever switches this on: what the index cannot see, such as a
 tool's state, or the cache where tokens are not known. Pure: time comes in.
@@ -23,7 +23,7 @@ class SessionParameters:
         cookie: Name of the cookie; "" for none. The header counts first.
         stay_s: How much later an answer may come so that a session stays at its pod.
         ttl_s: A session that was not heard of for this long is forgotten.
-        capacity: Sessions remembered; the longest unheard of goes first.
+        capacity: Sessions remembered, once for each of their models; the longest unheard of goes first.
     """
 
     header: str = ""
@@ -38,7 +38,7 @@ class Sessions:
 
     def __init__(self, parameters: SessionParameters) -> None:
         self._parameters = parameters
-        self._pods: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._pods: OrderedDict[tuple[str | None, str], tuple[str, float]] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -57,20 +57,22 @@ class Sessions:
             session = cookie_value(headers.get("cookie", ""), known.cookie)
         return session if 0 < len(session) <= _ID_CHARS_MAX else None
 
-    def pod_of(self, session: str, now_s: float) -> str | None:
-        """The pod that the session was at last; None when forgotten."""
+    def pod_of(self, session: str, now_s: float, model: str | None = None) -> str | None:
+        """The pod that the session was at last with this base model; None when forgotten."""
+        key = (model, session)
         with self._lock:
-            pod, heard_s = self._pods.get(session, (None, 0.0))
+            pod, heard_s = self._pods.get(key, (None, 0.0))
             if now_s - heard_s > self._parameters.ttl_s:
-                self._pods.pop(session, None)
+                self._pods.pop(key, None)
                 return None
             return pod
 
-    def moved(self, session: str, pod: str, now_s: float) -> None:
-        """The session's request was sent to this pod."""
+    def moved(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
+        """The session's request for this base model was sent to this pod."""
+        key = (model, session)
         with self._lock:
-            self._pods[session] = (pod, now_s)
-            self._pods.move_to_end(session)
+            self._pods[key] = (pod, now_s)
+            self._pods.move_to_end(key)
             if len(self._pods) > self._parameters.capacity:
                 self._pods.popitem(last=False)
 

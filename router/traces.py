@@ -6,9 +6,11 @@ the usual OTEL_* variables. A span is made when its step is over, so a step only
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from router.errors import ConfigError, RequestError
@@ -17,9 +19,12 @@ from router.request import RouteRequest
 if TYPE_CHECKING:
     from router.decision import Decision
 
+_log = logging.getLogger(__name__)
+
 _SERVICE = "kvroute-router"
 # As the reference picker samples.
 _SAMPLED_SHARE = 0.1
+_SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 
 class Traces:
@@ -27,13 +32,15 @@ class Traces:
 
     Args:
         provider: An OpenTelemetry TracerProvider.
+        exporter: The SpanExporter that it sends with.
     """
 
-    def __init__(self, provider: Any) -> None:
+    def __init__(self, provider: Any, exporter: Any) -> None:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
+        self._exporter = exporter
         self._tracer = provider.get_tracer(_SERVICE)
         self._propagator = TraceContextTextMapPropagator()
         self._within = set_span_in_context
@@ -44,33 +51,36 @@ class Traces:
         """Traces to where OTEL_EXPORTER_OTLP_ENDPOINT says, over OTLP's gRPC form.
 
         Raises:
-            ConfigError: The library is not installed.
+            ConfigError: The library is not installed, or the share to sample is none.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         except ImportError as error:
             raise ConfigError(
                 f"--tracing: {error}; install kvroute[tracing], and opentelemetry-proto once more after it: "
                 "xds-protos brings an old copy of its files"
             ) from error
-        # What the environment says counts first; left to itself, the library would sample everything.
-        sampler = None if "OTEL_TRACES_SAMPLER" in os.environ else ParentBasedTraceIdRatio(_SAMPLED_SHARE)
         name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
-        provider = TracerProvider(sampler, Resource.create({"service.name": name}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        return cls(provider)
+        provider = TracerProvider(_sampler(), Resource.create({"service.name": name}))
+        exporter = OTLPSpanExporter()
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider, exporter)
 
     def begin(self, request: RouteRequest) -> RequestTrace:
         """A request came."""
         return RequestTrace(self, request)
 
-    def close(self) -> None:
-        """Sends what has not been sent."""
+    def close(self, limit_s: float = 3.0) -> None:
+        """Sends what has not been sent, as far as the collector takes it within `limit_s`."""
+        # By itself the library asks a collector that is gone again and again, for up to 30 s.
+        limit = Timer(limit_s, self._give_up, (limit_s,))
+        limit.daemon = True
+        limit.start()
         self._provider.shutdown()
+        limit.cancel()
 
     def start_root(self, name: str, headers: Mapping[str, str], start_ns: int) -> Any:
         """Starts the span whose parent is named in the W3C headers, if one is."""
@@ -83,6 +93,10 @@ class Traces:
     def fail(self, span: Any) -> None:
         """Marks a span as failed."""
         span.set_status(self._failed)
+
+    def _give_up(self, after_s: float) -> None:
+        _log.warning("the collector did not take the last spans within %g s: they are lost", after_s)
+        self._exporter.shutdown()
 
 
 class RequestTrace:
@@ -104,13 +118,14 @@ class RequestTrace:
         """It is known who holds what of it."""
         self._matched_ns = time.time_ns()
 
-    def refused(self, error: RequestError) -> None:
-        """It was not routed."""
+    def refused(self, error: Exception) -> None:
+        """It was not routed; an error that is no RequestError is one of ours."""
         ended_ns = time.time_ns()
         request, orchestration = self._outer()
         self._step("filter_endpoints", orchestration, self._began_ns, self._filtered_ns or ended_ns)
+        status = error.status if isinstance(error, RequestError) else 500
         for span in (orchestration, request):
-            span.set_attribute("http.response.status_code", error.status)
+            span.set_attribute("http.response.status_code", status)
             self._traces.fail(span)
             span.end(ended_ns)
 
@@ -147,3 +162,22 @@ class RequestTrace:
 
     def _step(self, name: str, parent: Any, start_ns: int, end_ns: int) -> None:
         self._traces.start(name, parent, start_ns).end(end_ns)
+
+
+def _sampler() -> Any:
+    """None: as OTEL_TRACES_SAMPLER says. Without it, the library would sample everything.
+
+    Raises:
+        ConfigError: The share to sample is none.
+    """
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+    if os.environ.get("OTEL_TRACES_SAMPLER"):
+        return None
+    share = os.environ.get(_SHARE_VARIABLE) or _SAMPLED_SHARE
+    try:
+        return ParentBasedTraceIdRatio(float(share))
+    except ValueError as error:
+        raise ConfigError(
+            f"--tracing: {_SHARE_VARIABLE} must be a number from 0 to 1, not {share!r}"
+        ) from error

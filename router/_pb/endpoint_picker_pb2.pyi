@@ -129,7 +129,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[ExplainedDecision, _Mapping]]] = ...) -> None: ...
 
 class ExplainedDecision(_message.Message):
-    __slots__ = ("request_id", "time", "kind", "model", "reason", "degraded", "priority", "session_pod", "prompt_tokens", "predicted_cached_tokens", "best_cached_tokens", "delivered_cached_tokens", "candidates", "excluded", "prefill_end", "end")
+    __slots__ = ("request_id", "time", "kind", "model", "reason", "degraded", "priority", "session_pod", "prompt_tokens", "predicted_cached_tokens", "best_cached_tokens", "delivered_cached_tokens", "candidates", "excluded", "prefill_end", "end", "prefill_pod", "partial")
     class ExcludedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class ExplainedDecision(_message.Message):
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_END_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_POD_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     time: float
     kind: str
@@ -169,10 +171,12 @@ class ExplainedDecision(_message.Message):
     excluded: _containers.ScalarMap[str, str]
     prefill_end: ExplainedEnd
     end: ExplainedEnd
-    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., priority: _Optional[int] = ..., session_pod: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_cached_tokens: _Optional[int] = ..., best_cached_tokens: _Optional[int] = ..., delivered_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., excluded: _Optional[_Mapping[str, str]] = ..., prefill_end: _Optional[_Union[ExplainedEnd, _Mapping]] = ..., end: _Optional[_Union[ExplainedEnd, _Mapping]] = ...) -> None: ...
+    prefill_pod: str
+    partial: str
+    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., priority: _Optional[int] = ..., session_pod: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_cached_tokens: _Optional[int] = ..., best_cached_tokens: _Optional[int] = ..., delivered_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., excluded: _Optional[_Mapping[str, str]] = ..., prefill_end: _Optional[_Union[ExplainedEnd, _Mapping]] = ..., end: _Optional[_Union[ExplainedEnd, _Mapping]] = ..., prefill_pod: _Optional[str] = ..., partial: _Optional[str] = ...) -> None: ...
 
 class ExplainedCandidate(_message.Message):
-    __slots__ = ("endpoint", "own_weight", "extra_s", "slowdown", "uncached_tokens", "host_tokens", "cached_tokens_by_tier", "awaiting", "decoding", "load_age_s")
+    __slots__ = ("endpoint", "own_weight", "extra_s", "slowdown", "uncached_tokens", "host_tokens", "cached_tokens_by_tier", "awaiting", "decoding", "load_age_s", "score")
     class CachedTokensByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +194,7 @@ class ExplainedCandidate(_message.Message):
     AWAITING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
     LOAD_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     endpoint: RankedEndpoint
     own_weight: float
     extra_s: float
@@ -200,7 +205,8 @@ class ExplainedCandidate(_message.Message):
     awaiting: int
     decoding: int
     load_age_s: float
-    def __init__(self, endpoint: _Optional[_Union[RankedEndpoint, _Mapping]] = ..., own_weight: _Optional[float] = ..., extra_s: _Optional[float] = ..., slowdown: _Optional[float] = ..., uncached_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ..., awaiting: _Optional[int] = ..., decoding: _Optional[int] = ..., load_age_s: _Optional[float] = ...) -> None: ...
+    score: float
+    def __init__(self, endpoint: _Optional[_Union[RankedEndpoint, _Mapping]] = ..., own_weight: _Optional[float] = ..., extra_s: _Optional[float] = ..., slowdown: _Optional[float] = ..., uncached_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ..., awaiting: _Optional[int] = ..., decoding: _Optional[int] = ..., load_age_s: _Optional[float] = ..., score: _Optional[float] = ...) -> None: ...
 
 class ExplainedEnd(_message.Message):
     __slots__ = ("source", "after_s", "failed")

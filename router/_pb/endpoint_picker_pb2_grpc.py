@@ -52,7 +52,10 @@ class EndpointPickerServicer:
     def PickEndpoint(self, request, context):
         """Answers the endpoints in the order in which they should be tried.
         INVALID_ARGUMENT: the request cannot be read. NOT_FOUND: no pod serves the model.
-        UNAVAILABLE: no pod is ready, or none of the candidates is known.
+        UNAVAILABLE: no pod is ready, none of the candidates is known, or the router ends.
+        RESOURCE_EXHAUSTED: the pods have no room for a request of this priority, or had none in time.
+        INTERNAL: the router tripped over something.
+        Where the protocol of Envoy's doors has a reason, the trailer x-llm-d-request-dropped-reason tells it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

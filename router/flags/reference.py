@@ -52,8 +52,8 @@ def add_reference_flags(group: argparse._ArgumentGroup) -> None:
         "--metrics-staleness-threshold",
         type=positive_duration,
         metavar="DURATION",
-        help="a pod that told its load longer ago is taken for saturated (default: 5s, and three times "
-        "--refresh-metrics-interval with flow control)",
+        help="an older account of a pod's load does not count, and the pod is taken for saturated (default: "
+        "three times --refresh-metrics-interval, at least 5s without flow control)",
     )
     for name, why in _UNNEEDED.items():
         group.add_argument(name, nargs="?", const="true", metavar="VALUE", help=f"not needed: {why}")

@@ -10,10 +10,10 @@ from indexer.config import PODS_MAX, RANKS_MAX
 from indexer.pod_entry import (
     EVENT_LABELS,
     EVENTS_LABEL,
-    EVENTS_PORT_LABEL,
+    METRICS_PATH_LABEL,
     MODEL_LABEL,
+    PORT_LABELS,
     RANKS_LABEL,
-    REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
     EventDefaults,
     PodEntry,
@@ -26,7 +26,7 @@ ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-por
 """Annotations that name the target ports in use; the first that is there counts."""
 
 _LABEL_PREFIX = "kvroute.io/"
-_OURS = frozenset({*EVENT_LABELS, MODEL_LABEL})
+_OURS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _PORT_MAX = 65_535
 _OVER = ("Succeeded", "Failed")
 
@@ -70,7 +70,7 @@ def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
         return PodEndpoints()
     annotations = metadata.annotations or {}
     ports, complaints = _active_ports(annotations, rules.ports)
-    given, complaints_of_labels = _event_labels(annotations, rules)
+    given, complaints_of_labels = _own_labels(annotations, rules)
     labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
     entries = []
     for rank, port in enumerate(rules.ports):
@@ -146,7 +146,7 @@ def _active_ports(
     return {known[item] for item in items if item in known}, complaints
 
 
-def _event_labels(
+def _own_labels(
     annotations: Mapping[str, str], rules: EndpointRules
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The annotations as labels of a pods file."""
@@ -174,14 +174,11 @@ def _unfit(label: str, value: str, rules: EndpointRules) -> str | None:
         return "the router has no --events-bind to connect to"
     if label == RANKS_LABEL and int(value) > 1 and len(rules.ports) > 1:
         return "ranks with target ports of their own have none behind them"
-    if label in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) and int(value) + RANKS_MAX > _PORT_MAX:
+    if label in PORT_LABELS and int(value) + RANKS_MAX > _PORT_MAX:
         return f"must be at most {_PORT_MAX - RANKS_MAX}, so that there is room for ranks"
     return None
 
 
 def _of_rank(labels: Mapping[str, str], rank: int) -> dict[str, str]:
     """Labels of one of the pod's endpoints: each rank has ports of its own."""
-    return {
-        name: str(int(value) + rank) if name in (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL) else value
-        for name, value in labels.items()
-    }
+    return {name: str(int(value) + rank) if name in PORT_LABELS else value for name, value in labels.items()}

@@ -51,14 +51,14 @@ _ATTRIBUTES: Mapping[str, Callable[[Fields], AttributeProducer]] = {
 # Part of the router whether they are named or not; what they may be told is checked and has no effect here.
 _BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "file-discovery": ("path", "watchFile"),
-    "metrics-data-source": ("scheme", "path", "insecureSkipVerify", "interval"),
     "core-metrics-extractor": (),
     "models-data-source": (),
     "models-extractor": (),
     "endpoint-notification-source": (),
     "destination-endpoint-served-verifier": (),
     "inflight-load-producer": ("addEstimatedOutputTokens", "syncCrossReplicaState"),
-    # What these two say is settings of the router's, which are read before any plugin is made.
+    # What these say is settings of the router's, which are read before any plugin is made.
+    "metrics-data-source": ("scheme", "path", "insecureSkipVerify", "interval"),
     "token-producer": ("modelName", "vllm", "estimate"),
     "tokenizer": ("modelName", "vllm", "estimate"),
     # Where decoding is apart from prefilling the profile handler sets their headers itself.
@@ -143,9 +143,6 @@ def _refuse_unknown(entry: PluginEntry) -> None:
 
 def _check_built_in(entry: PluginEntry) -> None:
     known = entry.parameters.only(*_BUILT_IN[entry.type])
-    if entry.type == "metrics-data-source":
-        known.choice("scheme", ("http",), "http")
-        known.choice("path", ("/metrics",), "/metrics")
     if entry.type == "inflight-load-producer" and known.flag("addEstimatedOutputTokens", False):
         known.fail("addEstimatedOutputTokens", "is not understood; prompt tokens count alone")
 

@@ -236,6 +236,7 @@ def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
     return Routing(
         destinations=tuple(endpoint.address for endpoint in picked.endpoints),
         scores=picked.scores,
+        excluded=picked.removed,
         request_headers=dict(handled.headers),
         response_headers=dict(response_headers),
         prefill=handled.prefill.address if handled.prefill is not None else None,

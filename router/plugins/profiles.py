@@ -7,7 +7,7 @@ by their weights and added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, Scored, Scorer
@@ -34,11 +34,13 @@ class Picked:
         endpoints: Best first; never empty.
         scores: Weighted sums of all that passed the filters, by address.
         parts: For each scorer its name and what it added to the first endpoint's score.
+        removed: Those that did not pass, by address, and why.
     """
 
     endpoints: Sequence[Endpoint]
     scores: dict[str, float]
     parts: Sequence[tuple[str, float]]
+    removed: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,17 @@ class Profile:
         Raises:
             PluginError: A plugin answered something else than its protocol says.
         """
+        removed: dict[str, str] = {}
+        known = {endpoint.address for endpoint in endpoints}
         for name, narrow in self.filters:
-            known = {endpoint.address for endpoint in endpoints}
             endpoints = narrow.filter(request, endpoints)
-            if not all(endpoint.address in known for endpoint in endpoints):
+            left = {endpoint.address for endpoint in endpoints}
+            if not left <= known:
                 raise PluginError(f"plugin {name}: filter must answer endpoints that it was given")
-            if not endpoints:
+            if not left:
                 return None
+            removed |= dict.fromkeys(known - left, f"removed by filter {name}")
+            known = left
         totals = [0.0] * len(endpoints)
         columns = [self._weighted(scorer, request, endpoints) for scorer in self.scorers]
         for column in columns:
@@ -74,7 +80,7 @@ class Profile:
             raise PluginError("the picker must answer at least one endpoint, of those that it was given")
         first = places[chosen[0].address]
         parts = [(scorer.name, column[first]) for scorer, column in zip(self.scorers, columns, strict=True)]
-        return Picked(chosen, {one.endpoint.address: one.score for one in scored}, parts)
+        return Picked(chosen, {one.endpoint.address: one.score for one in scored}, parts, removed)
 
     def _weighted(
         self, scorer: WeightedScorer, request: PluginRequest, endpoints: Sequence[Endpoint]

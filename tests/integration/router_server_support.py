@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from typing import Any
 import urllib3
 
 from indexer import IndexerConfig
+from indexer.pod_entry import pod_address
 from router.config import RouterConfig
 from router.server import RouterServer
-from tests.loopback import free_port
+from tests.loopback import HERE, free_port
 
 STREAM_PIECE_BYTES = 700
 METRICS = """vllm:num_requests_waiting{engine="0"} 0.0
@@ -32,7 +34,8 @@ class FakePod:
         healthy: Whether /health says so.
         may_answer: While cleared, nothing is answered.
         may_finish: While cleared, answers to POSTs are begun and not ended.
-        metrics: What /metrics tells.
+        metrics: What its metrics page tells.
+        metrics_path: Where that page is.
         pages: How often it was asked.
         host: Its address.
         models: Ids on /v1/models, as (id, parent).
@@ -43,7 +46,7 @@ class FakePod:
         answer: What a POST is answered; one that asks for a stream gets it as events in pieces.
     """
 
-    def __init__(self, port: int | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int | None = None, host: str = HERE) -> None:
         self.host = host
         self.healthy = True
         self.may_answer = threading.Event()
@@ -51,6 +54,7 @@ class FakePod:
         self.may_finish = threading.Event()
         self.may_finish.set()
         self.metrics = METRICS
+        self.metrics_path = "/metrics"
         self.pages = 0
         self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
         self.seen: list[dict[str, str]] = []
@@ -69,7 +73,7 @@ class FakePod:
     @property
     def address(self) -> str:
         """Its identity."""
-        return f"{self.host}:{self.port}"
+        return pod_address(self.host, self.port)
 
     def stop(self) -> None:
         """Dies: the port is closed."""
@@ -89,7 +93,7 @@ class FakePod:
         if path == "/v1/models":
             cards = [{"id": name, "parent": parent, "max_model_len": 4096} for name, parent in self.models]
             return 200, json.dumps({"data": cards}).encode()
-        if path == "/metrics":
+        if path == self.metrics_path:
             self.pages += 1
             return 200, self.metrics.encode()
         if path == "/kv_event_sources" and self.sources is not None:
@@ -97,15 +101,15 @@ class FakePod:
         return 404, b""
 
     def _start(self, port: int) -> ThreadingHTTPServer:
-        server = _Server((self.host, port), _handler(self))
+        server = (_Ipv6Server if ":" in self.host else _Server)((self.host, port), _handler(self))
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return server
 
 
 @contextmanager
-def fake_pods(count: int) -> Iterator[list[FakePod]]:
+def fake_pods(count: int, host: str = HERE) -> Iterator[list[FakePod]]:
     """Some live fake pods."""
-    pods = [FakePod() for _ in range(count)]
+    pods = [FakePod(host=host) for _ in range(count)]
     try:
         yield pods
     finally:
@@ -118,7 +122,7 @@ def write_pods(path: Path, addresses: Sequence[str]) -> Path:
     endpoints = []
     for number, address in enumerate(addresses):
         host, _, port = address.rpartition(":")
-        endpoints.append({"name": f"pod-{number}", "address": host, "port": port})
+        endpoints.append({"name": f"pod-{number}", "address": host.strip("[]"), "port": port})
     path.write_text(json.dumps({"endpoints": endpoints}), encoding="utf-8")
     return path
 
@@ -160,6 +164,10 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is part of the tests."""
+
+
+class _Ipv6Server(_Server):
+    address_family = socket.AF_INET6
 
 
 def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:

@@ -26,7 +26,7 @@ from tests.integration.router_server_support import (
     running_router,
     write_pods,
 )
-from tests.loopback import free_ports, listens
+from tests.loopback import HERE, free_ports, listens
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
@@ -73,10 +73,12 @@ class Gateway:
 
 
 @contextmanager
-def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings: Any) -> Iterator[Gateway]:
+def gateway(
+    directory: Path, mode: Mode, *, fail_open: bool = False, pods_host: str = HERE, **settings: Any
+) -> Iterator[Gateway]:
     """Two fake pods, a router and an Envoy."""
     responses: Literal["skip", "full"] = "full" if mode == "ext_proc full" else "skip"
-    with fake_pods(2) as pods:
+    with fake_pods(2, pods_host) as pods:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
         with running_router(pods_file, responses_full=responses == "full", **settings) as router:
             wait_until(lambda: len(ready_pods(router)) == 2, "pods")
@@ -85,7 +87,7 @@ def gateway(directory: Path, mode: Mode, *, fail_open: bool = False, **settings:
                 gateway=("127.0.0.1", ports[0]),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
                 router_check=("127.0.0.1", router.ports["check"]),
-                pods=[("127.0.0.1", pod.port) for pod in pods],
+                pods=[(pod.host, pod.port) for pod in pods],
                 door="ext_proc" if mode.startswith("ext_proc") else mode,
                 responses=responses,
                 failure_mode_allow=fail_open,
@@ -239,11 +241,11 @@ def test_a_connection_that_ends_in_the_middle_is_tried_anew(
     lost: list[str] = []
     answer = CheckHttpDoor.answer
 
-    def once_lost(door: CheckHttpDoor, request: HttpRequest, closes: bool) -> bytes:
+    def once_lost(door: CheckHttpDoor, request: HttpRequest, *how: Any) -> bytes:
         if not lost:
             lost.append(request.path)
             raise ConnectionAbortedError
-        return answer(door, request, closes)
+        return answer(door, request, *how)
 
     monkeypatch.setattr(CheckHttpDoor, "answer", once_lost)
     with gateway(tmp_path, "check") as served:
@@ -251,9 +253,10 @@ def test_a_connection_that_ends_in_the_middle_is_tried_anew(
     assert lost == ["/v1/completions"]
 
 
-def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pods_host", [HERE, "::1"])
+def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path, pods_host: str) -> None:
     """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
-    with gateway(tmp_path, "check", refresh_interval_s=3600.0) as served:
+    with gateway(tmp_path, "check", pods_host=pods_host, refresh_interval_s=3600.0) as served:
         one, two = served.pods
         one.stop()
         answers = [served.post({**BODY, "prompt": f"{n} hello"}).status for n in range(20)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,41 @@ def test_a_pods_series_go_with_it(tmp_path: Path) -> None:
                 lambda: one.address not in get(router, "/metrics")[1].decode(), "the end of its series"
             )
             assert f'endpoint_name="{two.address}"' in get(router, "/metrics")[1].decode()
+
+
+def test_a_new_life_at_an_address_is_learnt_anew(tmp_path: Path) -> None:
+    """Another pod at the address of one that was slow is believed as fast as any."""
+    with fake_pods(2) as pods:
+        path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
+        with running_router(path) as router:
+            all_ready(router, 2)
+            slow = pods[0].address
+            for _ in range(20):
+                router._rates.observe(slow, 1_000.0, 10.0, time.monotonic())
+            assert router._rates.tokens_per_s(slow) < 1_000.0
+            path.write_text(path.read_text().replace("pod-0", "another"))
+            wait_until(lambda: router.pods.snapshot()[slow].name == "another", "the new pod")
+            prior = router._config.prefill_tokens_per_s
+            wait_until(lambda: router._rates.tokens_per_s(slow) == prior, "its own rate")
+
+
+def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is ready; a warning comes once and a gauge lasts until its label says where the page is."""
+    with fake_pods(1) as (pod,):
+        pod.metrics_path = "/prometheus/metrics"
+        path = write_pods(tmp_path / "pods.yaml", [pod.address])
+        with caplog.at_level(logging.WARNING, "router.pod_watch"), running_router(path) as router:
+            hidden = f'kvroute_router_pod_hides_load{{pod="{pod.address}"}}'
+            wait_until(lambda: f"{hidden} 1.0" in get(router, "/metrics")[1].decode(), "the gauge")
+            assert router.pods.snapshot()[pod.address].ready
+            wait_until(lambda: router.pods.snapshot()[pod.address].loadless > 5, "further probes")
+            declared = json.loads(path.read_text())
+            declared["endpoints"][0]["labels"] = {"llm-d.ai/engine-type": "trtllm-serve"}
+            path.write_text(json.dumps(declared))
+            wait_until(lambda: _kv_usage(router) == 0.5, "its load")
+            wait_until(lambda: f"{hidden} 0.0" in get(router, "/metrics")[1].decode(), "the gauge's end")
+    (warning,) = (message for message in caplog.messages if "tells no load" in message)
+    assert f"http://{pod.address}/metrics answered 404" in warning
 
 
 def _kv_usage(router: RouterServer) -> float | None:

@@ -10,6 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
+from indexer.dispatched import DispatchKey
 from indexer.index import MatchTable
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
@@ -23,6 +24,7 @@ from router.pods import Pod, PodSet, ServedModels
 from router.rates import PrefillRates, RateParameters
 from router.request import RequestKind, RouteRequest
 from router.route import Router
+from router.routing import Ranker
 from router.schedule import Scheduler
 from router.sessions import Sessions
 from router.tokens import TokenizerRegistry
@@ -55,7 +57,7 @@ class PlainIndex:
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
-        self.speculative: dict[str, tuple[str, set[int]]] = {}
+        self.speculative: dict[DispatchKey, tuple[str, set[int]]] = {}
         self.settled: list[str] = []
         self.lost: list[str] = []
         self.state = StreamState.EXACT
@@ -89,18 +91,20 @@ class PlainIndex:
         table = MatchTable(rows, self.tiers, by_tier.sum(axis=1, dtype=np.int32), by_tier)
         return PodMatches(table, dict.fromkeys(rows, self.state), frozenset(rows))
 
-    def speculate(self, request_id: str, pod: str, keys: Keys, now_s: float, prompt: object = None) -> None:
+    def speculate(
+        self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None
+    ) -> None:
         """Counts as held until settled."""
-        self.speculative[request_id] = (pod, set(keys.tolist()))
+        self.speculative[request] = (pod, set(keys.tolist()))
 
-    def settle(self, request_id: str, now_s: float) -> None:
+    def settle(self, request: DispatchKey, now_s: float) -> None:
         """Ends a speculation."""
-        self.speculative.pop(request_id, None)
-        self.settled.append(request_id)
+        self.speculative.pop(request, None)
+        self.settled.append(request.request_id)
 
-    def dropped(self, request_id: str) -> None:
+    def dropped(self, request: DispatchKey) -> None:
         """Nothing is awaited of it."""
-        self.lost.append(request_id)
+        self.lost.append(request.request_id)
 
     def _prefix(self, keys: Sequence[int], pod: str) -> dict[str, int]:
         """Blocks of the pod's longest prefix by the tier that is best."""
@@ -126,6 +130,7 @@ class Bench:
     tokenizers: TokenizerRegistry = field(default_factory=lambda: TokenizerRegistry({TINY: TOKENIZER}))
     seed: int = 7
     sessions: Sessions | None = None
+    ranker: Ranker | None = None
     admission: AdmissionParameters = field(default_factory=AdmissionParameters)
     traces: Traces | None = None
     clock: Callable[[], float] = lambda: 0.0  # tests' times are theirs alone
@@ -145,6 +150,7 @@ class Bench:
             np.random.default_rng(self.seed),
             block_tokens=self.index.block_tokens,
             sessions=self.sessions,
+            ranker=self.ranker,
         )
         self.router = Router(
             pods=self.pods,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -152,10 +152,10 @@ class Gate:
         self._threads = ThreadPoolExecutor(16)
         self._ends: dict[str, threading.Event] = {}
 
-    def ask(self, name: str, **known: Any) -> Future[None]:
+    def ask(self, name: str, is_active: Callable[[], bool] | None = None, **known: Any) -> Future[None]:
         """A request that keeps its place until `end`."""
         self._ends[name] = threading.Event()
-        return self._threads.submit(self._go, name, known)
+        return self._threads.submit(self._go, name, is_active, known)
 
     def end(self, name: str) -> None:
         """The request is over."""
@@ -168,8 +168,8 @@ class Gate:
             end.set()
         self._threads.shutdown()
 
-    def _go(self, name: str, known: dict[str, Any]) -> None:
-        with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known)):
+    def _go(self, name: str, is_active: Callable[[], bool] | None, known: dict[str, Any]) -> None:
+        with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known), is_active):
             self.order.append(name)
             self._ends[name].wait(300)
 
@@ -252,14 +252,15 @@ def test_a_pod_that_comes_lets_the_waiting_go() -> None:
 
 def test_the_gone_the_many_and_the_late_are_refused() -> None:
     """A client that left, a full queue and a router that ends have their reasons; nothing stays behind."""
-    gone = threading.Event()
+    stays = threading.Event()
+    stays.set()
     with gate(FlowParameters(QueueParameters(requests_max=1))) as one:
         one.ask("first")
         wait_until(lambda: one.order == ["first"], "the first")
-        asked = one.ask("second", abandoned=gone.is_set)
+        asked = one.ask("second", stays.is_set)
         wait_until(lambda: len(one.flow) == 1, "the queue")
         assert refusal(one.ask("third")) == (429, "rejected-saturated")
-        gone.set()
+        stays.clear()
         assert refusal(asked) == (503, "rejected-context-cancelled")
         last = one.ask("fourth")
         wait_until(lambda: len(one.flow) == 1, "the queue")

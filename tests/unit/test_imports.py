@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+MISUSE = """
+from router.client import PickerClient
+
+with PickerClient("127.0.0.1:9002") as picker:
+    picker.pick("model", mesages=[])
+"""
 
 
 def test_every_program_can_be_imported_beside_the_others() -> None:
@@ -21,3 +31,25 @@ import sys, model_server.serve, model_server.attention.paged_kernel
 sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("router", "indexer")) or None)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "follows", "status", "told"),
+    [
+        ("import compiled, indexer, router, tokenization", "skip", 0, "no issues found"),
+        (MISUSE, "silent", 1, 'Unexpected keyword argument "mesages"'),
+    ],
+    ids=["packages", "client"],
+)
+def test_users_code_is_checked_against_our_types(
+    tmp_path: Path, program: str, follows: str, status: int, told: str
+) -> None:
+    """All packages that have types say so: a type checker finds a mistake in the use of the client."""
+    (tmp_path / "user.py").write_text(program)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", f"--follow-imports={follows}", "--cache-dir=.", "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (checked.returncode, told in checked.stdout) == (status, True), checked.stdout + checked.stderr

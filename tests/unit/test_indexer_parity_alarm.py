@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from indexer.dispatched import DispatchKey
 from indexer.index import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
@@ -31,9 +32,10 @@ class Bench:
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
         """A request whose tokens the engine sees differently, or under another root."""
-        self.watch.expect(request_id, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
+        request = DispatchKey(request_id, now_s)
+        self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
         self.watch.stored(POD, root, HASHER.chain(root, THEIRS), THEIRS)
-        self.alarm.settled(request_id, now_s)
+        self.alarm.settled(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric's value."""
@@ -50,6 +52,7 @@ def test_a_mismatch_is_counted_and_both_windows_are_told(caplog: pytest.LogCaptu
         bench.disagree("c", 60.0)
     assert len(caplog.records) == 2
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) == 3
+    assert "(request a)" in caplog.records[0].getMessage()
     for told in (caplog.records[0].getMessage(), *bench.alarm.details()):
         for part in (POD, MODEL, "token 2", "[3, 4]", "[9, 4]"):
             assert part in told

@@ -111,6 +111,8 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
         (ONE + "    labels: {a: }\n", "pods.yaml:5: endpoints[0].labels[a]", "must be a text"),
         (ONE + "    labels: {kvroute.io/kv-events: maybe}\n", "pods.yaml:5", "listens or connects"),
         (ONE + "    labels: {kvroute.io/kv-ranks: 0}\n", "pods.yaml:5", "1..256"),
+        (ONE + "    labels: {kvroute.io/metrics-port: 0}\n", "pods.yaml:5", "1..65535"),
+        (ONE + "    labels: {kvroute.io/metrics-path: metrics}\n", "pods.yaml:5", "a path as /metrics"),
         (
             ONE
             + "    labels: {kvroute.io/model: m, kvroute.io/kv-ranks: 3, kvroute.io/kv-events-port: 65534}\n",

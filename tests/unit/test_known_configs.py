@@ -270,6 +270,16 @@ def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
     assert dict(config.tokenizers)["m"] == "pods"
 
 
+def test_the_metrics_sources_path_is_a_setting() -> None:
+    """It is that of all pods whose labels say nothing else; without one /metrics is."""
+    source = {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": "/prometheus/metrics"}}
+    paths = []
+    for plugin in (source, {"type": "metrics-data-source"}):
+        text = yaml.safe_dump(HEAD | {"plugins": [plugin, {"type": "queue-scorer"}]})
+        paths.append(parse_flags([*PODS, "--config-text", text])[0].metrics_path)
+    assert [*paths, parse_flags(PODS)[0].metrics_path] == ["/prometheus/metrics", "/metrics", "/metrics"]
+
+
 @pytest.mark.parametrize(
     ("kind", "parameters", "complaint"),
     [
@@ -297,6 +307,10 @@ def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
         ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: must be a string"),
         ("token-producer", {"udsTokenizerConfig": {"socket": "x"}}, "give --tokenizer MODEL=unix:PATH"),
         ("token-producer", {"vllm": {"port": 1}}, "port"),
+        ("metrics-data-source", {"path": "metrics"}, "path: must be a path as /metrics, is 'metrics'"),
+        ("metrics-data-source", {"path": "/a b"}, "path: must be a path"),
+        ("metrics-data-source", {"scheme": "https"}, "scheme: 'https' is not understood"),
+        ("metrics-data-source", {"port": 8002}, "port"),
         ("latency-scorer", {}, "there is ttft-cost-scorer"),
         ("topology-affinity-scorer", {}, "there is label-selector-filter"),
         ("burst-prefix-cache-producer", {}, "there is precise-prefix-cache-producer"),

@@ -116,13 +116,15 @@ def test_an_annotation_names_the_ports_in_use(
     assert ([each.port for each in found.entries], len(found.complaints)) == (ports, complaints)
 
 
-def test_annotations_tell_how_a_pod_publishes() -> None:
+def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
     """They become the labels of a pods file, ports counted on by rank; a pod's own labels of that kind go."""
     annotations = {
         "kvroute.dev/kv-events-port": "6000",
         "kvroute.dev/kv-replay-port": "7000",
         "kvroute.dev/kv-events-topic": "kv@",
         "kvroute.dev/kv-snapshot": "false",
+        "kvroute.dev/metrics-port": "8002",
+        "kvroute.dev/metrics-path": "/prometheus/metrics",
         "kvroute.dev/unknown": "x",
     }
     found = endpoints_of(pod(annotations=annotations, labels={EVENTS_PORT: "1", "a": "b"}), TWO)
@@ -134,6 +136,8 @@ def test_annotations_tell_how_a_pod_publishes() -> None:
             REPLAY_PORT: str(7000 + rank),
             "kvroute.io/kv-events-topic": "kv@",
             "kvroute.io/kv-snapshot": "false",
+            "kvroute.io/metrics-port": str(8002 + rank),
+            "kvroute.io/metrics-path": "/prometheus/metrics",
         }
         for rank in (0, 1)
     ]
@@ -152,6 +156,9 @@ def test_annotations_tell_how_a_pod_publishes() -> None:
         ("kv-snapshot", "maybe"),
         ("kv-first-sequence", "2"),
         ("kv-events-topic", "\n"),
+        ("metrics-port", "65535"),
+        ("metrics-path", "metrics"),
+        ("metrics-path", "/ HTTP/1.1\r\nx: y"),
     ],
 )
 def test_a_bad_annotation_is_named_and_passed_over(name: str, value: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from router.check_messages import ok_answer
 from router.config_file import parse_config
 from router.errors import ConfigError, NoEndpointLeftError, RequestError
+from router.explain_header import explain_value
 from router.flow_config import flow_of
 from router.metric_twins import MetricTwins
 from router.plugins.build import build_pipeline
@@ -26,7 +28,7 @@ from router.routing import Routing
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
 from tests.integration.hermetic_support import DATA
-from tests.unit.router_support import Bench, completion, long_text, ready_pod
+from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
 
 HEAD: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
 DOCS = (Path(__file__).parents[2] / "docs/plugins.md").read_text()
@@ -78,6 +80,34 @@ def test_scores_decide_and_are_told() -> None:
     assert decision.reason == "weighted score 1.75 (queue-scorer 1, kv-cache-utilization-scorer 0.75)"
 
 
+def test_explain_tells_what_a_pipeline_decided() -> None:
+    """Each candidate's score, and the filter that removed a pod beside why others never were candidates."""
+    selector = {"type": "label-selector-filter", "parameters": {"matchLabels": {"tier": "gold"}}}
+    caps = {"conditions": [{"metric": "waiting-queue", "maxValue": 5}]}
+    full = {"type": "utilization-filter", "parameters": caps}
+    made = bench(pipeline({"plugins": [selector, full, {"type": "queue-scorer"}]}))
+    queues = {A: 1, B: 3, "10.0.0.3:8000": 9, "10.0.0.4:8000": 0}
+    pods = [
+        dataclasses.replace(
+            ready_pod(address),
+            entry=entry(address, tier="tin" if address == "10.0.0.4:8000" else "gold"),
+            load=EngineLoad(waiting, 0, 0.0, None, 0.0),
+        )
+        for address, waiting in queues.items()
+    ]
+    made.with_pods(*pods, ready_pod("10.0.0.5:8000", model="other"))
+    decision = made.router.route(completion("r", "hello"), 0.0)
+    shown = made.explain.one("r")
+    assert shown is not None
+    assert [(one["pod"], one["score"]) for one in shown["candidates"]] == [(A, 1.0), (B, 0.0)]
+    assert {one["pod"]: one["reason"] for one in shown["excluded"]} == {
+        "10.0.0.3:8000": "removed by filter utilization-filter",
+        "10.0.0.4:8000": "removed by filter label-selector-filter",
+        "10.0.0.5:8000": "does not serve the model",
+    }
+    assert explain_value(decision).endswith("; score=1")
+
+
 def test_weights_decide() -> None:
     """A profile's weights multiply its scores."""
     plugins = [{"type": "queue-scorer"}, {"type": "kv-cache-utilization-scorer"}]
@@ -110,8 +140,9 @@ def test_prefixes_come_from_the_producer_that_is_named(kind: str) -> None:
     scorer = {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": kind}}
     made = bench(pipeline({"plugins": [scorer]}))
     text = long_text(400)
-    first = made.router.route(completion("r1", text), 0.0).primary.pod
-    made.index.settle("r1", 0.0)
+    sent = made.router.route(completion("r1", text), 0.0)
+    made.index.settle(sent.key, 0.0)
+    first = sent.primary.pod
     other = A if first == B else B
     made.index.hold(other, made.keys(text))
     expected = first if kind.startswith("approx") else other
@@ -299,7 +330,7 @@ def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
 
 def test_a_pipelines_headers_pass_the_check_door() -> None:
     """What plugins set on request and response is set by Envoy's other door, too."""
-    routing = Routing((A,), {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
+    routing = Routing((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
     answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), None, routing)).ok_response
     asked = {option.header.key: option.header.value for option in answer.headers}
     told = {option.header.key: option.header.value for option in answer.response_headers_to_add}

@@ -78,3 +78,27 @@ def test_an_adapters_seconds_are_ordered_as_the_reference_scores_them() -> None:
 def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
     """An engine without such a metric is not worse than one that has it."""
     assert adapter_s(None, "sql", AdapterParameters()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [
+        (("sql",), 0.0),
+        (("other",), 0.2),
+        (("other", "third"), 2.2),
+        (("other", "third", "sql"), 1.2),
+        (("other", "sql", "third"), 0.0),
+    ],
+)
+def test_adapters_that_were_sent_since_the_scrape_take_places(sent: tuple[str, ...], seconds: float) -> None:
+    """Of two places those take one each that were sent first; who comes after them waits for a place."""
+    assert adapter_s(lora(), "sql", AdapterParameters(load_s=0.2, place_s=2.0), sent) == pytest.approx(
+        seconds
+    )
+
+
+def test_a_sent_adapter_that_the_engine_has_seen_counts_once() -> None:
+    """What runs or waits there already takes no second place."""
+    parameters = AdapterParameters(load_s=0.2, place_s=2.0)
+    assert adapter_s(lora("a"), "sql", parameters, ("a",)) == pytest.approx(0.2)
+    assert adapter_s(lora("", "a"), "sql", parameters, ("a",)) == pytest.approx(0.2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.explain import Explain
+from router.outcomes import REPORT, RESPONSE
+from router.pods import Pod
 from router.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 PODS = [ready_pod(f"10.0.0.{number}:8000") for number in range(1, 11)]
-TEXT = long_text(100)
+TEXT, OTHER = long_text(100), long_text(100, 1)
 
 
 def test_among_many_pods_fewer_decisions_are_kept() -> None:
@@ -24,12 +28,13 @@ def test_among_many_pods_fewer_decisions_are_kept() -> None:
 
 
 def test_a_page_shows_as_many_decisions_as_have_room() -> None:
-    """A page of so many candidates ends before the decision that would be too many, but is never empty."""
-    bench = Bench().with_pods(*PODS)
+    """A page of so many pods, the excluded among them, ends before one too many, but is never empty."""
+    bench = Bench().with_pods(*PODS, *(ready_pod(f"10.0.1.{number}:8000", model="m") for number in range(5)))
     for number in range(5):
         bench.router.route(completion(f"r{number}", TEXT), 0.0)
-    assert len(bench.explain.latest(5, candidates_max=30)) == 3
-    assert len(bench.explain.latest(5, candidates_max=1)) == 1
+    assert len(bench.explain.latest(5, pods_max=45)) == 3
+    assert len(bench.explain.latest(5, pods_max=44)) == 2
+    assert len(bench.explain.latest(5, pods_max=1)) == 1
 
 
 def test_a_prompt_that_is_known_in_part_is_told_so() -> None:
@@ -52,6 +57,44 @@ def test_a_repeated_request_id_keeps_its_newest_decision() -> None:
             explain.decided(bench.router.route(completion("r", text), 0.0))
     (record,) = explain.latest(10)
     assert record["prompt_tokens"] < 10
+
+
+@pytest.mark.parametrize("second", [PODS[1], PODS[0]], ids=["another_pod", "the_same_pod"])
+def test_news_of_another_request_under_the_id_is_not_told_of_the_newest(second: Pod) -> None:
+    """Two requests in flight under one id: the first one's prefill, delivery and end are not the second's."""
+    bench = Bench().with_pods(*PODS[:2])
+    bench.index.hold(PODS[0].address, bench.keys(TEXT))
+    bench.index.hold(second.address, bench.keys(OTHER)[:2])
+    first = bench.router.route(completion("r", TEXT), 0.0)
+    newest = bench.router.route(completion("r", OTHER), 1.0)
+    assert (first.primary.pod, newest.primary.pod) == (PODS[0].address, second.address)
+    bench.outcomes.first_token("r", REPORT, 2.0, pod=first.primary.pod)
+    bench.outcomes.ended("r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)
+    record = bench.explain.one("r")
+    assert record is not None
+    assert (record["prefill_end"], record["delivered_cached_tokens"], record["end"]) == (None, None, None)
+    assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
+    bench.outcomes.ended("r", REPORT, 4.0, pod=newest.primary.pod, cached_tokens=32)
+    record = bench.explain.one("r")
+    assert record is not None
+    assert record["end"] == {"source": "report", "after_s": 3.0, "failed": False}
+    assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 32
+    assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 32
+
+
+def test_late_news_from_another_pod_is_not_told_of_the_newest() -> None:
+    """When nothing is in flight any more, the pod that served it tells the requests under one id apart."""
+    bench = Bench().with_pods(*PODS[:2])
+    bench.index.hold(PODS[0].address, bench.keys(TEXT))
+    bench.index.hold(PODS[1].address, bench.keys(OTHER)[:2])
+    for text, pod in ((TEXT, PODS[0]), (OTHER, PODS[1])):
+        assert bench.router.route(completion("r", text), 0.0).primary.pod == pod.address
+        bench.outcomes.ended("r", REPORT, 1.0, pod=pod.address)
+    for pod, cached_tokens, told in ((PODS[0], 500, None), (PODS[1], 32, 32)):
+        bench.outcomes.ended("r", RESPONSE, 2.0, pod=pod.address, cached_tokens=cached_tokens)
+        record = bench.explain.one("r")
+        assert record is not None
+        assert record["delivered_cached_tokens"] == told
 
 
 def test_a_candidate_tells_everything_that_its_price_was_made_of() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from indexer.keys import Keys
 from router.board import PodWork
-from router.ledger import Dispatch, Ledger, LedgerParameters
+from router.ledger import Announced, Dispatch, Ledger, LedgerParameters
+from router.rates import Lesson
 
 PARAMETERS = LedgerParameters(
     capacity=5,
@@ -21,7 +23,7 @@ PARAMETERS = LedgerParameters(
     remembered=4,
     travel_s=2.0,
 )
-ONE = Dispatch("r1", "a:1", 100, 0.0, 0.5, confirm_key=77, found_idle=True, dispatched_s=0.0)
+ONE = Dispatch("r1", "a:1", 100, 0.0, 0.5, confirm_key=77, lesson=Lesson.RATE, dispatched_s=0.0)
 
 
 def keys(*values: int) -> Keys:
@@ -50,10 +52,10 @@ def test_a_request_awaits_then_decodes_then_is_gone() -> None:
 def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
     """Only the awaited key, announced by the right pod, counts, and only once."""
     ledger = ledger_with(ONE)
-    assert ledger.stored("a:2", keys(77), 1.0) == []
-    assert ledger.stored("a:1", keys(1, 2), 1.0) == []
-    assert ledger.stored("a:1", keys(1, 77), 1.0) == [ONE]
-    assert ledger.stored("a:1", keys(77), 1.0) == []
+    assert ledger.stored("a:2", keys(77), 1.0) == Announced()
+    assert ledger.stored("a:1", keys(1, 2), 1.0) == Announced()
+    assert ledger.stored("a:1", keys(1, 77), 1.0) == Announced([ONE])
+    assert ledger.stored("a:1", keys(77), 1.0) == Announced()
     assert ledger.work("a:1").decoding == 1
 
 
@@ -61,8 +63,21 @@ def test_two_requests_may_await_the_same_block() -> None:
     """One announcement ends the prefill of all who await it, once each even if it is repeated."""
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
-    assert ledger.stored("a:1", keys(77, 77), 1.0) == [ONE, other]
+    assert ledger.stored("a:1", keys(77, 77), 1.0) == Announced([ONE, other])
     assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
+
+
+def test_a_block_that_comes_after_other_news_is_late_by_the_time_between() -> None:
+    """It ends no prefill again, is late once, and only while its request is in flight."""
+    other = replace(ONE, request_id="r2")
+    ledger = ledger_with(ONE, other)
+    ledger.first_token("r1", 1.0)
+    assert ledger.stored("a:1", keys(77), 1.5) == Announced([other], [0.5])
+    assert ledger.stored("a:1", keys(77), 2.0) == Announced()
+    ledger.dispatch(ONE)
+    ledger.end("r1", 3.0)
+    ledger.end("r1", 3.0)
+    assert ledger.stored("a:1", keys(77), 4.0) == Announced()
 
 
 def test_unknown_and_repeated_news_change_nothing() -> None:
@@ -116,6 +131,39 @@ def test_the_end_of_a_prefill_is_known_until_the_end() -> None:
     assert ledger.prefill_ended_s("r1") == 2.5
     ledger.end("r1", 3.0)
     assert ledger.prefill_ended_s("r1") is None
+
+
+@pytest.mark.parametrize("source", ["first_token", "stored"])
+@pytest.mark.parametrize("prefill_pod", [None, "a:2"])
+def test_the_true_end_of_a_prefill_is_news_after_the_clocks(source: str, prefill_pod: str | None) -> None:
+    """The clock only guesses it: whoever tells it brings news, once, and moves no request again."""
+    sent = replace(ONE, prefill_pod=prefill_pod)
+    ledger = ledger_with(sent)
+    assert ledger.expire(20.0).prefills == [sent]
+    guessed = PodWork(decoding=1, held_tokens=100)
+    assert (ledger.prefill_ended_s("r1"), ledger.work("a:1")) == (None, guessed)
+
+    def tell(now_s: float) -> list[Dispatch]:
+        if source == "stored":
+            return ledger.stored(sent.computed_on, keys(77), now_s).prefills
+        return [told for told in [ledger.first_token("r1", now_s, "a:1")] if told is not None]
+
+    assert (tell(30.0), tell(31.0)) == ([sent], [])
+    assert (ledger.prefill_ended_s("r1"), ledger.work("a:1")) == (30.0, guessed)
+    ledger.end("r1", 32.0)
+    assert (ledger.work("a:1"), ledger.work("a:2")) == (PodWork(), PodWork())
+
+
+def test_an_end_before_its_request_is_known_by_its_id() -> None:
+    """Only ends of ids that were not in flight are kept, the last of them, with the time when it was over."""
+    ledger = ledger_with(ONE)
+    ledger.end("r1", 5.0)
+    ledger.end("early", 5.0, late_s=1.0)
+    assert (ledger.was_over("early", 3.9), ledger.was_over("early", 4.0)) == (True, False)
+    assert (ledger.was_over("r1", 0.0), ledger.was_over("stranger", 0.0)) == (False, False)
+    for number in range(4):
+        ledger.end(f"q{number}", 6.0)
+    assert (ledger.was_over("early", 3.9), ledger.was_over("q0", 3.9)) == (False, True)
 
 
 def test_requests_that_the_engine_does_not_have_are_over() -> None:
@@ -180,6 +228,7 @@ def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None
     ledger = Ledger(PARAMETERS)
     awaiting: list[Dispatch] = []
     decoding: list[Dispatch] = []
+    told: list[Dispatch] = []
     for at, (action, number, pod_number, key, other) in enumerate(steps):
         now_s, request_id, pod = float(at), f"r{number}", f"a:{pod_number}"
         if action == "dispatch":
@@ -191,25 +240,36 @@ def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None
             forget(ledger.dispatch(dispatch), awaiting, decoding)
             awaiting.append(dispatch)
         elif action == "stored":
-            told = ledger.stored(pod, keys(0, 1), now_s)
-            assert all(one.confirm_key in (0, 1) and one.computed_on == pod for one in told)
-            move(told, awaiting, decoding)
+            ended = ledger.stored(pod, keys(0, 1), now_s).prefills
+            assert all(one.confirm_key in (0, 1) and one.computed_on == pod for one in ended)
+            tell(ended, told, awaiting, decoding)
         elif action == "first_token":
-            move([one for one in [ledger.first_token(request_id, now_s, pod)] if one], awaiting, decoding)
+            ended = [one for one in [ledger.first_token(request_id, now_s, pod)] if one]
+            tell(ended, told, awaiting, decoding)
         elif action == "end":
             forget([one for one in [ledger.end(request_id, now_s, pod)] if one], awaiting, decoding)
         elif action == "reconcile":
             forget(ledger.reconcile(pod, number, now_s, now_s), awaiting, decoding)
         elif action == "expire":
             expired = ledger.expire(now_s)
+            assert not any(one in told for one in expired.prefills)
             move(expired.prefills, awaiting, decoding)
             forget(expired.lives, awaiting, decoding)
         assert_equal(ledger, awaiting, decoding)
 
 
-def move(told: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
+def tell(
+    ended: list[Dispatch], told: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]
+) -> None:
+    """The model's side of prefills whose end is told: once each, also after the clock's guess."""
+    assert not any(dispatch in told for dispatch in ended)
+    told += ended
+    move([dispatch for dispatch in ended if dispatch not in decoding], awaiting, decoding)
+
+
+def move(ended: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
     """The model's side of ended prefills."""
-    for dispatch in told:
+    for dispatch in ended:
         awaiting.remove(dispatch)
         decoding.append(dispatch)
 
@@ -228,3 +288,26 @@ def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispat
         decoded = [one.uncached_tokens for one in decoding if one.pod == pod]
         work = PodWork(len(queued), sum(queued), len(decoded), sum(queued) + sum(decoded))
         assert ledger.work(pod) == work
+
+
+def test_an_adapter_is_needed_as_long_as_a_request_is_in_flight() -> None:
+    """Adapters count by pod, the first that came first, and go with the last request that needs them."""
+    sql, french = replace(ONE, adapter="sql"), replace(ONE, request_id="r2", adapter="fr")
+    ledger = ledger_with(sql, french, replace(sql, request_id="r3"), replace(ONE, request_id="r4"))
+    assert (ledger.adapters.on("a:1"), ledger.adapters.on("a:2")) == (("sql", "fr"), ())
+    ledger.end("r1", 1.0)
+    assert ledger.adapters.on("a:1") == ("sql", "fr")
+    ledger.end("r3", 1.0)
+    assert ledger.adapters.on("a:1") == ("fr",)
+    ledger.expire(1000.0)
+    assert ledger.adapters.on("a:1") == ()
+
+
+def test_an_adapter_moves_with_its_request() -> None:
+    """Where another pod decodes, the adapter is needed at the one that prefills, and then there."""
+    ledger = ledger_with(replace(ONE, pod="a:2", prefill_pod="a:1", adapter="sql"))
+    assert (ledger.adapters.on("a:1"), ledger.adapters.on("a:2")) == (("sql",), ())
+    ledger.first_token("r1", 1.0)
+    assert (ledger.adapters.on("a:1"), ledger.adapters.on("a:2")) == ((), ("sql",))
+    ledger.end("r1", 1.0)
+    assert ledger.adapters.on("a:2") == ()

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import cast
+
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
-from router.outcomes import ACCESS_LOG, REPORT
+from indexer import IndexerConfig, KvIndexer, StreamState
+from router.outcomes import ACCESS_LOG, REPORT, RESPONSE
 from router.rates import RateParameters
-from tests.unit.router_support import Bench, completion, long_text, ready_pod
+from tests.unit.router_support import (
+    TINY,
+    TOKENIZER,
+    Bench,
+    PlainIndex,
+    completion,
+    long_text,
+    ready_pod,
+)
 
 A = ready_pod("10.0.0.1:8000")
 TEXT = long_text(400)
@@ -71,6 +84,94 @@ def test_the_clock_ends_what_nobody_tells_of() -> None:
     assert (bench.ledger.work(A.address).decoding, bench.index.settled) == (1, [])
     bench.outcomes.expire(10.0 + 600.0)
     assert (len(bench.ledger), bench.index.settled) == (0, ["r"])
+
+
+def test_a_pod_without_events_is_learnt_after_the_clocks_guess() -> None:
+    """First tokens later than the clock believed teach how slow it is, and settle what was assumed."""
+    bench = Bench().with_pods(A)
+    bench.index.state = StreamState.STALE
+    believed = bench.rates.tokens_per_s(A.address)
+    for number in range(6):
+        request_id, now_s = f"r{number}", 100.0 * number
+        decision = bench.router.route(completion(request_id, long_text(400, number)), now_s)
+        took_s = 4 * decision.primary.own_prefill_s + 1.0
+        bench.outcomes.expire(now_s + took_s)
+        assert request_id not in bench.index.settled
+        bench.outcomes.first_token(request_id, RESPONSE, now_s + took_s, pod=A.address)
+        assert bench.index.settled[-1] == request_id
+        shown = bench.explain.one(request_id)
+        assert shown is not None
+        assert shown["prefill_end"] == {"source": "response", "after_s": pytest.approx(took_s)}
+        bench.outcomes.ended(request_id, RESPONSE, now_s + took_s, pod=A.address)
+    assert bench.rates.tokens_per_s(A.address) < believed / 2
+
+
+def test_blocks_are_late_by_what_others_told_before() -> None:
+    """How long after the first token its last block was announced goes to the metrics."""
+    bench = routed()
+    bench.outcomes.first_token("r", RESPONSE, 11.0, pod=A.address)
+    bench.outcomes.stored(A.address, bench.keys(TEXT), 11.25)
+    bench.outcomes.stored(A.address, bench.keys(TEXT), 12.0)
+    told = {"event": "first_token", "source": "blocks"}
+    assert bench.sample("kvroute_router_told_late_seconds_count", **told) == 1
+    assert bench.sample("kvroute_router_told_late_seconds_sum", **told) == 0.25
+    assert bench.sample("kvroute_router_prefill_end_seconds_count", source="blocks") == 0
+
+
+def test_requests_under_one_id_keep_their_promises_apart() -> None:
+    """Of two in flight, the first token of one says nothing of what the other's pod looked up."""
+    bench = Bench().with_pods(A)
+    bench.index.hold(A.address, bench.keys(TEXT)[:5])
+    tokens = [
+        bench.router.route(completion("r", TEXT), now_s).primary.cached_tokens for now_s in (10.0, 11.0)
+    ]
+    bench.outcomes.first_token("r", RESPONSE, 12.0, pod=A.address)
+    assert bench.outcomes.promises.answered_tokens(A.address) == tokens[0] > 0
+    assert bench.outcomes.promises.promised_tokens(A.address) == sum(tokens)
+
+
+def test_requests_under_one_id_keep_their_assumed_blocks_apart() -> None:
+    """Neither the next request of an id nor the end of the one before takes blocks from one that waits."""
+    now_s = [10.0]
+    with closing(
+        KvIndexer(IndexerConfig(block_tokens=16), registry=CollectorRegistry(), clock=lambda: now_s[0])
+    ) as index:
+        bench = Bench(index=cast(PlainIndex, index)).with_pods(A)
+        texts = [long_text(200, seed) for seed in range(2)]
+
+        def cached_tokens(text: str) -> int:
+            keys = index.block_keys(TINY, TOKENIZER.encode(text))
+            return 16 * int(index.match(keys, [A.address]).cached_blocks[0])
+
+        for text in texts:
+            bench.router.route(completion("r", text), now_s[0])
+            now_s[0] += 0.02
+        assert min(map(cached_tokens, texts)) > 0
+        bench.outcomes.first_token("r", RESPONSE, now_s[0], pod=A.address)
+        now_s[0] += 0.06
+        first, second = map(cached_tokens, texts)
+    assert (first, second > 0) == (0, True)
+
+
+def test_a_request_whose_end_came_before_its_pick_is_over() -> None:
+    """An end that is told while its request is still decided ends it at once, with all that it left."""
+    seconds = iter([0.0, 3.0, 3.0])
+    bench = Bench(clock=lambda: next(seconds)).with_pods(A)
+    bench.index.hold(A.address, bench.keys(TEXT)[:5])
+    bench.outcomes.ended("r", ACCESS_LOG, 11.0, failed=True)
+    bench.router.route(completion("r", TEXT), 10.0)
+    assert (len(bench.ledger), bench.index.speculative, bench.index.lost) == (0, {}, ["r"])
+    assert bench.outcomes.promises.promised_tokens(A.address) == 0
+    assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="failed") == 1
+
+
+def test_the_end_of_what_was_refused_is_not_that_of_its_retry() -> None:
+    """An end is an earlier attempt's where it was over before the request came, however late that is told."""
+    seconds = iter([0.0, 3.0, 3.0])
+    bench = Bench(clock=lambda: next(seconds)).with_pods(A)
+    bench.outcomes.ended("r", ACCESS_LOG, 11.0, failed=True, late_s=1.5)
+    bench.router.route(completion("r", TEXT), 10.0)
+    assert len(bench.ledger) == 1
 
 
 def test_explain_tells_a_requests_whole_story() -> None:

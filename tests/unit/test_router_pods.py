@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from random import Random
 
 import msgspec
 import pytest
@@ -12,9 +14,10 @@ from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, Event
 from router.candidates import candidates_for
 from router.errors import NoEndpointError, RequestError
 from router.event_sources import NOT_TOLD, EventSources
-from router.pod_watch import judge, pod_stream
+from router.pod_watch import judge, next_probe_s, pod_stream
 from router.pods import NOT_READY_THERE, Pod, PodSet
 from router.probe import ProbeResult, served_models
+from tests.unit.pricing_support import load
 from tests.unit.router_support import TINY, completion, entry, ready_pod
 
 ONE, TWO = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -140,8 +143,19 @@ def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
 @pytest.mark.parametrize("change", [{"life": "2"}, {"name": "other"}, {"namespace": "other"}])
 def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
     """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
-    pods = pod_set(ONE, TWO)
+    told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
+    pods = pod_set(replace(ONE, load=told), TWO)
+    pods.board.learnt({ONE.address: 30.0}, 1000.0)
+    pods.board.begin(ONE.address, 7, 0.0)
     assert pods.declare([replace(ONE.entry, **change), TWO.entry]) == [ONE.address]
+    # What its engine told or taught is void, what was sent there is not.
+    known = pods.board.pods[pods.board.rows([ONE.address])[0]]
+    assert [known[name] for name in ("waiting", "kv_usage", "kv_capacity_tokens", "scraped_s")] == [
+        *(0.0, 0.0, 0.0),
+        -math.inf,
+    ]
+    assert pods.board.prefill_tokens_per_s(ONE.address) == 1000.0
+    assert pods.board.work(ONE.address).awaiting_tokens == 7
     assert not pods.snapshot()[ONE.address].ready
     assert pods.snapshot()[TWO.address].ready
 
@@ -198,6 +212,27 @@ def test_a_healthy_probe_makes_a_pod_ready_and_keeps_what_it_did_not_tell() -> N
     """Readiness needs one healthy probe; models told before are not forgotten by a probe that did not ask."""
     judged = judge(replace(ONE, ready=False, failures=2), ProbeResult(ONE.address, True))
     assert (judged.ready, judged.why, judged.failures, judged.models) == (True, "", 0, ONE.models)
+
+
+def test_a_pod_that_tells_no_load_hides_it_from_the_third_probe_on() -> None:
+    """Three probes in a row without a load are no accident; a load ends it, and a dead pod hides none."""
+    mute = ProbeResult(ONE.address, True, why_no_load="/metrics answered 404")
+    seen = [ONE]
+    for _ in range(3):
+        seen.append(judge(seen[-1], mute))
+    assert [pod.hides_load for pod in seen] == [False, False, False, True]
+    assert not judge(seen[-1], ProbeResult(ONE.address, True, load=load())).hides_load
+    assert not judge(seen[-1], ProbeResult(ONE.address, False, why="refused")).hides_load
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_probes_are_spread_about_their_interval(seed: int) -> None:
+    """Of many routers none asks in step with another: a fifth more or less, on moments that pods share."""
+    random = Random(seed)
+    waits_s = [next_probe_s(100.0, 10.0, random) - 100.0 for _ in range(1000)]
+    assert min(waits_s) == pytest.approx(8.0, abs=0.2)
+    assert max(waits_s) == pytest.approx(12.0, abs=0.2)
+    assert len({round(wait_s, 6) for wait_s in waits_s}) <= 42
 
 
 def test_a_refused_probe_takes_a_pod_out_at_once() -> None:

@@ -8,8 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from router.http_get import HttpGetter
+from router.metrics_page import MetricsPage, metrics_page
 from router.probe import Asked, Prober, ProbeResult
-from tests.unit.test_router_scrape import PAGE
+from tests.unit.router_support import entry
+from tests.unit.test_router_scrape import PAGE, TRTLLM
 
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -78,7 +81,7 @@ def test_a_healthy_pod_tells_health_models_and_load_over_one_connection() -> Non
     assert result.models is not None
     assert result.models.base == "m"
     assert result.load is not None
-    assert result.load.waiting == 3
+    assert (result.load.waiting, result.why_no_load) == (3, "")
     assert (pod.connections, pod.requests) == (1, 9)
 
 
@@ -159,6 +162,7 @@ def test_a_flood_instead_of_a_page_is_cut_off() -> None:
     result, _ = probed(flood)
     assert result.healthy
     assert result.load is None
+    assert result.why_no_load.endswith("/metrics: more than 4194304 bytes")
 
 
 @pytest.mark.parametrize(
@@ -193,3 +197,72 @@ def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
 
     result = asyncio.run(probe())
     assert (result.healthy, result.timed_out) == (False, False)
+
+
+ENGINE, OLD_ENGINE = "llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"
+PORT, PATH = "kvroute.io/metrics-port", "kvroute.io/metrics-path"
+
+
+@pytest.mark.parametrize(
+    ("labels", "address", "path"),
+    [
+        ({}, "10.0.0.1:8000", "/metrics"),
+        ({ENGINE: "vllm"}, "10.0.0.1:8000", "/metrics"),
+        ({ENGINE: "trtllm-serve"}, "10.0.0.1:8000", "/prometheus/metrics"),
+        ({OLD_ENGINE: "trtllm-serve"}, "10.0.0.1:8000", "/prometheus/metrics"),
+        ({OLD_ENGINE: "trtllm-serve", ENGINE: "vllm"}, "10.0.0.1:8000", "/metrics"),
+        ({ENGINE: "trtllm-serve", PATH: "/m"}, "10.0.0.1:8000", "/m"),
+        ({PORT: "8002"}, "10.0.0.1:8002", "/metrics"),
+    ],
+)
+def test_a_pods_labels_say_where_its_metrics_are(labels: dict[str, str], address: str, path: str) -> None:
+    """Port and path by labels of ours, else the path by the engine's type; else /metrics as it is served."""
+    assert metrics_page(entry("10.0.0.1:8000", **labels)) == MetricsPage(address, path)
+
+
+def test_engines_of_an_unknown_type_have_the_configured_path() -> None:
+    """The path of the configuration counts where neither the pod nor its engine's type has one."""
+    labels: list[dict[str, str]] = [{}, {ENGINE: "trtllm-serve"}]
+    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all").path for each in labels]
+    assert paths == ["/all", "/prometheus/metrics"]
+
+
+def test_a_load_is_read_where_the_engine_tells_it() -> None:
+    """Metrics at another port and path are read over their own connection, kept until the pod is gone."""
+
+    async def metrics(path: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK % (len(TRTLLM), TRTLLM) if path == b"/prometheus/metrics" else OK % (2, b"[]"))
+
+    async def probe() -> tuple[ProbeResult, ProbeResult, Pod, Pod]:
+        async with serving(well) as (pod, address), serving(metrics) as (teller, elsewhere):
+            prober = Prober(timeout_s=20.0)
+            page = MetricsPage(elsewhere, "/prometheus/metrics")
+            results = [await prober.probe(address, Asked(metrics=page)) for _ in range(2)]
+            blind = await prober.probe(address, Asked(metrics=MetricsPage(elsewhere)))
+            prober.forget(address)
+            await prober.probe(address, Asked(metrics=page))
+            prober.close()
+        return results[-1], blind, pod, teller
+
+    told, blind, pod, teller = asyncio.run(probe())
+    assert told.load is not None
+    assert (told.load.waiting, told.why_no_load) == (3, "")
+    assert (blind.healthy, blind.load) == (True, None)
+    assert "/metrics has no metrics of an engine that is known" in blind.why_no_load
+    assert [(one.connections, one.requests) for one in (pod, teller)] == [(2, 4), (2, 4)]
+
+
+def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:
+    """Two exchanges with one address at once are each answered, and one connection is kept of theirs."""
+
+    async def get() -> tuple[list[tuple[int, bytes]], int]:
+        async with serving(well) as (pod, address):
+            http = HttpGetter(body_bytes_max=1 << 20)
+            answers = [*await asyncio.gather(http.get(address, "/metrics"), http.get(address, "/v1/models"))]
+            answers.append(await http.get(address, "/metrics"))
+            http.close()
+        return answers, pod.connections
+
+    answers, connections = asyncio.run(get())
+    assert answers == [(200, PAGE), (200, MODELS), (200, PAGE)]
+    assert connections == 2

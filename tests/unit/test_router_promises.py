@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from indexer.dispatched import DispatchKey
 from indexer.reconcile import EngineReading
 from router.engine_watch import EngineWatch
 from router.outcomes import REPORT
@@ -10,15 +11,16 @@ from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = "10.0.0.1:8000"
 B = "10.0.0.2:8000"
+ONE = DispatchKey("r", 0.0)
 
 
 def test_a_promise_is_due_once_its_request_has_its_first_token() -> None:
     """Until then it is only promised; told again, it counts no more."""
     promises = Promises()
-    promises.made("r", A, 64)
+    promises.made(ONE, A, 64)
     assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 64)
-    promises.due("r")
-    promises.due("r")
+    promises.due(ONE)
+    promises.due(ONE)
     assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (64, 64)
     assert promises.promised_tokens(B) == 0
 
@@ -26,28 +28,30 @@ def test_a_promise_is_due_once_its_request_has_its_first_token() -> None:
 def test_a_request_that_failed_promised_nothing() -> None:
     """Nobody knows whether the pod looked it up, so nothing is expected of its counters."""
     promises = Promises()
-    promises.made("r", A, 64)
-    promises.void("r")
-    promises.due("r")
+    promises.made(ONE, A, 64)
+    promises.void(ONE)
+    promises.due(ONE)
     assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 0)
 
 
-def test_a_request_that_is_sent_again_counts_where_it_went_last() -> None:
-    """An id has one promise."""
-    promises = Promises()
-    promises.made("r", A, 64)
-    promises.made("r", B, 32)
-    promises.due("r")
-    assert (promises.promised_tokens(A), promises.answered_tokens(B)) == (0, 32)
+def test_requests_under_one_id_have_promises_of_their_own() -> None:
+    """What one of them finds in its pod's cache is no news of another's."""
+    promises, second = Promises(), DispatchKey("r", 1.0)
+    promises.made(ONE, A, 64)
+    promises.made(second, B, 32)
+    promises.due(ONE)
+    promises.void(second)
+    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (64, 64)
+    assert promises.promised_tokens(B) == 0
 
 
 def test_what_is_remembered_is_bounded() -> None:
     """Beyond the cap the oldest request is not awaited any more; pods that are gone are forgotten."""
     promises = Promises(max_requests=2)
     for number in range(3):
-        promises.made(f"r{number}", A, 10)
+        promises.made(DispatchKey("r", float(number)), A, 10)
     assert promises.promised_tokens(A) == 20
-    promises.due("r2")
+    promises.due(DispatchKey("r", 2.0))
     promises.keep([B])
     assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 10)
 
@@ -57,9 +61,9 @@ def test_a_reading_is_told_with_what_was_answered_before_it_was_asked_for() -> N
     told: list[tuple[str, EngineReading]] = []
     promises = Promises()
     watch = EngineWatch(promises, lambda pod, reading: told.append((pod, reading)))
-    promises.made("r", A, 64)
+    promises.made(ONE, A, 64)
     answered_tokens = watch.asked(A)
-    promises.due("r")
+    promises.due(ONE)
     watch.told(A, EngineReading(hit_tokens=5.0), answered_tokens)
     assert told == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, promised_tokens=64))]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.board import PodBoard
-from router.rates import PrefillRates, RateParameters
+from router.rates import Lesson, PrefillRates, RateParameters
 from tests.unit.pricing_support import load
 
 PARAMETERS = RateParameters(
@@ -145,3 +145,45 @@ def test_a_fleet_at_rest_stays_as_fast_as_it_was() -> None:
     rates.forget(NO_BELIEF.life_s + 1.0)
     rates.forget(NO_BELIEF.life_s + 101.0)
     assert [rates.tokens_per_s(pod) for pod in ("a", "e", "new")] == [250.0] * 3
+
+
+def test_the_bounds_follow_what_a_pod_tells() -> None:
+    """Pods that tell a speed far from the configured one, and are observed at it, stay believed at it."""
+    board = PodBoard()
+    parameters = replace(PARAMETERS, prior_tokens_per_s=15_000.0)
+    rates = fleet(parameters, board, a=[], b=[])
+    for pod in "ab":
+        board.scraped(pod, load(prefill_tokens_per_s=20.0))
+    for _ in range(4):
+        rates.observe("a", 400, 20.0, now_s=0.0)
+    assert [rates.tokens_per_s(pod) for pod in ("a", "b", "new")] == pytest.approx([20.0] * 3)
+
+
+@pytest.mark.parametrize(("told", "believed"), [(None, 1000.0), (300.0, 300.0)])
+def test_a_greatest_possible_speed_makes_no_pod_faster(told: float | None, believed: float) -> None:
+    """What may have been served from a cache teaches nothing above what is believed of an unknown pod."""
+    board = PodBoard()
+    rates = fleet(NO_BELIEF, board, a=[])
+    if told is not None:
+        board.scraped("a", load(prefill_tokens_per_s=told))
+    for _ in range(20):
+        rates.observe("a", 1000, 0.1, 0.0, Lesson.AT_MOST)
+    assert rates.tokens_per_s("a") == believed
+    assert rates.fleet_tokens_per_s == believed
+
+
+def test_a_greatest_possible_speed_below_what_is_believed_is_learnt() -> None:
+    """A pod out of sight that is slow is learnt so; its fleet recovers with it, as far as was configured."""
+    rates = fleet(NO_BELIEF, a=[])
+    for seconds, expected in ((5.0, 200.0), (0.1, 1000.0)):
+        for _ in range(NO_BELIEF.window):
+            rates.observe("a", 1000, seconds, 0.0, Lesson.AT_MOST)
+        assert rates.tokens_per_s("a") == expected
+
+
+def test_what_teaches_nothing_is_not_observed() -> None:
+    """A prefill whose tokens are not known changes no estimate."""
+    rates = fleet(NO_BELIEF, a=[])
+    for _ in range(20):
+        rates.observe("a", 1000, 5.0, 0.0, Lesson.NOTHING)
+    assert rates.tokens_per_s("a") == 1000.0

@@ -121,7 +121,6 @@ def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None
     # The pod told of its first tokens, but never of its blocks: it had no room for them.
     for request_id in ("first", "tail", "second"):
         bench.outcomes.first_token(request_id, "report", 1.0)
-        bench.index.settle(request_id, 1.0)
     late = bench.router.route(completion("third", TEXT), 1.0)
     assert {candidate.cached_tokens for candidate in late.ranked} == {0}
     assert late.primary.pod == B.address
@@ -146,6 +145,33 @@ def test_an_adapter_goes_where_it_runs() -> None:
     decision = bench.router.route(completion("r", TEXT, model="sql"), 0.0)
     assert decision.primary.pod == B.address
     assert [candidate.extra_s for candidate in decision.ranked] == [0.0, 0.2]
+
+
+def with_adapters(count: int, lora: LoraLoad) -> Bench:
+    """A bench of pods that serve four adapters and told this at 0.0 s."""
+    pods = [ready_pod(f"10.0.0.{number}:8000", adapters=["sql", "fr", "de", "it"]) for number in range(count)]
+    load = EngineLoad(0, 0, 0.0, 100_000, 0.0, lora=lora)
+    return Bench().with_pods(*(replace(pod, load=load) for pod in pods))
+
+
+def test_picks_within_one_scrape_see_each_others_adapters() -> None:
+    """Requests for four adapters, sent at once to four pods with a place each, give each pod one adapter."""
+    bench = with_adapters(4, LoraLoad(frozenset(), frozenset(), 1))
+    sent: dict[str, set[str]] = {}
+    for number, adapter in enumerate(["sql", "fr", "de", "it"] * 3):
+        request = completion(f"r{number}", long_text(20, number), model=adapter)
+        sent.setdefault(bench.router.route(request, 0.001 * number).primary.pod, set()).add(adapter)
+    assert sorted(map(len, sent.values())) == [1, 1, 1, 1]
+
+
+def test_an_old_account_of_a_pods_adapters_is_not_believed() -> None:
+    """After as long as any other account of an engine counts, nothing is charged for adapters."""
+    bench = with_adapters(1, LoraLoad(frozenset({"fr"}), frozenset(), 1))
+    extra_s = [
+        bench.router.route(completion(f"r{now_s}", TEXT, model=model), now_s).primary.extra_s
+        for now_s, model in ((4.0, "sql"), (6.0, "de"))
+    ]
+    assert extra_s == pytest.approx([2.2, 0.0])
 
 
 def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:

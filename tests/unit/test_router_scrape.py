@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 
-from router.scrape import EngineLoad, LoraLoad, Wanted, engine_load
+from router.scrape import EngineLoad, LoraLoad, engine_load
 
 PAGE = b"""# HELP vllm:num_requests_waiting Waiting.
 # TYPE vllm:num_requests_waiting gauge
@@ -73,12 +73,6 @@ def test_other_engines_tell_the_same_under_their_names(page: bytes) -> None:
     assert engine_load(b"up 1\n" + page, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0)
 
 
-def test_only_what_is_wanted_is_looked_for() -> None:
-    """What no policy consumes may be missing or senseless."""
-    page = PAGE.replace(b"_waiting{", b"_waiting_{").replace(b'm"} 2.0', b'm"} NaN')
-    assert engine_load(page, 5.0, frozenset({Wanted.KV_USAGE})) == EngineLoad(0, 0, 0.25, None, 5.0)
-
-
 def test_a_series_that_is_there_twice_counts_once() -> None:
     """Of the same series with the same labels the last one is true; nothing is added up."""
     again = PAGE.replace(b"} 3.0", b"} 7.0")
@@ -99,6 +93,27 @@ def test_the_newest_account_of_the_adapters_counts() -> None:
     load = engine_load(PAGE + new + old, 5.0)
     assert load is not None
     assert load.lora == LoraLoad(frozenset({"sql", "fr"}), frozenset({"de"}), 2)
+
+
+@pytest.mark.parametrize(
+    ("names_engine", "running"), [(True, frozenset({"sql", "fr"})), (False, frozenset({"fr", "former"}))]
+)
+def test_of_several_engines_each_has_adapters(names_engine: bool, running: frozenset[str]) -> None:
+    """Of two engines the newest account of each counts, or the newest two where they name no engine."""
+    second = b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25\n'
+    series = (
+        b'vllm:lora_requests_info{%bmax_lora="1",running_lora_adapters="%b",waiting_lora_adapters="%b"} %b\n'
+    )
+    accounts = [
+        (b"0", b"sql", b"", b"1.8e9"),
+        (b"1", b"fr", b"de", b"1.9e9"),
+        (b"0", b"old", b"", b"1.6e9"),
+        (b"1", b"former", b"", b"1.85e9"),
+    ]
+    pages = [series % (b'engine="%b",' % one if names_engine else b"", *rest) for one, *rest in accounts]
+    load = engine_load(PAGE + second + b"".join(pages), 5.0)
+    assert load is not None
+    assert load.lora == LoraLoad(running, frozenset({"de"}), 2)
 
 
 def test_our_engine_announces_its_order_and_its_speed() -> None:

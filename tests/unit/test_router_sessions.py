@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from router.outcomes import REPORT
 from router.sessions import SessionParameters, Sessions
 from tests.unit.router_support import Bench, completion, ready_pod
 
@@ -46,6 +47,21 @@ def test_the_longest_unheard_of_session_goes_first() -> None:
     for number, name in enumerate(["one", "two", "one", "three"]):
         sessions.moved(name, A.address, float(number))
     assert [sessions.pod_of(name, 4.0) is not None for name in ("one", "two", "three")] == [True, False, True]
+
+
+def test_a_session_stays_with_each_of_its_models() -> None:
+    """A session that turns from one base model to another and back stays at its pod for each of them."""
+    others = [ready_pod(f"10.0.1.{number}:8000", model="other") for number in (1, 2)]
+    for seed in range(8):
+        bench = Bench(seed=seed, sessions=Sessions(BY_HEADER)).with_pods(A, B, *others)
+        pods: dict[str, set[str]] = {"m": set(), "other": set()}
+        for number in range(6):
+            for model, seen in pods.items():
+                request = completion(f"{model}{number}", "x" * 40, model=model)
+                decision = bench.router.route(replace(request, headers={"x-session-id": "s"}), float(number))
+                bench.outcomes.ended(decision.request_id, REPORT, number + 0.5)
+                seen.add(decision.primary.pod)
+        assert {model: len(seen) for model, seen in pods.items()} == {"m": 1, "other": 1}
 
 
 def test_a_session_changes_a_pick() -> None:

@@ -1,4 +1,4 @@
-"""Spans of picks: their names, nesting and parents, as a real collector gets them over OTLP."""
+"""Spans of picks: their names, nesting, parents and share, as a real collector gets them over OTLP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
-from router.errors import RequestError
+from router.errors import ConfigError, RequestError
 from router.traces import Traces
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
@@ -25,35 +25,42 @@ REQUEST = replace(completion("r", long_text(100)), headers=SAMPLED)
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Keeps what it is sent."""
+    """Keeps what it is sent, or has no room for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, full: bool) -> None:
+        self.full = full
+        self.asked = self.requests = 0
         self.spans: dict[str, Any] = {}
         self.services: set[str] = set()
         self.came = threading.Event()
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the name is OTLP's)
         """OTLP's."""
+        self.asked += 1
+        if self.full:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "full")
         for resource in request.resource_spans:
             attributes = {item.key: item.value.string_value for item in resource.resource.attributes}
             self.services.add(attributes["service.name"])
             for scope in resource.scope_spans:
                 self.spans |= {span.name: span for span in scope.spans}
+                self.requests += sum(span.name == "gateway.request" for span in scope.spans)
         self.came.set()
         return pb.ExportTraceServiceResponse()
 
 
 @contextmanager
-def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collector, Traces]]:
-    """A collector, and traces that go there."""
-    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+def collecting(
+    monkeypatch: pytest.MonkeyPatch, *, full: bool = False, **environment: str
+) -> Iterator[tuple[Collector, Traces]]:
+    """A collector, and traces that go there; by themselves they sample nothing."""
+    collector, server = Collector(full=full), grpc.server(ThreadPoolExecutor(2))
     pb_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    for name, value in {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
-        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
-    }.items():
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
+    for name, value in (environment or {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}).items():
         monkeypatch.setenv(name, value)
     try:
         yield collector, Traces.to_collector()
@@ -109,3 +116,47 @@ def test_what_the_caller_does_not_sample_is_not_sent(monkeypatch: pytest.MonkeyP
         bench.router.route(replace(REQUEST, headers={"traceparent": "nonsense"}), 0.0)
         traces.close()
     assert collector.spans == {}
+
+
+def test_a_failure_of_ours_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that trips over an unexpected exception leaves its spans, too, with status 500."""
+    with collecting(monkeypatch) as (collector, traces):
+        bench = Bench(traces=traces).with_pods(A)
+        monkeypatch.setattr(bench.index, "match", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.router.route(REQUEST, 0.0)
+        traces.close()
+    outer = collector.spans["gateway.request"]
+    assert outer.status.code == 2
+    assert [item.value.int_value for item in outer.attributes] == [500]
+
+
+def test_the_environments_share_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_TRACES_SAMPLER_ARG counts by itself: of its share 1 all requests without a parent are told."""
+    with collecting(monkeypatch, OTEL_TRACES_SAMPLER_ARG="1.0") as (collector, traces):
+        bench = Bench(traces=traces).with_pods(A)
+        for number in range(30):
+            bench.router.route(completion(f"r{number}", "hi"), 0.0)
+        traces.close()
+    assert collector.requests == 30
+
+
+@pytest.mark.parametrize("share", ["half", "1.5", "-1", "nan"])
+def test_a_share_that_is_none_stops_the_start(monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    """What is no number from 0 to 1 is told with the variable's name."""
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
+    with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG must be a number from 0 to 1"):
+        Traces.to_collector()
+
+
+def test_the_end_does_not_wait_for_a_collector_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond the limit the last spans are given up, which the log tells."""
+    with collecting(monkeypatch, full=True) as (collector, traces):
+        Bench(traces=traces).with_pods(A).router.route(REQUEST, 0.0)
+        traces.close(limit_s=0.1)
+    # Left to itself it asks four times, the last time 7 s after the first.
+    assert collector.asked < 4
+    assert "did not take the last spans within 0.1 s" in caplog.text

@@ -99,7 +99,7 @@ def doors(
     options = options or ExtProcOptions()
     ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
-    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
+    picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
     server = listen(

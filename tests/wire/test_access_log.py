@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
+from indexer import PodMatches
 from tests.unit.router_support import Bench, completion, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 
@@ -96,14 +102,37 @@ def test_entries_that_join_nothing_are_counted() -> None:
     assert len(bench.ledger) == 1
 
 
-def test_a_failed_connection_makes_its_pod_suspect() -> None:
+@pytest.mark.parametrize(("ip", "pod"), [("10.0.0.1", "10.0.0.1:8000"), ("fd00::1", "[fd00::1]:8000")])
+def test_a_failed_connection_makes_its_pod_suspect(ip: str, pod: str) -> None:
     """Where Envoy could not connect, the pod it tried is reported at once, whichever request it was for."""
     with doors(in_flight()) as served:
         failed = entry("stranger", 503, response_flags=flags(upstream_connection_failure=True))
         address = failed.common_properties.upstream_remote_address.socket_address
-        address.address, address.port_value = "10.0.0.1", 8000
+        address.address, address.port_value = ip, 8000
         send(served, failed, entry())
-        assert [pod for pod, _ in served.distrusted] == [A.address]
+        assert [suspect for suspect, _ in served.distrusted] == [pod]
+
+
+def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:
+    """The log of a client that left while its request was tokenized or waited leaves no load behind."""
+    bench, deciding, may_decide = Bench().with_pods(A), Event(), Event()
+    match = bench.index.match
+
+    def slow_match(*arguments: Any, **named: Any) -> PodMatches:
+        deciding.set()
+        assert may_decide.wait(TIMEOUT_S)
+        return match(*arguments, **named)
+
+    bench.index.match = slow_match  # type: ignore[method-assign]
+    bench.clock = bench.router._clock = time.monotonic
+    with doors(bench) as served, ThreadPoolExecutor() as threads:
+        picked = threads.submit(bench.router.route, completion("r", "hello " * 20), time.monotonic())
+        assert deciding.wait(TIMEOUT_S)
+        send(served, entry(code=0, response_flags=flags(downstream_connection_termination=True)))
+        may_decide.set()
+        picked.result(TIMEOUT_S)
+    assert (len(bench.ledger), bench.index.speculative) == (0, {})
+    assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="failed") == 1
 
 
 def test_other_logs_are_let_pass() -> None:

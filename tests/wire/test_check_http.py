@@ -208,7 +208,7 @@ def test_an_answer_that_is_being_made_survives_the_close() -> None:
     """Closing waits for the requests inside."""
     entered, may_go = threading.Event(), threading.Event()
 
-    def slow(_request: object, _closes: bool) -> bytes:
+    def slow(*_: object) -> bytes:
         entered.set()
         may_go.wait(TIMEOUT_S)
         return b"HTTP/1.1 200 -\r\ncontent-length: 0\r\n\r\n"

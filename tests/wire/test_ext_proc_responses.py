@@ -27,15 +27,16 @@ pytestmark = pytest.mark.usefixtures("each_transport")
 
 A = ready_pod("10.0.0.1:8000")
 FULL = ExtProcOptions(responses_full=True)
+HEADERS_ALONE = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
 TEXT = long_text(100)
 USAGE = {"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
 
 
-def requested(served: Doors, request_id: str = "r") -> Stream:
+def requested(served: Doors, request_id: str = "r", config: tuple[int, int] | None = None) -> Stream:
     """A stream whose request phase is over."""
     stream = served.stream()
     data = json.dumps({"model": TINY, "prompt": TEXT, "stream": True}).encode()
-    stream.send(headers(path="/v1/completions", x_request_id=request_id), body(data))
+    stream.send(headers(path="/v1/completions", x_request_id=request_id, config=config), body(data))
     assert set_headers(stream.receive())["x-gateway-destination-endpoint"] == A.address
     assert stream.receive().request_body.response.body_mutation.streamed_response.end_of_stream
     return stream
@@ -135,6 +136,45 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
         wait_until(lambda: len(bench.ledger) == 0, "the cancelled request's end")
         wait_until(lambda: bench.metrics.requests_inside == 0, "the stream's end")
         assert ends(bench, "failed") == 1
+
+
+@pytest.mark.parametrize(("status", "outcome"), [("200", "done"), ("429", "done"), ("503", "failed")])
+def test_without_a_body_the_status_is_the_verdict(status: str, outcome: str) -> None:
+    """Where Envoy keeps the body to itself, an answer in one piece ends with its headers."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served, config=HEADERS_ALONE)
+        stream.send(response_headers(status=status, content_type="application/json"))
+        assert stream.receive().WhichOneof("response") == "response_headers"
+        stream.rest()
+        wait_until(lambda: len(bench.ledger) == 0, "end")
+        assert ends(bench, outcome) == 1
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_events_that_do_not_come_here_end_by_what_others_tell(is_reset: bool) -> None:
+    """Their headers come before the first token: a stream that ends behind them ended nothing else."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served, config=HEADERS_ALONE)
+        stream.send(response_headers(status="200", content_type="text/event-stream"))
+        stream.receive()
+        stream.cancel() if is_reset else stream.rest()
+        wait_until(lambda: bench.metrics.requests_inside == 0, "the stream's end")
+        assert (len(bench.ledger), ends(bench, "failed"), bench.index.lost) == (1, 0, [])
+        stream = requested(served, "with trailers", config=HEADERS_ALONE)
+        trailers = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
+        stream.send(response_headers(status="200", content_type="text/event-stream"), trailers)
+        stream.rest()
+        wait_until(lambda: ends(bench, "done") == 1, "end")
+
+
+def test_without_its_headers_no_response_was_whole() -> None:
+    """A stream that ends before the response has failed, also where no body would have come."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        requested(served, config=HEADERS_ALONE).rest()
+        wait_until(lambda: ends(bench, "failed") == 1, "end")
 
 
 def test_a_stream_reset_after_the_last_answer_is_a_done_request() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from queue import SimpleQueue
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +25,7 @@ from tests.wire.raw_http_support import Client
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 _INLINE_BYTES = 1000
+_CONNECTIONS_MAX = 100
 _LARGE = 8 << 20
 
 
@@ -29,19 +34,22 @@ class Waits:
 
     Attributes:
         entered: One path for each request that waits.
+        active: By path, whether its client still waits.
         may_go: Lets all go.
     """
 
     def __init__(self) -> None:
         self.entered: SimpleQueue[str] = SimpleQueue()
+        self.active: dict[str, Callable[[], bool]] = {}
         self.may_go = threading.Event()
 
-    def serve(self, request: HttpRequest, closes: bool) -> bytes:
+    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
         """The path comes back as the body."""
         path = request.path
         if path.startswith("/wait"):
             if path.startswith("/wait-told"):
                 about_to_wait()
+            self.active[path] = is_active
             self.entered.put(path)
             assert self.may_go.wait(TIMEOUT_S)
         if path == "/fail":
@@ -55,7 +63,7 @@ class Waits:
 
 @contextmanager
 def served(
-    *, inline_bytes_max: int = _INLINE_BYTES, connections_max: int = 100, desks: int = 1
+    *, inline_bytes_max: int = _INLINE_BYTES, connections_max: int = _CONNECTIONS_MAX, desks: int = 1
 ) -> Iterator[tuple[HttpServer, Waits]]:
     """A server on a free port."""
     waits = Waits()
@@ -177,6 +185,70 @@ def test_several_requests_at_once_hold_up_nobody() -> None:
         assert ask(server) == b"/"
         waits.may_go.set()
         assert client.answer().body == b"/wait"
+
+
+@pytest.mark.parametrize("how", ["closes", "resets", "asks no more"])
+def test_a_client_that_goes_away_while_its_request_waits_is_seen(how: str) -> None:
+    """Who serves the request can ask for it; whoever stays, or asks its next question, has not gone."""
+    with served() as (server, waits), ExitStack() as opened:
+        stays, asks, goes = (opened.enter_context(Client(server.port)) for _ in range(3))
+        for client, name in ((stays, "stays"), (asks, "asks"), (goes, "goes")):
+            client.send(request(f"/wait-told/{name}"))
+            assert waits.entered.get(timeout=TIMEOUT_S) == f"/wait-told/{name}"
+        asks.send(request("/next"))
+        if how == "asks no more":
+            goes.socket.shutdown(socket.SHUT_WR)
+        else:
+            linger = struct.pack("ii", how == "resets", 0)
+            goes.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            goes.socket.close()
+        wait_until(lambda: not waits.active["/wait-told/goes"](), "its leaving")
+        assert ask(server) == b"/"
+        assert waits.active["/wait-told/stays"]()
+        assert waits.active["/wait-told/asks"]()
+        waits.may_go.set()
+        assert stays.answer().body == b"/wait-told/stays"
+        assert [asks.answer().body for _ in range(2)] == [b"/wait-told/asks", b"/next"]
+        if how == "asks no more":
+            assert goes.answer().body == b"/wait-told/goes"
+            assert goes.is_closed()
+
+
+def test_clients_that_come_and_go_get_their_own_answers_and_leave_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whenever a client goes away, before its answer or while it is made, the others do not notice."""
+
+    def come_and_go(server: HttpServer, seed: int) -> None:
+        random = Random(seed)
+        for number in range(150):
+            with Client(server.port) as client:
+                for part in range(3):
+                    path = f"/{random.choice(['plain', 'wait-told'])}/{seed}-{number}-{part}"
+                    client.send(request(path, b"x" * random.choice([0, _INLINE_BYTES + 1])))
+                    if random.random() < 0.3:
+                        break
+                    assert client.answer().body == path.encode()
+
+    with served(desks=2) as (server, waits), ThreadPoolExecutor(12) as pool:
+        waits.may_go.set()
+        assert len(list(pool.map(partial(come_and_go, server), range(12)))) == 12
+        # Each of them has its place again.
+        with ExitStack() as opened:
+            wait_until(lambda: _are_served(server, opened), "free places")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def _are_served(server: HttpServer, opened: ExitStack) -> bool:
+    """Whether as many clients as there may be are served at once."""
+    opened.close()
+    clients = [opened.enter_context(Client(server.port)) for _ in range(_CONNECTIONS_MAX)]
+    try:
+        for client in clients:
+            client.send(request("/"))
+        return {client.answer().body for client in clients} == {b"/"}
+    except (AssertionError, OSError):
+        return False
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60, deadline=None)

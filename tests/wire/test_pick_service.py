@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+from router.admission import AdmissionParameters
 from router.errors import RequestError
 from router.pick_service import route_request
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
@@ -100,6 +101,32 @@ def test_errors_are_grpc_codes(fields: dict[str, Any], code: grpc.StatusCode) ->
         pick(served, **fields)
     assert caught.value.code() is code
     assert caught.value.details()
+
+
+def test_an_unexpected_failure_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If routing itself fails, the call ends with INTERNAL and nothing of the router's insides."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a plugin tripped")
+
+    bench = Bench().with_pods(A)
+    monkeypatch.setattr(bench.index, "block_keys", fails)
+    with doors(bench) as served, pytest.raises(grpc.RpcError) as caught:
+        pick(served, model=TINY, prompt=TEXT)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "tripped" not in caught.value.details()
+    labels = {"model_name": "", "target_model_name": "", "fairness_id": "", "priority": "0"}
+    assert bench.sample("llm_d_epp_request_error_total", **labels, error_code="InternalServerError") == 1
+
+
+def test_a_shed_request_is_told_so() -> None:
+    """An objective below 0 is read from the headers, and RESOURCE_EXHAUSTED comes with its reason."""
+    bench = Bench(admission=AdmissionParameters(priorities={"batch": -1})).with_pods(A)
+    headers = {"x-llm-d-inference-objective": "batch"}
+    with doors(bench) as served, pytest.raises(grpc.RpcError) as caught:
+        pick(served, model=TINY, prompt=TEXT, headers=headers)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert ("x-llm-d-request-dropped-reason", "rejected-saturated") in caught.value.trailing_metadata()
 
 
 def test_outcomes_reach_the_ledger() -> None:

@@ -13,6 +13,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
+from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import add_ext_proc
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
@@ -31,6 +32,7 @@ from tests.wire.router_wire_support import (
     set_headers,
     streamed_bytes,
     transport,
+    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("each_transport")
@@ -60,12 +62,12 @@ class Served:
 
 
 @contextmanager
-def door(options: ReferenceOptions | None = None) -> Iterator[Served]:
+def door(options: ReferenceOptions | None = None, *, explains: bool = False) -> Iterator[Served]:
     """Serves two pods."""
     bench = Bench().with_pods(A, B)
     random = np.random.default_rng(1)
     parts = ReferenceParts(
-        picks=GatewayPick(bench.router, bench.metrics),
+        picks=GatewayPick(bench.router, bench.metrics, explains=explains),
         outcomes=bench.outcomes,
         metrics=bench.metrics,
         pods=bench.pods,
@@ -159,6 +161,34 @@ def test_held_bytes_come_before_the_trailers() -> None:
         assert got[3].response_body.response.body_mutation.streamed_response.body == b"x"
         assert got[4].WhichOneof("response") == "response_trailers"
         assert len(served.bench.ledger) == 0
+
+
+def test_a_response_whose_body_does_not_come_here_is_done_by_its_status() -> None:
+    """Where Envoy sends the headers alone, they end an answer in one piece, and its events end elsewhere."""
+    mode = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+    with door() as served:
+        for status in ("200", "200", "503"):
+            served.exchange(headers(config=mode), body(BODY), response_headers(status=status))
+        wait_until(lambda: len(served.bench.ledger) == 0, "the ends")
+        ended = [
+            served.bench.sample("kvroute_router_request_ends_total", source="response", outcome=outcome)
+            for outcome in ("done", "failed")
+        ]
+        assert ended == [2, 1]
+        events = response_headers(status="200", content_type="text/event-stream")
+        served.exchange(headers(config=mode), body(BODY), events)
+        wait_until(lambda: served.bench.metrics.requests_inside == 0, "the stream's end")
+        assert len(served.bench.ledger) == 1
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_a_response_carries_its_decision_if_asked_for(explains: bool) -> None:
+    """--explain-header holds for this door as for the others; a pod's own header of that name does not."""
+    with door(explains=explains) as served:
+        sent = (headers(), body(BODY), response_headers(status="200", end=True, x_kvroute_explain="mine"))
+        *_, answer = served.exchange(*sent)
+        told = set_headers(answer)[EXPLAIN_HEADER]
+        assert told.startswith("pod=10.0.0.") if explains else told == "mine"
 
 
 def test_events_are_renamed_one_by_one() -> None:

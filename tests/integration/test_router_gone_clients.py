@@ -1,0 +1,91 @@
+"""Clients that go away while flow control has them wait: at every door their places are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
+
+from router._pb import endpoint_picker_pb2, endpoint_picker_pb2_grpc
+from tests.integration.hermetic_support import Scene, pod, scene, waiting
+from tests.integration.router_server_support import get
+from tests.loopback import free_port
+from tests.wire.raw_http_support import Client
+from tests.wire.router_wire_support import TIMEOUT_S, Stream, body, headers, wait_until
+
+_CONFIG = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "featureGates": ["flowControl"]}
+# The pod tells that it has no room.
+_CASE: dict[str, Any] = {"config": _CONFIG, "pods": [pod(0, waiting=100)]}
+_BODY = b'{"model": "m", "prompt": "p"}'
+_PATH = "/v1/completions"
+
+# Asks for a pod and answers what ends the asking.
+Ask = Callable[[Scene, grpc.Channel], Callable[[], object]]
+
+
+def by_pick_endpoint(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
+    """A gateway of another kind."""
+    stub: Any = endpoint_picker_pb2_grpc.EndpointPickerStub(channel)
+    request = endpoint_picker_pb2.PickEndpointRequest(model="m", prompt="p")
+    cancel: Callable[[], object] = stub.PickEndpoint.future(request, timeout=TIMEOUT_S).cancel
+    return cancel
+
+
+def by_check(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
+    """Envoy's ext_authz over gRPC."""
+    stub: Any = external_auth_pb2_grpc.AuthorizationStub(channel)
+    message = external_auth_pb2.CheckRequest()
+    http = message.attributes.request.http
+    http.method, http.path, http.raw_body = "POST", _PATH, _BODY
+    cancel: Callable[[], object] = stub.Check.future(message, timeout=TIMEOUT_S).cancel
+    return cancel
+
+
+def by_check_http(played: Scene, _channel: grpc.Channel) -> Callable[[], object]:
+    """Envoy's ext_authz over plain HTTP."""
+    client = Client(played.router.ports["check"])
+    head = f"POST {_PATH} HTTP/1.1\r\ncontent-length: {len(_BODY)}\r\n\r\n"
+    client.send(head.encode() + _BODY)
+    return client.socket.close
+
+
+def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
+    """Envoy's ext_proc."""
+    stream = Stream(external_processor_pb2_grpc.ExternalProcessorStub(channel))
+    stream.send(headers(path=_PATH), body(_BODY))
+    return stream.cancel
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+@pytest.mark.parametrize(
+    ("ask", "compat"),
+    [
+        (by_pick_endpoint, "answers"),
+        (by_check, "answers"),
+        (by_check_http, "answers"),
+        (by_ext_proc, "off"),
+        (by_ext_proc, "answers"),
+    ],
+)
+def test_whoever_goes_away_while_it_waits_leaves_nothing_behind(
+    ask: Ask, compat: str, transport: str, tmp_path: Path
+) -> None:
+    """Its place in the queue is free at once, and no pod is ever charged with what nobody will send."""
+    flags = ("--compat", compat, "--grpc-transport", transport, "--check-port", str(free_port()))
+    cancelled = 'request_queue_duration_seconds_count{outcome="cancelled",priority="0"} 3.0'
+    with (
+        scene(_CASE, tmp_path, *flags) as played,
+        grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
+    ):
+        leave = [ask(played, channel) for _ in range(3)]
+        wait_until(lambda: waiting(played) == 3, "the queue")
+        for one in leave:
+            one()
+        wait_until(lambda: waiting(played) == 0, "the end of their waiting")
+        wait_until(lambda: cancelled in get(played.router, "/metrics")[1].decode(), "their reason")
+        assert played.router.requests_in_flight == 0

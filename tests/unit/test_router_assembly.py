@@ -1,0 +1,40 @@
+"""What a configuration makes of the parts that decide: one age of the loads for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.assembly import entrance, scheduler
+from router.config import RouterConfig
+from tests.unit.pricing_support import load
+from tests.unit.router_support import Bench, completion, ready_pod
+
+A = ready_pod("10.0.0.1:8000")
+RARELY = RouterConfig(refresh_interval_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "age_max_s"),
+    [
+        (RouterConfig(), 5.0),
+        (RARELY, 30.0),
+        (replace(RARELY, load_age_max_s=12.0), 12.0),
+        (RouterConfig(load_age_max_s=2.0), 2.0),
+    ],
+)
+def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig, age_max_s: float) -> None:
+    """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
+    bench = Bench().with_pods(replace(A, load=load(running=3)))
+    admission, _ = entrance(config, {}, bench.pods, CollectorRegistry())
+    bench.router._scheduler = scheduler(config, bench.pods, bench.ledger, None)
+    rows = bench.pods.board.rows([A.address])
+    ages_s = (age_max_s - 0.1, age_max_s + 0.1)
+    assert [admission.saturation(rows, age_s) for age_s in ages_s] == [0.0, 1.0]
+    decoding = []
+    for age_s in ages_s:
+        decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
+        bench.outcomes.ended("r", "report", age_s)
+    assert decoding == [3, 0]
