@@ -22,7 +22,7 @@ from random import Random
 
 import zmq
 
-from model_server.events import MEDIUM_GPU, BlockStored
+from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
 from model_server.replay import ReplayServer, StepRing
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.openai_prompts import begin_chat
@@ -33,6 +33,9 @@ _STEP_S = 0.02
 # Steps are not in step: a quarter of the pods ends one at a time.
 _PHASES = 4
 _BATCHES_KEPT = 10_000
+# As long on the wire as those of a real model.
+_VOCABULARY = 150_000
+_HASH_FACTOR, _HASH_MASK = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
 
 
 class _Pod:
@@ -48,7 +51,7 @@ class _Pod:
         replay.bind(endpoint := f"tcp://127.0.0.1:{replay_port}")
         self.replay = ReplayServer(replay, endpoint, b"", self._ring)
         self._stored = 0
-        self._parent: int | None = None
+        self._parent: BlockHash | None = None
 
     def holds(self, token_ids: list[int]) -> None:
         """A whole prompt's full blocks."""
@@ -60,13 +63,14 @@ class _Pod:
         stored = []
         for token_ids in runs:
             stored.append(self._store(self._parent, token_ids, _RUN_BLOCKS))
-            self._parent = self._stored
+            self._parent = stored[-1].block_hashes[-1]
         self._publish(stored)
 
-    def _store(self, parent: int | None, token_ids: list[int], blocks: int) -> BlockStored:
-        hashes = range(self._stored + 1, self._stored + blocks + 1)
+    def _store(self, parent: BlockHash | None, token_ids: list[int], blocks: int) -> BlockStored:
+        numbers = range(self._stored + 1, self._stored + blocks + 1)
         self._stored += blocks
-        return BlockStored(list(hashes), parent, token_ids, BLOCK_TOKENS, None, MEDIUM_GPU, None)
+        hashes = [number * _HASH_FACTOR & _HASH_MASK for number in numbers]
+        return BlockStored(hashes, parent, token_ids, BLOCK_TOKENS, None, MEDIUM_GPU, None)
 
     def _publish(self, events: Sequence[BlockStored]) -> None:
         step = self._ring.append(time.time(), events, 0)
@@ -90,7 +94,7 @@ def _store_at_will(pods: Sequence[_Pod]) -> None:
     rate = [0.0]
     threading.Thread(target=_read_rates, args=(rate,), daemon=True).start()
     random = Random(0)
-    runs = [[random.randrange(256) for _ in range(BLOCK_TOKENS * _RUN_BLOCKS)] for _ in range(64)]
+    runs = [[random.randrange(_VOCABULARY) for _ in range(BLOCK_TOKENS * _RUN_BLOCKS)] for _ in range(64)]
     replays = _Replays(pods)
     phases = [pods[at::_PHASES] for at in range(min(_PHASES, len(pods)))]
     due_blocks, then_s = 0.0, time.monotonic()

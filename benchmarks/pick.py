@@ -9,9 +9,6 @@ gRPC, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone,
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -21,11 +18,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks import schedule
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
 from benchmarks.next_turns import ANSWER_CHARS, QUESTION_CHARS
 from benchmarks.pick_inside import measure as measure_inside
-from benchmarks.report import Report as PlainReport
+from benchmarks.report import Report, options_of, options_parser
 from benchmarks.rivals import measure_rivals
 from router.local.envoy_config import Door
 
@@ -37,33 +35,15 @@ _IDLE_PODS = 100
 _DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
-class Report:
-    """Prints figures as they come, as JSON lines or as a table."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def figure(self, name: str, unit: str, values: Sequence[float], setting: dict[str, object]) -> None:
-        """The median of some rounds."""
-        value = round(statistics.median(values), 4)
-        if self._as_json:
-            line = {"name": name, "unit": unit, "value": value, "n": len(values)}
-            print(json.dumps({**line, "setting": {"cores": os.cpu_count(), **setting}}), flush=True)
-        else:
-            print(f"{name:<36} {value:>12.3f} {unit:<5} n={len(values)}  {setting}", flush=True)
-
-
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--quick", action="store_true", help="one short round: does it run, not how fast")
-    parser.add_argument("--rivals", action="store_true", help="other routers on the same load, too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    options = parser.parse_args()
-    effort = Effort(1, 0.5) if options.quick else Effort(options.rounds, options.seconds)
-    report = Report(as_json=options.json)
+    parser = options_parser(__doc__, rivals=True, rounds=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each stretch (default: %(default)s)")
+    read = parser.parse_args()
+    options = options_of(read)
+    report = options.report
+    report.machine()
+    effort = Effort(options.rounds, 0.5 if options.quick else read.seconds)
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
         bodies = write_bodies(directory)
@@ -72,8 +52,8 @@ def main() -> int:
         _full(bodies, directory, effort, report)
         _floors(bodies, directory, effort, report)
         _idle(bodies, directory, effort, report)
-        inside = PlainReport(as_json=options.json)
-        measure_inside(bodies, inside, rounds=effort.rounds, bursts=2 if options.quick else 30)
+        measure_inside(bodies, report, rounds=options.rounds, bursts=options.of_size(30, 2))
+        schedule.measure(options)
         if options.rivals:
             measure_rivals(bodies["small"], directory, effort, report)
     return 0
@@ -86,7 +66,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         for size in SIZES:
             rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
             shown = _shown(setting, rounds, prompt=size)
-            report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], shown)
+            report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], **shown)
             if size == "small":
                 again = [
                     stack.load(bodies[size], _CLIENTS, effort.seconds, repeated=True)
@@ -94,9 +74,9 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
                 ]
                 repeated = _shown(setting, again, prompt=size, new_chars=0)
                 cpu = [one.cpu_ms["router"] for one in again]
-                report.figure(f"{name}_small_repeated_cpu_ms", "ms", cpu, repeated)
-                report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], shown)
-                report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
+                report.figure(f"{name}_small_repeated_cpu_ms", "ms", cpu, **repeated)
+                report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], **shown)
+                report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], **shown)
         _under_events(name, stack, bodies["small"], setting, effort, report)
     if name == "check":
         # Nobody reports how these picks go on, so the ledger forgets them soon.
@@ -104,7 +84,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             rounds = _rounds(effort, partial(stack.pick_load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]
-            report.figure("pick_unary_cpu_ms", "ms", cpu, _shown(setting, rounds, door="PickEndpoint"))
+            report.figure("pick_unary_cpu_ms", "ms", cpu, **_shown(setting, rounds, door="PickEndpoint"))
 
 
 def _under_events(
@@ -119,8 +99,8 @@ def _under_events(
     shown = _shown(
         setting, rounds, blocks_per_s=EVENT_BLOCKS_PER_S, admitted_blocks_per_s=round(admitted_per_s)
     )
-    report.figure(f"{name}_p99_under_events_ms", "ms", [one.seen["p99_ms"] for one in rounds], shown)
-    report.figure(f"{name}_per_s_under_events", "1/s", [one.seen["per_s"] for one in rounds], shown)
+    report.figure(f"{name}_p99_under_events_ms", "ms", [one.seen["p99_ms"] for one in rounds], **shown)
+    report.figure(f"{name}_per_s_under_events", "1/s", [one.seen["per_s"] for one in rounds], **shown)
 
 
 def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
@@ -129,7 +109,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     with gateway_stack(setting, bodies["all"], directory) as stack:
         rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
         cpu = [one.cpu_ms["router"] for one in rounds]
-        report.figure("extproc_full_small_cpu_ms", "ms", cpu, _shown(setting, rounds))
+        report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
         _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
     setting = replace(setting, bare="native")
     with gateway_stack(setting, bodies["all"], directory) as stack:
@@ -173,7 +153,7 @@ def _chunks(
         reads=round(streams[0].seen["reads"], 1),
         by_reads_us=round(statistics.median(by_reads_us), 1),
     )
-    report.figure(name, "us", chunk_us, shown)
+    report.figure(name, "us", chunk_us, **shown)
 
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
@@ -184,7 +164,7 @@ def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Re
                 rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]
             floor = "floor" if transport == "native" else "grpcio_floor"
-            report.figure(f"{name}_{floor}_cpu_ms", "ms", cpu, _shown(setting, rounds))
+            report.figure(f"{name}_{floor}_cpu_ms", "ms", cpu, **_shown(setting, rounds))
 
 
 def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
@@ -196,7 +176,7 @@ def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
             before_s, cpu_s = time.monotonic(), stack.cpu_s("router")
             time.sleep(effort.seconds)
             values.append(1000 * (stack.cpu_s("router") - cpu_s) / (time.monotonic() - before_s))
-        report.figure("idle_100_pods_mcpu", "mCPU", values, {"pods": setting.pods})
+        report.figure("idle_100_pods_mcpu", "mCPU", values, pods=setting.pods)
 
 
 def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:

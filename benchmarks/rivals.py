@@ -73,11 +73,11 @@ def _report(
 ) -> None:
     errors = int(sum(one["errors"] for one in seen))
     setting = {"pods": _PODS, "clients": _CLIENTS, "errors": errors}
-    report.figure(f"path_{name}_per_s", "1/s", [one["per_s"] for one in seen], setting)
-    report.figure(f"path_{name}_cpu_ms", "ms", cpu_ms, setting)
-    report.figure(f"path_{name}_p99_ms", "ms", [one["p99_ms"] for one in seen], setting)
+    report.figure(f"path_{name}_per_s", "1/s", [one["per_s"] for one in seen], **setting)
+    report.figure(f"path_{name}_cpu_ms", "ms", cpu_ms, **setting)
+    report.figure(f"path_{name}_p99_ms", "ms", [one["p99_ms"] for one in seen], **setting)
     added = [one["p50_ms"] - base_p50_ms for one in alone]
-    report.figure(f"path_{name}_added_p50_ms", "ms", added, {"pods": _PODS, "clients": 1})
+    report.figure(f"path_{name}_added_p50_ms", "ms", added, pods=_PODS, clients=1)
 
 
 def _direct(bodies: Path, effort: Effort) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.report import cpu_s, read_options
+from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
 from indexer.index import MatchTable
 from indexer.pod_entry import PodEntry
@@ -80,6 +80,12 @@ def main() -> int:
     """Measures and prints."""
     options = read_options(__doc__, rounds=9)
     options.report.machine()
+    measure(options)
+    return 0
+
+
+def measure(options: Options) -> None:
+    """Prints the figures of every number of pods."""
     cycles = options.of_size(_CYCLES, 20)
     for pods in _PODS:
         for orders_prefills in (False, True):
@@ -94,7 +100,6 @@ def main() -> int:
                 decoding_per_pod=2,
                 orders_prefills=orders_prefills,
             )
-    return 0
 
 
 def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:

@@ -12,6 +12,7 @@ import pytest
 from router.bench import main
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
+SCHEDULE = {f"schedule_{pods}_pods{order}_us" for pods in (5, 25, 100, 400) for order in ("", "_ordered")}
 FIGURES = {
     "keys": {"keys_16384_tokens_block16_us"},
     "index": {
@@ -39,8 +40,14 @@ FIGURES = {
         ),
     },
     "tokens": {"next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"},
-    "schedule": {
-        f"schedule_{pods}_pods{order}_us" for pods in (5, 25, 100, 400) for order in ("", "_ordered")
+    "schedule": SCHEDULE,
+    "pick": {
+        *(f"{door}_{size}_cpu_ms" for door in ("check", "extproc") for size in ("small", "40kb", "400kb")),
+        *(f"{door}_{what}" for door in ("check", "extproc") for what in ("per_s", "p99_under_events_ms")),
+        *("check_small_repeated_cpu_ms", "check_p99_ms", "check_per_s_under_events", "check_floor_cpu_ms"),
+        *("extproc_full_small_cpu_ms", "pick_unary_cpu_ms", "chunk_full_cpu_us", "idle_100_pods_mcpu"),
+        "route_small_us",
+        *SCHEDULE,
     },
     "queues": {
         f"ttft_{size}_{load}_{policy}_ms"
