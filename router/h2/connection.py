@@ -247,8 +247,10 @@ class H2Connection:
         # Before anything that wider windows let go: clients count by the new ones from here on.
         self._answer_control(frames.frame(FrameType.SETTINGS, frames.ACK, 0))
         # Each name once: that all streams follow a change of their windows must not be had for a few bytes.
-        for name, value in dict(frames.read_settings(payload)).items():
-            self._setting(name, value)
+        values = dict(frames.read_settings(payload))
+        # Last what lets data go that waits: it is sent by the others' new values.
+        for name in sorted(values, key=lambda name: name == Setting.INITIAL_WINDOW_SIZE):
+            self._setting(name, values[name])
 
     def _setting(self, name: int, value: int) -> None:
         if name == Setting.ENABLE_PUSH and value > 1:

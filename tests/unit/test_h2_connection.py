@@ -184,6 +184,20 @@ def test_frames_are_no_larger_than_the_client_takes(frame_bytes: int) -> None:
     assert (max(sizes), sum(sizes)) == (frame_bytes, 3 << 20)
 
 
+def test_what_new_settings_let_go_is_cut_by_them() -> None:
+    """Settings that widen the windows and lower MAX_FRAME_SIZE at once, in this order, bring small frames."""
+    pair = Pair(INITIAL_WINDOW_SIZE=0, MAX_FRAME_SIZE=1 << 15)
+    stream = pair.open()
+    pair.server.send_headers(stream, HEADERS)
+    pair.server.send_data(stream, bytes(20_000))
+    pair.pump()
+    changed = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 16, SettingCodes.MAX_FRAME_SIZE: 1 << 14}
+    pair.client.update_settings(changed)
+    pair.pump()
+    sizes = [len(event.data) for event in pair.events if isinstance(event, h2.events.DataReceived)]
+    assert sizes == [1 << 14, 20_000 - (1 << 14)]
+
+
 def test_a_stream_gets_room_as_its_bytes_are_taken() -> None:
     """A stream's window is given back by what the call has taken, and not before."""
     pair = Pair(window_bytes=10_000)
