@@ -148,7 +148,8 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
     plan = replace(plan, children=[pods, router, envoy])
-    check_ports([*plan.ports, base + _ADMIN_PORT])
+    sockets = [first + at for first in (base + 201, base + 301) for at in range(setting.pods)]
+    check_ports([*plan.ports, base + _ADMIN_PORT, *sockets])
     for name, text in plan.files.items():
         (directory / name).write_text(text)
     (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT))
