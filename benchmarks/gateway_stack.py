@@ -135,26 +135,26 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     gateway = base + _GATEWAY_PORT
     options = StackOptions(setting.pods, gateway, base, door=setting.door, responses=setting.responses)
     plan = plan_stack(options, directory)
+    check_ports([*plan.ports, base + _ADMIN_PORT])
     router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))
+    http, *told = first_pod_ports(plan)
     pods = ChildPlan(
         "pods",
-        [sys.executable, "-m", "benchmarks.fake_pod", str(base + 101), str(setting.pods)],
-        range(base + 101, base + 101 + setting.pods),
+        [sys.executable, "-m", "benchmarks.fake_pod", str(http), str(setting.pods)],
+        range(http, http + setting.pods),
     )
     if setting.bare:
         argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), str(base + 4)]
-        argv += [f"{HOST}:{base + 101}", setting.bare, setting.responses]
+        argv += [f"{HOST}:{http}", setting.bare, setting.responses]
         router = replace(router, argv=argv, ports=(base, base + 4), ready_url=None)
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
     plan = replace(plan, children=[pods, router, envoy])
-    sockets = [first + at for first in (base + 201, base + 301) for at in range(setting.pods)]
-    check_ports([*plan.ports, base + _ADMIN_PORT, *sockets])
     for name, text in plan.files.items():
         (directory / name).write_text(text)
     (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT))
     supervisor = Supervisor(directory, lambda _line: None)
-    events = _events(setting, bodies) if setting.with_events and not setting.bare else None
+    events = _events(told, setting.pods, bodies) if setting.with_events and not setting.bare else None
     try:
         supervisor.start(plan.children)
         if events is not None:
@@ -203,7 +203,11 @@ def process_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _events(setting: StackSetting, bodies: Path) -> subprocess.Popen[bytes]:
-    base = setting.base_port
-    argv = [sys.executable, "-m", "benchmarks.fake_events", str(base + 201), str(base + 301)]
-    return subprocess.Popen([*argv, str(setting.pods), str(bodies)], stdin=subprocess.PIPE)
+def first_pod_ports(plan: StackPlan) -> Sequence[int]:
+    """Where the plan's first pod listens for HTTP, publishes, and replays; the others' follow one by one."""
+    return next(child.ports for child in plan.children if child.name.startswith("model-server"))
+
+
+def _events(ports: Sequence[int], number: int, bodies: Path) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "benchmarks.fake_events", *map(str, ports), str(number), str(bodies)]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE)

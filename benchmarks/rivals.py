@@ -49,6 +49,8 @@ def measure_rivals(bodies: Path, directory: Path, effort: Effort, report: Any) -
     direct = _direct(bodies, effort)
     base_p50_ms = sorted(one["p50_ms"] for one in direct)[len(direct) // 2]
     with gateway_stack(StackSetting(), bodies, directory) as stack:
+        # What goes on was there before, here and at the rivals.
+        stack.load(bodies, _CLIENTS, effort.seconds, repeated=True)
         rounds = [stack.load(bodies, _CLIENTS, effort.seconds) for _ in range(effort.rounds + 1)][1:]
         alone = [stack.load(bodies, 1, effort.seconds).seen for _ in range(effort.rounds)]
     cpu_ms = [one.cpu_ms["router"] + one.cpu_ms["envoy"] for one in rounds]
@@ -97,6 +99,7 @@ def _measure(
     with _pods(), _running(argv) as process:
         _await_port(_PORT, process)
         time.sleep(5.0)  # until it has asked all workers
+        run_load("benchmarks.load", url, bodies, _CLIENTS, effort.seconds, repeated=True)
         seen, cpu_ms = [], []
         for _ in range(effort.rounds + 1):
             cpu_s = process_cpu_s(process.pid)

@@ -24,7 +24,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.conversations import write_bodies
-from benchmarks.gateway_stack import process_cpu_s
+from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
 from benchmarks.report import read_options
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.supervisor import check_ports
@@ -32,8 +32,6 @@ from router.local.supervisor import check_ports
 _PODS = 16
 _ROUNDS = 5
 _BASE_PORT = 23_000
-# Relative to the base port, where the pods' file looks for the first pod.
-_POD_HTTP, _POD_EVENTS, _POD_REPLAY = 101, 201, 301
 _POLL_S = 0.01
 _TIMEOUT_S = 120.0
 _LIBRARIES = (
@@ -122,7 +120,7 @@ def _await_ready(router: ChildPlan, process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def _fake_pods(plan: StackPlan, number: int, bodies: Path) -> Iterator[None]:
     """Pods that compute nothing, of which every second one holds the bodies' prompts."""
-    http, events, replay = (_BASE_PORT + kind for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY))
+    http, events, replay = first_pod_ports(plan)
     check_ports(plan.ports)
     commands = (
         ["benchmarks.fake_pod", str(http), str(number)],
