@@ -1,7 +1,8 @@
 """A model's tokens from a server that renders: vLLM's `/v1/.../render` endpoints, asked over HTTP.
 
-The pod's own word, so it is right for every model, images included, at the price of a request. Keeps the last
-answers, since a client's next try is the same request.
+The pod's own word, so it is right for every model, at the price of a request; what stands behind an image or
+a sound is left out, because which one it was is not read. Keeps the last answers, since a client's next try
+is the same request.
 """
 
 from __future__ import annotations
