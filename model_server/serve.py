@@ -226,7 +226,8 @@ def load_tokenizer(model: str) -> PromptTokenizer:
         StartError: It cannot be loaded.
     """
     try:
-        return PromptTokenizer.from_directory(TINY_DIRECTORY if model == TINY_MODEL else Path(model))
+        directory = TINY_DIRECTORY if model == TINY_MODEL else Path(model)
+        return PromptTokenizer.from_directory(directory, mistral_common=False)
     except TokenizationError as error:
         raise StartError(str(error)) from error
 

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from indexer.extras import extras_of_prompt
 from router.errors import RequestError
+from router.prompt_media import MediaFeatures, PromptMedia, known_part
 from router.request import RequestKind, RouteRequest
 from tokenization import (
     MediaPromptError,
@@ -39,6 +41,10 @@ LONGER_THAN_CONTEXT = "longer_than_context"
 MEDIA = "media"
 """Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
 
+# Fields of bodies with token ids: vLLM's /inference/v1/generate, and SGLang's /generate.
+_FEATURES = "features"
+_PLACED_BY_ENGINE = ("content_parts", "image_data", "audio_data", "video_data")
+_WITH_MEDIA = frozenset((_FEATURES, *_PLACED_BY_ENGINE))
 _AS_CHAT = (RequestKind.MESSAGES, RequestKind.RESPONSES)
 _BYTES_PER_TOKEN = 4
 # What media and the text behind count for where their true number is not known: about one image.
@@ -53,12 +59,23 @@ class PromptTokens(msgspec.Struct, frozen=True):
         total: Number of prompt tokens, estimated from the body's size when unknown.
         degraded: Why the ids are not known; None when they are.
         partial: Why `prompts` are only the beginning of the true ones; None when they are whole.
+        media: What placeholders within `prompts` stand for, prompt by prompt; empty where none holds any.
     """
 
     prompts: tuple[TokenIds, ...]
     total: int
     degraded: str | None = None
     partial: str | None = None
+    media: tuple[PromptMedia, ...] = ()
+
+    def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
+        """What the blocks of each prompt depend on besides tokens, see `extras_of_prompt`."""
+        if not self.media:
+            return ((),) * len(self.prompts)
+        return [
+            extras_of_prompt(items, block_tokens, len(ids))
+            for ids, items in zip(self.prompts, self.media, strict=True)
+        ]
 
 
 def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteRequest:
@@ -66,7 +83,7 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
 
     Args:
         template: The model's; None where only another process knows it, which is then taken for one that
-            can do without thinking.
+            can do without thinking, and gets a Responses request as it is: no chat has all of its tokens.
 
     Raises:
         PromptError: It is not what its API allows, or has no form as a chat here.
@@ -74,7 +91,7 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
     if request.kind is RequestKind.MESSAGES:
         known = () if template is None else (template.effort_without_thinking,)
         body = messages_as_chat(request.body, *known)
-    elif request.kind is RequestKind.RESPONSES:
+    elif request.kind is RequestKind.RESPONSES and template is not None:
         body = responses_as_chat(request.body)
     else:
         return request
@@ -132,14 +149,24 @@ def given(request: RouteRequest) -> PromptTokens | None:
     if any(set(map(type, ids)) - {int} for ids in lists):
         return None
     try:
-        return known(tuple(np.frombuffer(array("I", ids), np.uint32) for ids in lists))
+        prompts = tuple(np.frombuffer(array("I", ids), np.uint32) for ids in lists)
     except (OverflowError, ValueError):
         return None
+    if request.body.keys() & _WITH_MEDIA:
+        return _with_media(request, prompts)
+    return known(prompts)
 
 
 def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
     """Prompts that are known to the end."""
     return PromptTokens(prompts, sum(map(len, prompts)))
+
+
+def known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
+    """Prompts of `total` tokens, each known as far as its ids go, with the media items within these."""
+    prompts, media = tuple(ids for ids, _ in parts), tuple(items for _, items in parts)
+    partial = MEDIA if sum(map(len, prompts)) < total else None
+    return PromptTokens(prompts, total, partial=partial, media=media if any(media) else ())
 
 
 def unknown(request: RouteRequest, reason: str) -> PromptTokens:
@@ -162,3 +189,15 @@ def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
         # The engine, which knows that API, will say so better than we.
         return unknown(request, "unsupported_prompt")
     raise RequestError(400, str(error), error.param) from error
+
+
+def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptTokens:
+    """Ids that come with media items, of which only vLLM's `features` tell what stands where."""
+    if any(request.body.get(name) for name in _PLACED_BY_ENGINE):
+        return unknown(request, "unsupported_prompt")
+    try:
+        features = msgspec.convert(request.body.get(_FEATURES), MediaFeatures | None)
+        return known_parts([known_part(ids, features) for ids in prompts], sum(map(len, prompts)))
+    except ValueError:
+        # The engine will refuse it, and say so better.
+        return unknown(request, "unsupported_prompt")

@@ -41,9 +41,15 @@ class Index(Protocol):
         """Tokens of one block."""
 
     def block_keys(
-        self, model: str, token_ids: Tokens, *, lora_name: str | None, cache_salt: str | None
+        self,
+        model: str,
+        token_ids: Tokens,
+        *,
+        lora_name: str | None,
+        cache_salt: str | None,
+        extras: Sequence[bytes] = (),
     ) -> Keys:
-        """Keys of the full blocks of a prompt."""
+        """Keys of the full blocks of a prompt; `extras` as `extras_of_prompt` gives them."""
 
     def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None) -> PodMatches:
         """How much of `keys` each pod holds."""
@@ -169,8 +175,14 @@ class Router:
             return [], LONGER_THAN_CONTEXT
         base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
         try:
+            if not tokens.media:
+                return [
+                    self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt)
+                    for ids in tokens.prompts
+                ], None
             return [
-                self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt) for ids in tokens.prompts
+                self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
+                for ids, extras in zip(tokens.prompts, tokens.extras(self._index.block_tokens), strict=True)
             ], None
         except TokenError:
             return [], "token_error"

@@ -1,8 +1,7 @@
 """A model's tokens from a server that renders: vLLM's `/v1/.../render` endpoints, asked over HTTP.
 
-The pod's own word, so it is right for every model, at the price of a request; what stands behind an image or
-a sound is left out, because which one it was is not read. Keeps the last answers, since a client's next try
-is the same request.
+The pod's own word, so it is right for every model, images included, at the price of a request. Keeps the last
+answers, since a client's next try is the same request.
 """
 
 from __future__ import annotations
@@ -11,23 +10,22 @@ import hashlib
 import itertools
 import threading
 import time
-from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-import numpy as np
 import urllib3
 from cachetools import LRUCache
 
 from router.errors import TokenizerUnavailableError
 from router.pods import Pod
-from router.prompt_tokens import MEDIA, PromptTokens, known, unknown
+from router.prompt_tokens import PromptTokens, unknown
+from router.rendered_prompts import read_rendered
 from router.request import RequestKind, RouteRequest
 
 _PATHS = {
     RequestKind.CHAT: "/v1/chat/completions/render",
     RequestKind.COMPLETIONS: "/v1/completions/render",
+    RequestKind.RESPONSES: "/v1/responses/render",
 }
 # The pick has its own, shorter deadline; an answer that comes after it is kept for the next try.
 _CONNECT_S = 1.0
@@ -35,25 +33,9 @@ _READ_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _CHUNK_BYTES = 64 << 10
 _KEPT_BYTES = 32 << 20
+_ITEM_BYTES = 200
 _CONNECTIONS = 8
 _POOLS = 256
-
-
-class _Places(msgspec.Struct):
-    """Where a media item's tokens stand."""
-
-    offset: int
-
-
-class _Features(msgspec.Struct):
-    mm_placeholders: dict[str, list[_Places]] | None = None
-
-
-class _Rendered(msgspec.Struct):
-    """What is read of a rendered prompt."""
-
-    token_ids: list[int]
-    features: _Features | None = None
 
 
 class RenderTokenizer:
@@ -118,7 +100,10 @@ class RenderTokenizer:
             raise TokenizerUnavailableError(f"{url}: 403; vLLM renders if started with --enable-scale-out")
         if answer.status != 200:
             raise TokenizerUnavailableError(f"{url}: answered {answer.status}")
-        return _read(url, request.kind, data)
+        try:
+            return read_rendered(request.kind, data)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise TokenizerUnavailableError(f"{url}: not a rendered prompt: {error}") from error
 
     def _server(self, pods: Sequence[Pod]) -> str:
         if self._url is not None:
@@ -148,27 +133,6 @@ def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
     return bytes(data)
 
 
-def _read(url: str, kind: RequestKind, data: bytes) -> PromptTokens:
-    form: Any = _Rendered if kind is RequestKind.CHAT else list[_Rendered]
-    try:
-        answer = msgspec.json.decode(data, type=form)
-        rendered = [answer] if kind is RequestKind.CHAT else answer
-        prompts = tuple(np.frombuffer(array("I", prompt.token_ids), np.uint32) for prompt in rendered)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise TokenizerUnavailableError(f"{url}: not a rendered prompt: {error}") from error
-    starts = [_media_start(prompt) for prompt in rendered]
-    if all(start is None for start in starts):
-        return known(prompts)
-    # Blocks with media are told apart by their content too, which is not known here.
-    heads = tuple(ids[:start] for ids, start in zip(prompts, starts, strict=True))
-    return PromptTokens(heads, sum(map(len, prompts)), partial=MEDIA)
-
-
-def _media_start(prompt: _Rendered) -> int | None:
-    places = prompt.features.mm_placeholders if prompt.features is not None else None
-    offsets = [max(0, place.offset) for items in (places or {}).values() for place in items]
-    return min(offsets, default=None)
-
-
 def _size_bytes(tokens: PromptTokens) -> int:
-    return 500 + sum(ids.nbytes for ids in tokens.prompts)
+    items = sum(_ITEM_BYTES + 4 * len(item.identifier) for media in tokens.media for item in media)
+    return 500 + sum(ids.nbytes for ids in tokens.prompts) + items

@@ -31,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 SERVICE = "kvroute.v1.Tokenizer"
 
-_KINDS = {tokenizer_pb2.API_CHAT: RequestKind.CHAT, tokenizer_pb2.API_COMPLETIONS: RequestKind.COMPLETIONS}
+_KINDS = {
+    tokenizer_pb2.API_CHAT: RequestKind.CHAT,
+    tokenizer_pb2.API_COMPLETIONS: RequestKind.COMPLETIONS,
+    tokenizer_pb2.API_RESPONSES: RequestKind.RESPONSES,
+}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BODY_BYTES_MAX = 64 << 20
 # The caller has its own deadline; this one only ends what nobody can be waiting for any more.
@@ -48,7 +52,7 @@ class TokenizerServer:
         threads: Calls at once; four times as many may wait, beyond that they are refused.
 
     Raises:
-        ConfigError: A tokenizer cannot be loaded.
+        ConfigError: A tokenizer cannot be loaded, or is in another process itself.
         ListenError: The path is in use, or cannot be listened on.
     """
 
@@ -56,6 +60,9 @@ class TokenizerServer:
         _check_free(path)
         self._models = frozenset(sources)
         self._registry = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=_DEADLINE_S))
+        if self._registry.asks_others:
+            self._registry.close()
+            raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
         self._server = grpc.server(
             ThreadPoolExecutor(threads, "tokenize"),
             options=[
@@ -93,7 +100,7 @@ class TokenizerServer:
         if message.model not in self._models:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for the model {message.model!r} here")
         if message.api not in _KINDS:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be chat or completions")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be chat, completions or responses")
         try:
             body = msgspec.json.decode(message.body, type=dict)
         except (ValueError, RecursionError) as error:

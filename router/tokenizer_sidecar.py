@@ -19,7 +19,11 @@ from router.pods import Pod
 from router.prompt_tokens import PromptTokens, unknown
 from router.request import RequestKind, RouteRequest
 
-_APIS = {RequestKind.CHAT: tokenizer_pb2.API_CHAT, RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS}
+_APIS = {
+    RequestKind.CHAT: tokenizer_pb2.API_CHAT,
+    RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
+    RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
+}
 # 4 bytes each of 16 million tokens.
 _ANSWER_BYTES_MAX = 64 << 20
 

@@ -81,7 +81,9 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
             if text := _text(block, where):
                 parts.append({"type": "text", "text": text})
         elif kind == _IMAGE:
-            parts.append(_image())
+            # vLLM passes over one that is nowhere, but not within a result.
+            if source := block.get("source"):
+                parts.append(_image(source, where))
         elif kind == "thinking":
             if block.get("thinking") is not None:
                 thoughts.append(_text(block, where, "thinking"))
@@ -107,14 +109,16 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
 
 def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
     content = block.get("content")
-    images = 0
+    images: list[dict[str, Any]] = []
     if isinstance(content, list):
         texts = []
         for item in _objects(content, f"{where}.content"):
             if item.get("type") == "text":
                 texts.append(_text(item, where))
             elif item.get("type") == _IMAGE:
-                images += 1
+                image = _image(item.get("source", {}), where)
+                if image["image_url"]["url"]:
+                    images.append(image)
             else:
                 raise UnsupportedPromptError(f"{where}: results of this type are not supported here", where)
         content = "\n".join(texts)
@@ -122,7 +126,7 @@ def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
         raise PromptError(f"{where}: a result's content must be a string or a list of blocks", where)
     yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
     if images:
-        yield {"role": "user", "content": [_image() for _ in range(images)]}
+        yield {"role": "user", "content": images}
 
 
 def _call(block: Body, where: str) -> dict[str, Any]:
@@ -143,9 +147,16 @@ def _tool(tool: Body) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _image() -> dict[str, Any]:
-    """Its content is of no use: a prompt is known up to its first image."""
-    return {"type": "image_url", "image_url": {"url": ""}}
+def _image(source: object, where: str) -> dict[str, Any]:
+    if not isinstance(source, dict):
+        raise PromptError(f"{where}: an image's source must be an object", where)
+    if source.get("type") == "url":
+        url = source.get("url", "")
+    else:
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    if not isinstance(url, str):
+        raise PromptError(f"{where}: an image's url must be a string", where)
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(block: Body, where: str, name: str = "text") -> str:

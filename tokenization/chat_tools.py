@@ -20,6 +20,10 @@ _OWN_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _OPTIONAL_FIELDS = ("strict", "defer_loading")
 
 
+class CallsInOrder(list[Any]):
+    """Calls whose fields stand as vLLM shows them, where that is not the order of a chat's calls."""
+
+
 def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
     """Checks tool definitions: what is not given is there as null, what vLLM does not know is gone.
 
@@ -54,7 +58,9 @@ def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict):
             raise PromptError(f"{where}[{at}].function must be an object", where)
         arguments = _arguments(function.get("arguments"), where)
-        called = _ordered({**function, "arguments": arguments}, _CALLED_FIELDS)
+        called = {**function, "arguments": arguments}
+        if not isinstance(calls, CallsInOrder):
+            called = _ordered(called, _CALLED_FIELDS)
         known.append(_ordered({**call, "function": called}, _CALL_FIELDS))
     return known
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenization.errors import TokenizerLoadError
 
-# No weights: what PromptTokenizer.from_directory reads.
+# No weights: what PromptTokenizer.from_directory reads or looks for.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -18,6 +18,8 @@ _FILES = (
     "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "config.json",
+    "tekken.json",
+    "tokenizer.model.v*",
 )
 
 

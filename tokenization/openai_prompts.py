@@ -92,8 +92,10 @@ def begin_completions(
     Raises:
         PromptError: A field has the wrong type, or an id is outside the vocabulary.
         PromptTooLongError: A text is longer than `limits.chars_max`.
-        UnsupportedPromptError: The prompt is to be cut to a context that is not known.
+        UnsupportedPromptError: The prompt is to be cut to a context that is not known, or has a suffix.
     """
+    if body.get("suffix"):
+        raise UnsupportedPromptError("where a suffix goes is the engine's own affair", "suffix")
     prompt = body.get("prompt")
     special = _flag(body, "add_special_tokens", True)
     output_tokens = _count(body, "max_tokens") if "max_tokens" in body else _COMPLETION_OUTPUT_TOKENS

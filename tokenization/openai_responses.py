@@ -1,7 +1,7 @@
 """An OpenAI Responses body as the chat body that vLLM's server makes of it before it renders a prompt.
 
-Decoded JSON in, decoded JSON out. A request that goes on from a stored response is refused as not supported:
-only the pod that stored it knows its prompt.
+Decoded JSON in, decoded JSON out, as in vLLM 0.32 and 0.33. A request that goes on from a stored response is
+refused as not supported: only the pod that stored it knows its prompt.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenization.errors import PromptError, UnsupportedPromptError
+from tokenization.response_items import input_messages
+from tokenization.response_tools import function_tools
 
 Body = Mapping[str, Any]
 
-_TAKEN_OVER = ("model", "cache_salt", "chat_template_kwargs", "add_special_tokens")
-# What only a server with the conversation, the template or the tools can turn into a prompt.
+_TAKEN_OVER = ("model", "cache_salt", "chat_template_kwargs")
+# What only a server with the conversation or the template can turn into a prompt.
 _ELSEWHERE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
 _UNFINISHED = ("in_progress", "incomplete")
 
@@ -30,14 +32,24 @@ def responses_as_chat(body: Body) -> dict[str, Any]:
         if body.get(name) is not None:
             raise UnsupportedPromptError(f"{name}: the prompt is not in the request alone", name)
     chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
-    chat["messages"] = [*_instructions(body.get("instructions")), *_input(body.get("input"))]
+    # Other than in a chat, the tokenizer adds its own to what the template writes.
+    chat["add_special_tokens"] = True
+    chat["messages"] = [*_instructions(body.get("instructions")), *input_messages(body.get("input"))]
     if _goes_on(body.get("input")):
         chat["continue_final_message"], chat["add_generation_prompt"] = True, False
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise UnsupportedPromptError("tools: how they are written out depends on the release", "tools")
-    reasoning, kwargs = body.get("reasoning"), chat.get("chat_template_kwargs", {})
-    if isinstance(reasoning, dict) and reasoning.get("effort") is not None and isinstance(kwargs, dict):
-        chat["chat_template_kwargs"] = {"reasoning_effort": reasoning["effort"], **kwargs}
+    kwargs = _template_kwargs(chat.get("chat_template_kwargs"))
+    if tools := body.get("tools"):
+        if functions := function_tools(tools):
+            chat["tools"] = functions
+        else:
+            # Where no tool is a function, the template sees an empty list.
+            chat["chat_template_kwargs"] = {"tools": [], **kwargs}
+    if (effort := _effort(body.get("reasoning"))) is not None:
+        chat["reasoning_effort"] = effort
+    if body.get("truncation", "disabled") != "disabled":
+        chat["truncate_prompt_tokens"] = -1
+        # Some token is always left to the answer: a prompt of the whole context is refused.
+        chat["max_tokens"] = body.get("max_output_tokens") or 1
     return chat
 
 
@@ -49,45 +61,28 @@ def _instructions(instructions: object) -> list[dict[str, Any]]:
     return [{"role": "system", "content": instructions}]
 
 
-def _input(value: object) -> list[Any]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return [_message(item, f"input[{at}]") for at, item in enumerate(_list(value, "input"))]
+def _template_kwargs(kwargs: object) -> Mapping[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
+    if any(value in (None, "auto") for value in kwargs.values()):
+        raise UnsupportedPromptError(
+            "chat_template_kwargs: whether null and auto reach the template depends on the server's flags",
+            "chat_template_kwargs",
+        )
+    return kwargs
 
 
-def _message(item: object, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise PromptError(f"{where} must be an object", where)
-    kind = item.get("type", "message")
-    if kind == "message":
-        # Of a given answer's parts vLLM takes the first, or joins them: that depends on how it was written.
-        if item.get("role") == "assistant" and isinstance(content := item.get("content"), list):
-            return {"role": "assistant", "content": _first_text(content, where)}
-        return {"role": item.get("role"), "content": item.get("content")}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
-    if kind == "function_call_output":
-        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    if kind == "reasoning" and not item.get("encrypted_content"):
-        return {"role": "assistant", "reasoning": _thought(item)}
-    raise UnsupportedPromptError(f"{where}: items of this type are not supported here", where)
-
-
-def _first_text(content: list[Any], where: str) -> str:
-    first = content[0] if content else None
-    if len(content) != 1 or not isinstance(first, dict) or not isinstance(first.get("text"), str):
-        raise UnsupportedPromptError(f"{where}: an answer of several parts is not supported here", where)
-    return str(first["text"])
-
-
-def _thought(item: Body) -> str:
-    for name in ("summary", "content"):
-        parts = item.get(name)
-        if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
-            return str(parts[0].get("text") or "")
-    return ""
+def _effort(reasoning: object) -> str | None:
+    if reasoning is None:
+        return None
+    if not isinstance(reasoning, dict):
+        raise PromptError("reasoning must be an object", "reasoning")
+    effort = reasoning.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise PromptError("reasoning.effort must be a string", "reasoning")
+    return effort
 
 
 def _goes_on(value: object) -> bool:
@@ -96,9 +91,3 @@ def _goes_on(value: object) -> bool:
     if not isinstance(last, dict) or last.get("type", "message") not in ("message", "reasoning"):
         return False
     return last.get("status") in _UNFINISHED
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PromptError(f"{where} must be a list", where)
-    return value

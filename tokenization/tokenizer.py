@@ -6,6 +6,7 @@ Reads a Hugging Face directory: tokenizer.json and what lies beside it. Knows no
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from tokenization.chat_template import ChatTemplate, Message
 from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.message_ends import MessagesEnd
+from tokenization.mistral_files import mistral_form
 from tokenization.own_texts import OwnTexts, own_texts
 from tokenization.segments import Encoding, SegmentEncoder
-from tokenization.template_files import template_sources
+from tokenization.template_files import TemplateSources, template_sources
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
@@ -45,6 +47,7 @@ class PromptTokenizer:
         chat_template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
         tool_template: ChatTemplate | None = None,
+        read_otherwise: re.Pattern[str] | None = None,
     ) -> None:
         # Engines cut and pad for themselves; a setting left in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
@@ -52,6 +55,7 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self.chat_template = chat_template
         self._tool_template = tool_template
+        self._read_otherwise = read_otherwise
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -64,8 +68,13 @@ class PromptTokenizer:
         )
 
     @classmethod
-    def from_directory(cls, directory: Path | str) -> PromptTokenizer:
+    def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
         """Loads tokenizer.json, tokenizer_config.json, config.json, generation_config.json, chat templates.
+
+        Args:
+            directory: The model's.
+            mistral_common: Whether its engines take that library where vLLM does. What it does otherwise than
+                `tokenizer.json` and the chat template is then not supported.
 
         Raises:
             TokenizerLoadError: A file is missing or broken.
@@ -82,11 +91,18 @@ class PromptTokenizer:
         special = {
             name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
         }
-        sources = template_sources(directory, settings, _read_json(directory / "config.json"))
+        mistral = mistral_form(directory) if mistral_common else None
+        sources, read_otherwise = TemplateSources(None, None), None
+        if mistral is None:
+            sources = template_sources(directory, settings, _read_json(directory / "config.json"))
+        else:
+            added = tokenizer.get_added_tokens_decoder().values()
+            read_otherwise = mistral.read_otherwise(token.content for token in added)
         known = special | _extra_tokens(settings)
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
-            return cls(tokenizer, default, _eos_token_ids(directory, tokenizer, special), tools)
+            eos_token_ids = _eos_token_ids(directory, tokenizer, special)
+            return cls(tokenizer, default, eos_token_ids, tools, read_otherwise)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
@@ -109,7 +125,12 @@ class PromptTokenizer:
         Args:
             text: Any text.
             add_special_tokens: Adds what the model expects around it (a BOS token, say).
+
+        Raises:
+            UnsupportedPromptError: The engines do not read this text by `tokenizer.json`.
         """
+        if self._read_otherwise is not None and self._read_otherwise.search(text):
+            raise UnsupportedPromptError("this model's engines read this text by mistral-common", "prompt")
         return self._segments.begin(text, add_special_tokens=add_special_tokens)
 
     def conversation(

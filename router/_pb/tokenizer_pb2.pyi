@@ -12,9 +12,11 @@ class Api(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_UNSPECIFIED: _ClassVar[Api]
     API_CHAT: _ClassVar[Api]
     API_COMPLETIONS: _ClassVar[Api]
+    API_RESPONSES: _ClassVar[Api]
 API_UNSPECIFIED: Api
 API_CHAT: Api
 API_COMPLETIONS: Api
+API_RESPONSES: Api
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "api", "body", "context_tokens")

@@ -69,11 +69,13 @@ class PlainIndex:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        extras: Sequence[bytes] = (),
     ) -> Keys:
         """Chained hashes of full blocks."""
         keys, parent = [], hash((model, lora_name, cache_salt))
         for start in range(0, len(token_ids) - self.block_tokens + 1, self.block_tokens):
-            parent = hash((parent, *map(int, token_ids[start : start + self.block_tokens])))
+            extra = extras[start // self.block_tokens] if extras else b""
+            parent = hash((parent, extra, *map(int, token_ids[start : start + self.block_tokens])))
             keys.append(parent)
         return np.array(keys, np.int64).view(np.uint64)
 

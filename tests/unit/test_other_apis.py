@@ -25,11 +25,27 @@ CALL = {
 }
 
 
+FUNCTION = {"type": "function", "name": "look"}
+TEXT_TOOL = {"type": "custom", "name": "write"}
+
+
 def text(*blocks: str) -> list[dict[str, str]]:
     """Text blocks."""
     return [{"type": "text", "text": block} for block in blocks]
 
 
+def image(**source: object) -> dict[str, object]:
+    """An image block."""
+    return {"type": "image", "source": source}
+
+
+def image_part(url: str) -> dict[str, object]:
+    """The part of a chat that it becomes."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+PNG = image(type="base64", media_type="image/png", data="QQ==")
+LINK = image(type="url", url="http://x/y.png")
 MESSAGES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"messages": [USER]}, [USER]),
     ({"system": "Be brief.", "messages": [USER]}, [{"role": "system", "content": "Be brief."}, USER]),
@@ -79,6 +95,46 @@ MESSAGES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         },
         [{"role": "tool", "tool_call_id": "t", "content": "x"}],
     ),
+    # As vLLM 0.32 turns them: an image without a source is none, and none that is nowhere is in a result.
+    (
+        {"messages": [{"role": "user", "content": [PNG, {"type": "image"}, LINK, *text("x")]}]},
+        [
+            {
+                "role": "user",
+                "content": [
+                    image_part("data:image/png;base64,QQ=="),
+                    image_part("http://x/y.png"),
+                    *text("x"),
+                ],
+            }
+        ],
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t",
+                            "content": [
+                                *text("r"),
+                                image(data="QQ=="),
+                                image(type="url"),
+                            ],
+                        },
+                        *text("x"),
+                    ],
+                }
+            ]
+        },
+        [
+            {"role": "tool", "tool_call_id": "t", "content": "r"},
+            {"role": "user", "content": [image_part("data:image/jpeg;base64,QQ==")]},
+            {"role": "user", "content": "x"},
+        ],
+    ),
 ]
 RESPONSES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"input": "What is a block?"}, [USER]),
@@ -99,8 +155,7 @@ RESPONSES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         },
         [
             USER,
-            {"role": "assistant", "reasoning": "hm"},
-            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "assistant", "reasoning": "hm", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "t1", "content": "one"},
             {"role": "assistant", "content": "A block."},
             USER,
@@ -159,8 +214,7 @@ def test_an_unfinished_answer_is_continued() -> None:
 
 def test_what_stands_before_an_image_is_known() -> None:
     """An image's tokens are the engine's own affair; the text in front of it is not."""
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QQ=="}}
-    got = ids(RequestKind.MESSAGES, {"messages": [USER, {"role": "user", "content": [image, *text("?")]}]})
+    got = ids(RequestKind.MESSAGES, {"messages": [USER, {"role": "user", "content": [PNG, *text("?")]}]})
     assert got.partial == "media"
     whole = ids(RequestKind.CHAT, {"messages": [USER], "add_generation_prompt": False}).prompts[0].tolist()
     known = got.prompts[0].tolist()
@@ -173,13 +227,33 @@ def test_what_stands_before_an_image_is_known() -> None:
         (RequestKind.MESSAGES, {"messages": [USER, {"role": "system", "content": "x"}]}),
         (RequestKind.MESSAGES, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
         (RequestKind.MESSAGES, {"messages": [USER], "tools": [{"type": "web_search"}]}),
+        (RequestKind.MESSAGES, {"messages": [{"role": "user", "content": [{**PNG, "source": "x"}]}]}),
+        (RequestKind.MESSAGES, {"messages": [{"role": "user", "content": [image(type="url", url=5)]}]}),
         (RequestKind.MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}),
         (RequestKind.MESSAGES, {"messages": "x"}),
         (RequestKind.RESPONSES, {"input": "x", "previous_response_id": "r"}),
         (RequestKind.RESPONSES, {"input": "x", "conversation": "c"}),
-        (RequestKind.RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f"}]}),
+        (RequestKind.RESPONSES, {"input": "x", "prompt": {"id": "p"}}),
+        (RequestKind.RESPONSES, {"input": "x", "truncation": "auto"}),
+        (RequestKind.RESPONSES, {"input": "x", "instructions": 5}),
+        (RequestKind.RESPONSES, {"input": "x", "reasoning": "high"}),
+        (RequestKind.RESPONSES, {"input": "x", "reasoning": {"effort": 5}}),
+        (RequestKind.RESPONSES, {"input": "x", "chat_template_kwargs": 5}),
+        (RequestKind.RESPONSES, {"input": "x", "chat_template_kwargs": {"enable_thinking": None}}),
+        (RequestKind.RESPONSES, {"input": "x", "tools": [{}]}),
+        (RequestKind.RESPONSES, {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (RequestKind.RESPONSES, {"input": "x", "tools": [{**FUNCTION, "parameters": "none"}]}),
+        (RequestKind.RESPONSES, {"input": "x", "tools": [{"type": "namespace", "name": "n"}]}),
+        (RequestKind.RESPONSES, {"input": "x", "tools": [{**TEXT_TOOL, "format": {"type": "grammar"}}]}),
         (RequestKind.RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "x"}]}),
+        (RequestKind.RESPONSES, {"input": [{"type": "reasoning", "summary": "x"}]}),
         (RequestKind.RESPONSES, {"input": [{"type": "item_reference", "id": "i"}]}),
+        (RequestKind.RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}),
+        (RequestKind.RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c"}]}),
+        (RequestKind.RESPONSES, {"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}),
+        (RequestKind.RESPONSES, {"input": [{"role": "assistant", "content": []}]}),
+        (RequestKind.RESPONSES, {"input": [{"role": "developer", "content": "x", "tools": []}]}),
+        (RequestKind.RESPONSES, {"input": [{"role": "tool", "content": "x"}]}),
         (RequestKind.RESPONSES, {"input": [{"content": "no role"}]}),
         (RequestKind.RESPONSES, {"input": 5}),
     ],
@@ -190,13 +264,27 @@ def test_what_is_not_known_for_sure_goes_by_load(kind: RequestKind, body: dict[s
     assert (got.prompts, got.degraded, got.total) == ((), "unsupported_prompt", 25)
 
 
-def test_tools_that_may_not_be_called_are_not_in_the_prompt() -> None:
-    """With a choice of none the engine leaves them out, so the prompt is known."""
-    same(RequestKind.RESPONSES, {"input": "What is a block?", "tools": [{}], "tool_choice": "none"}, [USER])
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_tools_of_a_responses_request_have_the_chats_form(choice: str) -> None:
+    """Functions are shown, whether or not they may be called; what the server runs itself is not."""
+    tools = [{"type": "web_search"}, FUNCTION]
+    shown = [{"type": "function", "function": {"name": "look"}}]
+    body = {"input": "What is a block?", "tools": tools, "tool_choice": choice}
+    same(RequestKind.RESPONSES, body, [USER], tools=shown)
 
 
+KINDS = [
+    "user",
+    "assistant",
+    "function",
+    "custom",
+    "namespace",
+    "function_call",
+    "reasoning",
+    "custom_tool_call",
+]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(KINDS),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
@@ -212,6 +300,10 @@ JSON = st.recursive(
                     "tools",
                     "status",
                     "summary",
+                    "call_id",
+                    "name",
+                    "arguments",
+                    "output",
                 ]
             ),
             inner,
@@ -223,7 +315,12 @@ JSON = st.recursive(
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(["messages", "system", "tools", "input", "instructions"]), JSON))
+@given(
+    st.dictionaries(
+        st.sampled_from(["messages", "system", "tools", "input", "instructions", "reasoning", "truncation"]),
+        JSON,
+    )
+)
 def test_no_body_does_more_than_being_refused(body: dict[str, Any]) -> None:
     """Whatever a client sends: a chat, or an error of this package."""
     for turned in (messages_as_chat, responses_as_chat):

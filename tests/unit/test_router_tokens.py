@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from router.errors import ConfigError, RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
+from router.rendered_prompts import read_rendered
 from router.request import RequestKind, RouteRequest, http_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
+from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import TINY, TOKENIZER, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.openai_prompts import chat_prompt
@@ -117,6 +119,42 @@ def test_a_prompt_of_token_ids_needs_no_tokenizer(prompt: object, ids: list[list
     """Ids are taken as they are, even for a model whose tokenizer is not known."""
     tokens = REGISTRY.prompt_tokens(completion("id", prompt), "unknown")
     assert (lists(tokens), tokens.degraded) == (ids, None)
+
+
+@pytest.mark.parametrize("name", ["two_images", "sound_and_image", "text"])
+def test_ids_with_vllms_features_are_known_with_their_images(name: str) -> None:
+    """A prompt that was rendered elsewhere, for vLLM's generate API, has what its renderer told of images."""
+    rendered = CASES[name]["rendered"]
+    body = {"token_ids": rendered["token_ids"], "features": rendered["features"]}
+    request = completion("id", rendered["token_ids"], **body)
+    tokens, expected = (
+        REGISTRY.prompt_tokens(request, "unknown"),
+        read_rendered(RequestKind.CHAT, answer(name)),
+    )
+    assert (lists(tokens), tokens.media) == (lists(expected), expected.media)
+    assert (tokens.degraded, tokens.partial) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content_parts": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
+        {"image_data": "data:,"},
+        {"features": 5},
+        {"features": {"mm_placeholders": {"image": [{"offset": 1, "length": 9}]}}},
+    ],
+)
+def test_ids_whose_images_the_engine_places_go_by_load(fields: dict[str, object]) -> None:
+    """Where it puts them is not told; nor are ids believed that come with features which cannot be."""
+    tokens = REGISTRY.prompt_tokens(completion("id", [1, 2, 3], **fields), TINY)
+    assert (tokens.prompts, tokens.degraded) == ((), "unsupported_prompt")
+
+
+def test_ids_with_an_image_of_no_name_are_known_up_to_it() -> None:
+    """Without hashes equal placeholders may stand for anything."""
+    features = {"mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
+    tokens = REGISTRY.prompt_tokens(completion("id", [1, 2, 2, 3], features=features), TINY)
+    assert (lists(tokens), tokens.total, tokens.partial) == ([[1]], 4, MEDIA)
 
 
 def test_a_chat_with_an_image_is_known_up_to_it() -> None:

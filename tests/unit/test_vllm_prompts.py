@@ -1,14 +1,16 @@
-"""Prompts of the real vLLM: bodies of three APIs, and the text or ids that its own classes make of them."""
+"""Prompts of the real vLLM: bodies of four APIs, and the text or ids that its own classes make of them."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import Tokenizer, processors
 
 from tests.unit.tokenizer_support import tekken
@@ -16,8 +18,10 @@ from tokenization import PromptTokenizer, UnsupportedPromptError
 from tokenization.anthropic_messages import messages_as_chat
 from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization.openai_responses import responses_as_chat
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_prompts.json").read_text("utf-8"))
+TEKKEN = str(files("mistral_common.data").joinpath("tekken_240911.json"))
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -41,6 +45,8 @@ def prompts(case: dict[str, Any]) -> list[list[int]]:
     if case["api"] == "messages":
         assert tokenizer.chat_template is not None
         body = messages_as_chat(body, tokenizer.chat_template.effort_without_thinking)
+    if case["api"] == "responses":
+        body = responses_as_chat(body)
     return [chat_prompt(body, tokenizer, limits).tolist()]
 
 
@@ -63,6 +69,13 @@ def test_a_developers_message_moves_what_is_remembered() -> None:
         body = {"messages": turns[:count]}
         raw = {"messages": msgspec.Raw(msgspec.json.encode(turns[:count]))}
         assert chat_prompt(raw, known).tolist() == chat_prompt(body, known).tolist()
+
+
+def test_a_suffix_goes_where_the_engine_wants_it() -> None:
+    """vLLM writes a text to be filled in by code of its own for some models, and refuses it for others."""
+    with pytest.raises(UnsupportedPromptError):
+        completion_prompts({"prompt": "a", "suffix": "b"}, model("llama"))
+    assert completion_prompts({"prompt": "a", "suffix": None}, model("llama"))
 
 
 def from_directory(directory: Path, settings: dict[str, Any], config: dict[str, Any]) -> PromptTokenizer:
@@ -114,3 +127,50 @@ def test_no_template_stands_for_an_engines_own_code(tmp_path: Path, config: dict
         chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     assert chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_theirs"),
+    [
+        (["tekken.json", "consolidated-00001-of-00002.safetensors", "model.safetensors"], True),
+        (["tekken.json"], True),
+        (["tokenizer.model.v3"], True),
+        (["tekken.json", "model-00001-of-00002.safetensors"], False),
+        (["tokenizer.model", "consolidated.safetensors"], False),
+        ([], False),
+    ],
+)
+def test_no_template_stands_for_mistral_common(tmp_path: Path, names: list[str], is_theirs: bool) -> None:
+    """Where vLLM takes Mistral's own library a chat's ids are not known here; where it does not, they are."""
+    for name in names:
+        (tmp_path / name).touch()
+    settings = {"chat_template": TWO_TEMPLATES["default"]}
+    tokenizer = from_directory(tmp_path, settings, {})
+    if is_theirs:
+        for chat in ({"messages": PARTS}, responses_as_chat({"input": "a"})):
+            with pytest.raises(UnsupportedPromptError):
+                chat_prompt(chat, tokenizer)
+        tokenizer = PromptTokenizer.from_directory(tmp_path, mistral_common=False)
+    assert tokenizer.decode(chat_prompt({"messages": PARTS}, tokenizer).tolist()) == "plain a\nb"
+
+
+@pytest.mark.parametrize("text", ["", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"])
+def test_a_text_has_mistral_commons_ids(tmp_path: Path, text: str) -> None:
+    """Tekken's texts have the library's ids, and none where tokenizer.json sees more than text in them."""
+    (tmp_path / "tekken.json").touch()
+    ours = from_directory(tmp_path, {}, {})
+    theirs = Tekkenizer.from_file(TEKKEN)
+    # In the vectors' tokenizer special tokens stand behind all others.
+    ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
+    assert ids == theirs.encode(text, bos=False, eos=False)
+    with pytest.raises(UnsupportedPromptError):
+        completion_prompts({"prompt": f"{text}[INST]"}, ours)
+
+
+def test_no_text_has_sentencepieces_ids(tmp_path: Path) -> None:
+    """Nothing is claimed of older models' own tokenizer, and ids stay what they are."""
+    (tmp_path / "tokenizer.model.v3").touch()
+    ours = from_directory(tmp_path, {}, {})
+    with pytest.raises(UnsupportedPromptError):
+        completion_prompts({"prompt": "a"}, ours)
+    assert completion_prompts({"prompt": [1, 2]}, ours)[0].tolist() == [1, 2]

@@ -5,69 +5,23 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizeOptions, TokenizerRegistry
+from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import completion, ready_pod
+from tests.wire.render_support import CHAT, COMPLETIONS, RESPONSES, Renderer, running_renderer
 
 MODEL = "m"
-CHAT = "/v1/chat/completions/render"
-COMPLETIONS = "/v1/completions/render"
-
-
-@dataclass
-class Renderer:
-    """A server that answers what a test tells it to.
-
-    Attributes:
-        answers: Path -> status and body.
-        asked: Path and body of every request.
-        go: Held back until set.
-    """
-
-    answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    asked: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    go: threading.Event = field(default_factory=threading.Event)
-    address: str = ""
 
 
 @pytest.fixture
 def renderer() -> Iterator[Renderer]:
     """A running renderer."""
-    told = Renderer()
-    told.go.set()
-
-    class Handler(BaseHTTPRequestHandler):
-        """Answers from what the test told."""
-
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            """Reads, waits, answers."""
-            body = self.rfile.read(int(self.headers["content-length"]))
-            told.asked.append((self.path, json.loads(body)))
-            told.go.wait(60)
-            status, answer = told.answers[self.path]
-            self.send_response(status)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    told.address = f"127.0.0.1:{server.server_port}"
-    yield told
-    told.go.set()
-    server.shutdown()
-    server.server_close()
+    with running_renderer() as running:
+        yield running
 
 
 @pytest.fixture
@@ -112,15 +66,57 @@ def test_a_pod_of_the_model_is_asked(renderer: Renderer, registry: TokenizerRegi
     assert registry.prompt_tokens(chat("new"), "pods").degraded == "tokenizer_unavailable"
 
 
-def test_only_what_stands_in_front_of_an_image_is_known(
-    renderer: Renderer, registry: TokenizerRegistry
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_images_are_known_by_their_hashes(renderer: Renderer, registry: TokenizerRegistry, name: str) -> None:
+    """What vLLM answers for a prompt with images is known to its end; asked again, it is the same."""
+    renderer.answers = {CHAT: (200, answer(name))}
+    rendered = CASES[name]["rendered"]
+    for _ in range(2):
+        tokens = registry.prompt_tokens(chat(name), MODEL)
+        assert [ids.tolist() for ids in tokens.prompts] == [rendered["token_ids"]]
+        assert (tokens.total, tokens.partial) == (len(rendered["token_ids"]), None)
+        hashes = (rendered["features"] or {}).get("mm_hashes", {})
+        told = {item.identifier for media in tokens.media for item in media}
+        assert told == {identifier for items in hashes.values() for identifier in items}
+    ((_, asked),) = renderer.asked
+    assert asked["return_mm_kwargs"] is False
+
+
+def test_an_image_of_another_api_is_rendered_too(renderer: Renderer, registry: TokenizerRegistry) -> None:
+    """An Anthropic image reaches the renderer as the chat's image that vLLM makes of it."""
+    renderer.answers = {CHAT: (200, answer("one_image"))}
+    source = {"type": "base64", "media_type": "image/png", "data": "QQ=="}
+    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    request = RouteRequest("id", RequestKind.MESSAGES, MODEL, body, body_bytes=400)
+    tokens = registry.prompt_tokens(request, MODEL)
+    assert (len(tokens.media), tokens.partial) == (1, None)
+    ((_, asked),) = renderer.asked
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
+    assert asked["messages"] == [{"role": "user", "content": [part]}]
+
+
+def test_a_responses_request_is_rendered_as_it_came(renderer: Renderer, registry: TokenizerRegistry) -> None:
+    """No chat has all of its tokens, so its own endpoint is asked; what another server lacks is told."""
+    body = {"input": "hello", "tools": [{"type": "web_search"}]}
+    request = RouteRequest("id", RequestKind.RESPONSES, MODEL, body, body_bytes=400)
+    renderer.answers = {RESPONSES: (404, b"{}")}
+    assert registry.prompt_tokens(request, MODEL).degraded == "tokenizer_unavailable"
+    renderer.answers = {RESPONSES: (200, json.dumps(rendered([1, 2])).encode())}
+    assert [ids.tolist() for ids in registry.prompt_tokens(request, MODEL).prompts] == [[1, 2]]
+    path, asked = renderer.asked[-1]
+    assert (path, asked["input"], asked["tools"]) == (RESPONSES, body["input"], body["tools"])
+
+
+def test_an_image_without_a_hash_ends_what_is_known(renderer: Renderer, registry: TokenizerRegistry) -> None:
     """Placeholders are the same for every image, so they are counted but not taken for known."""
     places = {"mm_placeholders": {"image": [{"offset": 4, "length": 2}, {"offset": 2, "length": 1}]}}
     renderer.answers = {CHAT: (200, json.dumps(rendered([1, 2, 3, 4, 5, 5, 6], features=places)).encode())}
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert [ids.tolist() for ids in tokens.prompts] == [[1, 2]]
     assert (tokens.total, tokens.partial) == (7, "media")
+
+
+OUTSIDE = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 9}]}}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +129,7 @@ def test_only_what_stands_in_front_of_an_image_is_known(
         (200, b'{"token_ids": ["a"]}', "tokenizer_unavailable"),
         (200, b'{"token_ids": [-1]}', "tokenizer_unavailable"),
         (200, b"[" * 100_000, "tokenizer_unavailable"),
+        (200, json.dumps({"token_ids": [1, 2], "features": OUTSIDE}).encode(), "tokenizer_unavailable"),
     ],
 )
 def test_no_ids_have_a_reason(

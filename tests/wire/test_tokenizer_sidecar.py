@@ -15,13 +15,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
-from router.errors import ListenError, RequestError
+from router.errors import ConfigError, ListenError, RequestError
 from router.request import RequestKind, RouteRequest
 from router.tokenizer_server import SERVICE, TokenizerServer
 from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TOKENIZER, completion
 from tokenization import TINY_DIRECTORY
 from tokenization.openai_prompts import chat_prompt
+from tokenization.openai_responses import responses_as_chat
 
 MODEL = "m"
 DEADLINE_S = 300.0
@@ -68,7 +69,7 @@ def until(registry: TokenizerRegistry, degraded: str | None) -> PromptTokens:
 
 @pytest.mark.usefixtures("server")
 def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) -> None:
-    """Chats, texts and several texts come back as the same ids."""
+    """Chats, texts, several texts and Responses requests come back as the same ids."""
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert tokens.prompts[0].tolist() == chat_prompt(chat().body, TOKENIZER).tolist()
     assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
@@ -77,6 +78,12 @@ def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) ->
         TOKENIZER.encode("one"),
         TOKENIZER.encode("two words"),
     ]
+    body = {"input": "Hello there", "instructions": "Be brief."}
+    responses = RouteRequest("id", RequestKind.RESPONSES, MODEL, body, body_bytes=100)
+    (ids,) = registry.prompt_tokens(responses, MODEL).prompts
+    assert ids.tolist() == chat_prompt(responses_as_chat(body), TOKENIZER).tolist()
+    unknown = RouteRequest("id", RequestKind.RESPONSES, MODEL, {**body, "prompt": {"id": "p"}}, 100)
+    assert registry.prompt_tokens(unknown, MODEL).degraded == "unsupported_prompt"
 
 
 @pytest.mark.usefixtures("server")
@@ -170,3 +177,10 @@ def test_a_socket_in_use_is_not_taken(socket: Path, tmp_path: Path) -> None:
     with pytest.raises(ListenError, match="no directory"):
         TokenizerServer(tmp_path / "none" / "s", {MODEL: str(TINY_DIRECTORY)}, threads=1)
     assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("source", ["pods", "http://127.0.0.1:1", "unix:/none"])
+def test_tokenizers_elsewhere_are_not_served(socket: Path, source: str) -> None:
+    """A process that would only ask another one is refused at its start."""
+    with pytest.raises(ConfigError, match="must be a directory or hf:"):
+        TokenizerServer(socket, {MODEL: source}, threads=1)

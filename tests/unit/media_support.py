@@ -1,0 +1,35 @@
+"""Prompts with images as vLLM 0.32 renders them, and the events that it publishes for the same prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_DATA = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_images.json").read_text("utf-8"))
+BLOCK_TOKENS: int = _DATA["block_tokens"]
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in _DATA["cases"]}
+
+
+def answer(name: str) -> bytes:
+    """What the render endpoint says of a case's chat."""
+    return json.dumps(CASES[name]["rendered"]).encode()
+
+
+def payloads(name: str) -> list[bytes]:
+    """The batches of events of its prefill."""
+    return [bytes.fromhex(payload) for payload in CASES[name]["payloads"]]
+
+
+def engine_hashes(name: str) -> list[int]:
+    """vLLM's own hashes of its full blocks: where two prompts agree in them, vLLM reuses the blocks."""
+    events = [event for payload in payloads(name) for event in msgspec.msgpack.decode(payload)[1]]
+    return [block for event in events for block in event["block_hashes"]]
+
+
+def agreeing_blocks(one: str, other: str) -> int:
+    """How many blocks of the one vLLM would take from the other's."""
+    same = [mine == theirs for mine, theirs in zip(engine_hashes(one), engine_hashes(other), strict=False)]
+    return [*same, False].index(False)
