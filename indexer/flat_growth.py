@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compiled.jit import kernel
 from indexer.flat_buckets import room_for
 from indexer.flat_layout import (
@@ -16,7 +19,7 @@ from indexer.flat_layout import (
     FlatArrays,
     empty_rows,
 )
-from indexer.flat_update import evict_oldest, used_bytes
+from indexer.flat_update import add_blocks, evict_oldest, used_bytes
 
 
 @kernel
@@ -33,6 +36,20 @@ def for_blocks(arrays: FlatArrays, blocks: int) -> None:
     room_for(arrays.buckets, min(counters[BLOCKS] + blocks, capacity), capacity)
     room_for(arrays.name_buckets, counters[NAMES] + blocks, capacity + RUN_MAX)
     room_for(arrays.further_buckets, counters[FURTHER] + blocks, capacity + RUN_MAX)
+
+
+@kernel
+def add_with_room(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    keys: NDArray[np.uint64],
+    copies: NDArray[np.int32],
+    chain: NDArray[np.int64],
+) -> None:
+    """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
+    for_blocks(arrays, len(keys))
+    add_blocks(arrays, pod, tier, keys, copies, chain)
 
 
 def for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:

@@ -30,7 +30,6 @@ from indexer.flat_layout import (
 )
 from indexer.flat_match import held_blocks, match_blocks, scratch
 from indexer.flat_update import (
-    add_blocks,
     count_blocks,
     evict_oldest,
     list_blocks,
@@ -266,12 +265,7 @@ class FlatIndex:
             blocks: No more than RUN_MAX.
         """
         assert blocks <= RUN_MAX
-        counters = self.arrays.counters
-        for _ in range(_SWEEPS_FOR_ROOM):
-            # Nothing should be evicted for blocks that nobody holds any more.
-            if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
-                break
-            self._sweep_turn()
+        self._sweep_for(blocks)
         growth.for_blocks(self.arrays, blocks)
         return self.arrays
 
@@ -293,8 +287,8 @@ class FlatIndex:
             chain = np.empty(end - start, np.int64)
             with self.lock:
                 holder = self.number(pod)
-                arrays = self.prepare(end - start)
-                add_blocks(arrays, holder, number, keys[start:end], copies[start:end], chain)
+                self._sweep_for(end - start)
+                growth.add_with_room(self.arrays, holder, number, keys[start:end], copies[start:end], chain)
             if start and pause_s:
                 time.sleep(pause_s)
         if kept < len(keys):
@@ -324,6 +318,16 @@ class FlatIndex:
             if blocks:
                 found.append(Holding(pod, name, keys[:blocks].copy(), copies[:blocks].copy()))
         return found
+
+    def _sweep_for(self, blocks: int) -> None:
+        """Makes room: nothing should be evicted for blocks that nobody holds any more."""
+        if not self._is_unswept:
+            return
+        counters = self.arrays.counters
+        for _ in range(_SWEEPS_FOR_ROOM):
+            if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
+                return
+            self._sweep_turn()
 
     def _sweep_turn(self) -> None:
         """Sweeps a part of the slots; after the last, the numbers of pods that were gone before are free."""

@@ -86,9 +86,9 @@ class _Pod:
     unmet_in_a_row: int = 0
     mismatches: int = 0
     last_mismatch: Mismatch | None = None
-    # Requests that wait for a key, and for the first block behind a parent.
-    by_key: dict[int, set[Hashable]] = field(default_factory=dict)
-    by_parent: dict[int, set[Hashable]] = field(default_factory=dict)
+    # Requests in flight there, and how often it stored what none of them explains.
+    waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
+    unexplained_runs: int = 0
 
 
 @dataclass(slots=True)
@@ -96,12 +96,12 @@ class _Expectation:
     pod: str
     model: str
     parent: int
-    keys: Keys
+    keys: list[int]
     tokens: NDArray[np.uint32]
+    # Of the pod when it began.
+    unexplained_runs: int
     # What the pod stored behind the parent instead; None: nothing.
     instead: NDArray[np.uint32] | None = None
-    # Whether the pod stored anything meanwhile.
-    stored: bool = False
 
 
 class ParityWatch:
@@ -114,7 +114,7 @@ class ParityWatch:
     """
 
     def __init__(
-        self, *, max_expectations: int = 4096, max_pods: int = 4096, never_hit_dispatches: int = 20
+        self, *, max_expectations: int = 1024, max_pods: int = 4096, never_hit_dispatches: int = 20
     ) -> None:
         self._max_expectations = max_expectations
         self._max_pods = max_pods
@@ -144,17 +144,17 @@ class ParityWatch:
         """
         if not len(keys):
             return
-        keys = keys[:_WATCHED_BLOCKS]
+        watched = keys[:_WATCHED_BLOCKS].tolist()
         with self._lock:
             self._forget(request_id)
-            account = self._pods.setdefault(pod, _Pod())
+            account = self._pods.get(pod)
+            if account is None:
+                account = self._pods[pod] = _Pod()
             self._pods.move_to_end(pod)
             account.model = model
             account.dispatches += 1
-            self._expected[request_id] = _Expectation(pod, model, parent_key, keys, tokens)
-            account.by_parent.setdefault(parent_key, set()).add(request_id)
-            for key in keys.tolist():
-                account.by_key.setdefault(key, set()).add(request_id)
+            expectation = _Expectation(pod, model, parent_key, watched, tokens, account.unexplained_runs)
+            self._expected[request_id] = account.waiting[request_id] = expectation
             if len(self._expected) > self._max_expectations:
                 self._forget(next(iter(self._expected)))
             if len(self._pods) > self._max_pods:
@@ -163,7 +163,7 @@ class ParityWatch:
     def waits_for(self, pod: str) -> bool:
         """Whether anything is expected of this pod."""
         account = self._pods.get(pod)
-        return account is not None and bool(account.by_parent)
+        return account is not None and bool(account.waiting)
 
     def stored(self, pod: str, parent_key: int, keys: Keys, tokens: NDArray[np.uint32]) -> None:
         """The pod told of a run of new blocks.
@@ -178,25 +178,19 @@ class ParityWatch:
             return
         account = self._pods[pod]
         with self._lock:
-            met = {
-                request_id
-                for key in account.by_key.keys() & set(keys.tolist())
-                for request_id in account.by_key[key]
-            }
+            stored = set(keys.tolist())
+            met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
             for request_id in met:
                 self._forget(request_id)
                 account.met += 1
                 account.unmet_in_a_row = 0
-            waiting = account.by_parent.get(parent_key, ())
-            for request_id in waiting:
-                expectation = self._expected[request_id]
+            if met:
                 # A run that one expectation explains is no sign against the others.
-                if not met and expectation.instead is None:
+                return
+            account.unexplained_runs += 1
+            for expectation in account.waiting.values():
+                if expectation.parent == parent_key and expectation.instead is None:
                     expectation.instead = tokens[: len(expectation.tokens)].copy()
-            if not met:
-                for requests in account.by_parent.values():
-                    for request_id in requests:
-                        self._expected[request_id].stored = True
 
     def settled(self, request_id: Hashable) -> Mismatch | None:
         """The request got its first token, or ended: what has not come by now does not come.
@@ -210,7 +204,7 @@ class ParityWatch:
                 return None
             self._forget(request_id)
             account = self._pods[expectation.pod]
-            if not expectation.stored:
+            if expectation.unexplained_runs == account.unexplained_runs:
                 return None
             account.unmet_in_a_row += 1
             mismatch = _mismatch(request_id, expectation)
@@ -249,7 +243,7 @@ class ParityWatch:
     def _forget_pod(self, pod: str) -> None:
         account = self._pods.get(pod)
         if account is not None:
-            for request_id in {each for requests in account.by_parent.values() for each in requests}:
+            for request_id in tuple(account.waiting):
                 self._forget(request_id)
             del self._pods[pod]
 
@@ -257,18 +251,7 @@ class ParityWatch:
         expectation = self._expected.pop(request_id, None)
         if expectation is None:
             return
-        account = self._pods[expectation.pod]
-        _discard(account.by_parent, expectation.parent, request_id)
-        for key in expectation.keys.tolist():
-            _discard(account.by_key, key, request_id)
-
-
-def _discard(requests: dict[int, set[Hashable]], key: int, request_id: Hashable) -> None:
-    waiting = requests.get(key)
-    if waiting is not None:
-        waiting.discard(request_id)
-        if not waiting:
-            del requests[key]
+        del self._pods[expectation.pod].waiting[request_id]
 
 
 def _mismatch(request_id: Hashable, expectation: _Expectation) -> Mismatch | None:

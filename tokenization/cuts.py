@@ -50,11 +50,21 @@ _BEFORE_SPACE = f"{_WORD}(?={_SPACE})"
 # Where line feeds have an alternative of their own, a run of white space that ends in one is taken by it, or
 # by the punctuation in front, up to the last line feed; neither takes a letter or digit.
 _AFTER_LINE_FEED = f"\n(?={_WORD})"
-# White space and what follows it up to the next, until it ends with a letter, a digit or ASCII's punctuation:
-# that unless line feeds follow, which some families add to it. Joined, the matches are the text.
+# White space and what follows it up to the next.
 _RUN = f"{_SPACE}*+[^ \\t\\r\\n]++"
-_NO_CUT = f"(?<!{_WORD})(?<!{_PUNCTUATION})(?=.)|(?<={_PUNCTUATION})(?=[\\r\\n])"
-_WORDS = re.compile(f"(?:{_RUN}(?:{_NO_CUT}))*+(?:{_RUN}|{_SPACE}++)", re.DOTALL)
+# It ends a word with a letter, a digit or ASCII's punctuation: that unless line feeds follow, which some
+# families add to it. So does a line's end in front of a letter or digit.
+_NO_CUT = f"(?<![\n{_WORD[1:-1]}{_PUNCTUATION[1:-1]}])(?=.)|(?<={_PUNCTUATION})(?=[\\r\\n])"
+
+
+def _words(*parts: str) -> re.Pattern[str]:
+    """Finds parts, and with each what follows up to the next cut; joined, the matches are the text."""
+    part = f"(?:{'|'.join(parts)})"
+    return re.compile(f"{part}(?:(?:{_NO_CUT}){part})*+", re.DOTALL)
+
+
+_WORDS = _words(_RUN, f"{_SPACE}++")
+_WORDS_OF_LINES = _words(f"{_SPACE}*{_AFTER_LINE_FEED}", _RUN, f"{_SPACE}++")
 
 
 def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
@@ -77,10 +87,12 @@ def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 def exact_words(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """What finds words in this tokenizer's texts: joined, they are the text, and their ids the text's."""
-    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
-    if exact_cuts(tokenizer) is None or any(_WORDS.findall(content) != [content] for content in contents):
+    if exact_cuts(tokenizer) is None:
         return None
-    return _WORDS
+    regex = _split_regex(component(tokenizer.pre_tokenizer))
+    words = _WORDS_OF_LINES if regex in _LINE_FEED_FAMILIES else _WORDS
+    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+    return None if any(words.findall(content) != [content] for content in contents) else words
 
 
 def component(part: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -22,8 +23,8 @@ WORDS_CHARS_MAX = 8 << 10
 _WORD_CHARS_MAX = 48
 # So little that another thread's taking the GIL meanwhile would cost more.
 _INLINE_CHARS = 128
-# Text and ids of a long word with their entry.
-_ENTRY_BYTES = 384
+# Text and ids of a word with their entry, as most words are.
+_ENTRY_BYTES = 256
 
 
 class WordEncoder:
@@ -32,25 +33,43 @@ class WordEncoder:
     Args:
         tokenizer: A byte-level BPE.
         words: See `exact_words`.
+        specials: Finds special tokens at which any text may be cut, and captures them; None: there are none.
         capacity_bytes: Most memory for words. What was not asked for while half of it was used up goes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        words: re.Pattern[str],
+        specials: re.Pattern[str] | None,
+        capacity_bytes: int,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._split = words.findall
+        self._find = words.findall
+        self._specials = specials
         self._words_max = capacity_bytes // 2 // _ENTRY_BYTES
         self._young: dict[str, bytes] = {}
         self._old: dict[str, bytes] = {}
 
     def encode(self, text: str) -> TokenIds:
         """The ids of a text, without special tokens around it."""
-        words = self._split(text)
+        words = self._words(text)
         known = list(map(self._young.get, words))
-        if None in known:
+        try:
+            joined = b"".join(known)  # type: ignore[arg-type]  # None is what it stops at
+        except TypeError:
             fresh = self._fresh({word for word, ids in zip(words, known, strict=True) if ids is None})
-            known = [fresh[word] if ids is None else ids for word, ids in zip(words, known, strict=True)]
+            joined = b"".join(
+                [fresh[word] if ids is None else ids for word, ids in zip(words, known, strict=True)]
+            )
         # Writable: kernels are compiled anew for arrays that are not.
-        return np.frombuffer(bytearray().join(known), np.uint32)  # type: ignore[arg-type]  # none is None now
+        return np.frombuffer(bytearray(joined), np.uint32)
+
+    def _words(self, text: str) -> list[str]:
+        if self._specials is None:
+            return self._find(text)
+        # A special token is one word, whatever stands beside it.
+        return list(chain.from_iterable(map(self._find, self._specials.split(text))))
 
     def _fresh(self, words: set[str]) -> dict[str, bytes]:
         """The ids of words that have not been asked for lately, which are remembered."""

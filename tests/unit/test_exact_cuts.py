@@ -100,7 +100,7 @@ def test_words_have_the_whole_texts_ids(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     pattern = exact_words(tokenizer)
     assert pattern is not None
-    large, tiny_one = (WordEncoder(tokenizer, pattern, size) for size in (1 << 22, 1 << 12))
+    large, tiny_one = (WordEncoder(tokenizer, pattern, None, size) for size in (1 << 22, 1 << 12))
 
     @given(texts)
     @settings(max_examples=300, deadline=None)
@@ -127,7 +127,7 @@ def test_known_words_need_no_library() -> None:
     tokenizer = Counting(tiny())
     pattern = exact_words(tiny())
     assert pattern is not None
-    encoder = WordEncoder(tokenizer, pattern, 1 << 20)  # type: ignore[arg-type]
+    encoder = WordEncoder(tokenizer, pattern, None, 1 << 20)  # type: ignore[arg-type]
     encoder.encode("one two three " * 3)
     assert sorted(tokenizer.seen) == [" ", " one", " three", " two", "one"]
     tokenizer.seen.clear()
@@ -140,11 +140,11 @@ def test_words_take_no_more_room_than_they_may() -> None:
     tokenizer = tiny()
     pattern = exact_words(tokenizer)
     assert pattern is not None
-    encoder = WordEncoder(tokenizer, pattern, 64 << 10)
+    encoder = WordEncoder(tokenizer, pattern, None, 64 << 10)
     for number in range(50):
         encoder.encode(" ".join(f"w{number}x{at}" for at in range(50)) + " " + "long" * 20)
     kept = encoder._young | encoder._old
-    assert 0 < len(kept) <= (64 << 10) // 384
+    assert 0 < len(kept) <= (64 << 10) // 256
     assert max(map(len, kept)) < 80
 
 

@@ -162,4 +162,4 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         assert len(watch.report()) <= 2
     for request in range(6):
         watch.settled(str(request))
-    assert not any(account.by_key or account.by_parent for account in watch._pods.values())
+    assert not any(account.waiting for account in watch._pods.values())
