@@ -7,7 +7,7 @@ for each request that awaits its first token. No I/O and no clock; knows no prom
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -30,12 +30,13 @@ POD = np.dtype(
         ("foreign_waiting", "f8"),  # requests in the engine's queue that are not ours
         ("foreign_running", "f8"),  # and those beyond it
         ("scraped_s", "f8"),  # when the engine was asked last; -inf: never
-        ("waiting", "f8"),  # the engine's queue then
+        ("waiting", "f8"),  # the engine's queue then; of these three 0: not told
         ("kv_usage", "f8"),  # share of the KV cache that running requests held then, 0..1
         ("kv_used_tokens", "f8"),  # tokens that running requests held then
         ("kv_capacity_tokens", "f8"),  # 0: not told
         ("reported_tokens_per_s", "f8"),  # prefill speed as the engine tells it; 0: not told
         ("learnt_tokens_per_s", "f8"),  # prefill speed as observed; 0: not observed enough
+        ("learnt_slowdown", "f8"),  # by how much of itself a decoding request slows it; 0: as above
         ("ordered_step_tokens", "f8"),  # of one that orders its queue, see `queue_order`; 0: it does not
     ]
 )
@@ -186,15 +187,16 @@ class PodBoard:
         """The engine told its load."""
         with self.lock:
             known = self.pods[self._row(pod)]
+            waiting, running, kv_usage = load.waiting or 0, load.running or 0, load.kv_usage or 0.0
             known["scraped_s"] = load.scraped_s
-            known["waiting"], known["kv_usage"] = load.waiting, load.kv_usage
+            known["waiting"], known["kv_usage"] = waiting, kv_usage
             # What is there beyond what we know of came from others, or from before our time.
-            beyond = load.waiting + load.running - known["awaiting"] - known["decoding"]
-            foreign_waiting = max(0.0, load.waiting - known["awaiting"])
+            beyond = waiting + running - known["awaiting"] - known["decoding"]
+            foreign_waiting = max(0.0, waiting - known["awaiting"])
             known["foreign_waiting"] = foreign_waiting
             known["foreign_running"] = max(0.0, beyond - foreign_waiting)
             known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
-            known["kv_used_tokens"] = load.kv_usage * (load.kv_capacity_tokens or 0)
+            known["kv_used_tokens"] = kv_usage * (load.kv_capacity_tokens or 0)
             known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
             known["ordered_step_tokens"] = load.ordered_step_tokens
             self._judge_fleet()
@@ -207,6 +209,13 @@ class PodBoard:
             for pod, speed in tokens_per_s.items():
                 if (row := self._rows.get(pod)) is not None:
                     self.pods[row]["learnt_tokens_per_s"] = speed
+
+    def slowed(self, slowdowns: Mapping[str, float]) -> None:
+        """By how much of itself a decoding request slows a prefill, by pod; 0: not observed enough."""
+        with self.lock:
+            for pod, slowdown in slowdowns.items():
+                if (row := self._rows.get(pod)) is not None:
+                    self.pods[row]["learnt_slowdown"] = slowdown
 
     def _compile(self) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""

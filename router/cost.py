@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from compiled.jit import kernel_with_arrays
 from router.board import prefill_tokens_per_s
+from router.decode_slowdown import DECODE_SLOWDOWN
 from router.queue_order import queue_in_order
 
 # What a request costs on one pod, and what was known of the pod.
@@ -46,8 +47,12 @@ class CostParameters(NamedTuple):
     Attributes:
         copy_tokens_per_s: Speed of bringing cached tokens from the host tier back to the device
             (512 tokens in 1.5 ms: 50 GB/s for an 8B model).
-        decode_slowdown: By how much of itself a prefill gets slower per request that decodes on the same pod.
+        decode_slowdown: By how much of itself a prefill gets slower per request that decodes on the same pod,
+            where that is not learnt.
         elapsed_share: How much of the running prefill's elapsed time is believed to be done.
+        overdue_share: How much longer a pod's queue lasts that should be empty, as a share of how long ago:
+            what takes longer than expected is likely to go on.
+        overdue_max_s: At most so much longer, as its end may only not have been told.
         kv_free_share: Use of the KV cache up to which nobody is preempted.
         awaiting_max: Cap on the number of requests in `a`.
         delayed_share: How much of a request that is known to be delayed counts in `a` beside the mean, which
@@ -56,8 +61,10 @@ class CostParameters(NamedTuple):
     """
 
     copy_tokens_per_s: float = 340_000.0
-    decode_slowdown: float = 0.008
+    decode_slowdown: float = DECODE_SLOWDOWN
     elapsed_share: float = 0.5
+    overdue_share: float = 0.5
+    overdue_max_s: float = 1.0
     kv_free_share: float = 0.9
     awaiting_max: float = 16.0
     delayed_share: float = 0.5
@@ -109,7 +116,8 @@ def price(
         paid["load_age_s"] = request.now_s - pod["scraped_s"]
         is_fresh = paid["load_age_s"] <= parameters.load_age_max_s
         paid["decoding"] = pod["decoding"] + (pod["foreign_running"] if is_fresh else 0.0)
-        paid["slowdown"] = 1.0 + parameters.decode_slowdown * paid["decoding"]
+        learnt = pod["learnt_slowdown"]
+        paid["slowdown"] = 1.0 + (learnt if learnt > 0.0 else parameters.decode_slowdown) * paid["decoding"]
         rate = prefill_tokens_per_s(pod, request.fleet_tokens_per_s)
         seconds_per_token[place] = paid["slowdown"] / rate
         uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
@@ -121,8 +129,7 @@ def price(
         pod, paid = pods[rows[place]], prices[place]
         paid["awaiting"] = pod["awaiting"]
         paid["copy_s"] = credits[place]["host_tokens"] / parameters.copy_tokens_per_s
-        uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
-        excess_tokens = _tokens_too_many(pod, uncached_tokens, paid["load_age_s"], parameters)
+        excess_tokens = _tokens_too_many(pod, request.prompt_tokens, paid["load_age_s"], parameters)
         paid["kv_pressure_s"] = excess_tokens * seconds_per_token[place]
         paid["extra_s"] = extra_s[place] if len(extra_s) else 0.0
         weighted_s = paid["own_weight"] * paid["own_prefill_s"]
@@ -187,6 +194,10 @@ def _price_queues(
             # A prefill that takes longer than expected must not use up the others' time.
             running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
             queued_s = pod["awaiting_tokens"] * rate - share * max(0.0, running_s)
+        if pod["awaiting"] > 0.0:
+            # All that waits there could have been computed since somebody had a first token.
+            late_s = request.now_s - pod["head_since_s"] - pod["awaiting_tokens"] * rate
+            queued_s += min(parameters.overdue_share * max(0.0, late_s), parameters.overdue_max_s)
         if prices[place]["load_age_s"] <= parameters.load_age_max_s:
             queued_s += pod["foreign_waiting"] * request.mean_tokens * rate
         prices[place]["queued_prefill_s"] = queued_s
@@ -195,14 +206,17 @@ def _price_queues(
 
 
 @kernel_with_arrays
-def _tokens_too_many(
-    pod: Any, uncached_tokens: float, load_age_s: float, parameters: CostParameters
-) -> float:
-    """Tokens above the KV cache's free share, whose prefill preemption will throw away."""
+def _tokens_too_many(pod: Any, prompt_tokens: float, load_age_s: float, parameters: CostParameters) -> float:
+    """Tokens above the KV cache's free share, whose prefill preemption will throw away.
+
+    A request holds its whole prompt while it runs: cached blocks, which could be evicted before, and what is
+    copied from the host, too. Of its blocks that other running requests hold already nobody knows; counted
+    again, they make the pod at most as dear as if it had nothing cached.
+    """
     if pod["kv_capacity_tokens"] <= 0.0:
         return 0.0
     used_tokens = pod["held_tokens"]
     if load_age_s <= parameters.load_age_max_s:
         used_tokens = max(used_tokens, pod["kv_used_tokens"])
     limit_tokens = parameters.kv_free_share * pod["kv_capacity_tokens"]
-    return float(max(0.0, used_tokens + uncached_tokens - limit_tokens))
+    return float(max(0.0, used_tokens + prompt_tokens - limit_tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from indexer.reconcile import EngineReading
-from router.scrape import Lines, UnusableError
+from router.metric_lines import MetricLines, UnusableError
 
 _CONFIG = b"vllm:cache_config_info"
 _SLEEP = b"vllm:engine_sleep_state"
@@ -27,7 +27,7 @@ def engine_reading(page: bytes) -> EngineReading | None:
     Returns:
         None where it tells of several engines, whose sums say nothing of one view, or of too much.
     """
-    lines = Lines(page)
+    lines = MetricLines(page)
     try:
         configs = lines.labels(_CONFIG)
         if len(configs) > 1:
@@ -50,7 +50,7 @@ def engine_reading(page: bytes) -> EngineReading | None:
         return None
 
 
-def _sum(lines: Lines, name: bytes) -> float | None:
+def _sum(lines: MetricLines, name: bytes) -> float | None:
     """Sum of a metric's series; None where there is none, or one is no count."""
     found = [_value(text) for text in lines.values(name).values()]
     values = [value for value in found if value is not None]

@@ -57,7 +57,7 @@ class Dispatch(msgspec.Struct, frozen=True):
         confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
             None where no such announcement is to be expected.
         lesson: What the time to its first token tells of the pod's prefill rate.
-        slowdown: By how much the requests that decoded there slowed its prefill, 1 or more.
+        decoding: Requests that decoded on the pod that prefills it, others' among them.
         prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
         adapter: The LoRA adapter that it needs.
     """
@@ -70,7 +70,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     confirm_key: int | None
     lesson: Lesson
     dispatched_s: float
-    slowdown: float = 1.0
+    decoding: int = 0
     prefill_pod: str | None = None
     adapter: str | None = None
 

@@ -252,15 +252,35 @@ class StateCollector(Collector):
         yield _per_pod(
             "pod_prefill_tokens_per_second", "Learnt speed.", {a: self._rates.tokens_per_s(a) for a in pods}
         )
+        yield _per_pod(
+            "pod_decode_slowdown",
+            "By how much of itself a prefill gets slower per decoding request, learnt or believed.",
+            {a: self._rates.decode_slowdown(a) for a in pods},
+        )
         yield GaugeMetricFamily(
             "kvroute_router_fleet_prefill_tokens_per_second",
             "Speed believed of a pod of which nothing is known.",
             value=self._rates.fleet_tokens_per_s,
         )
         yield _per_pod(
-            "pod_kv_usage", "Scraped share of the KV cache in use.", {a: s.kv_usage for a, s in loads.items()}
+            "pod_kv_usage",
+            "Scraped share of the KV cache in use.",
+            {a: s.kv_usage for a, s in loads.items() if s.kv_usage is not None},
         )
-        yield _per_pod("pod_waiting", "Scraped queue length.", {a: s.waiting for a, s in loads.items()})
+        yield _per_pod(
+            "pod_waiting",
+            "Scraped queue length.",
+            {a: s.waiting for a, s in loads.items() if s.waiting is not None},
+        )
+        untold = GaugeMetricFamily(
+            "kvroute_router_pod_load_untold",
+            "1 for each figure that the pod's metrics do not tell, or not sensibly, beside others.",
+            labels=["pod", "figure"],
+        )
+        for address, load in loads.items():
+            for figure in load.untold:
+                untold.add_metric([address, figure], 1.0)
+        yield untold
         yield _per_pod(
             "pod_hides_load",
             "1 if the pod answers, but its metrics tell no load.",

@@ -164,8 +164,8 @@ class Outcomes:
         return request_id in self._ledger or self._ledger.ended_s(request_id) is not None
 
     def _learn(self, dispatch: Dispatch, now_s: float) -> None:
-        tokens, took_s = dispatch.uncached_tokens * dispatch.slowdown, now_s - dispatch.dispatched_s
-        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson)
+        tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
+        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
 
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""

@@ -285,6 +285,8 @@ class PodWatch:
                 pod.address,
                 result.why_no_load,
             )
+        if untold := _newly_untold(pod, judged):
+            _log.warning("metrics of pod %s do not tell %s; it is priced by the rest", pod.address, untold)
         if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
 
@@ -368,6 +370,13 @@ def pod_stream(pod: Pod) -> PodStream | None:
     if pod.models is not None:
         labels[MODEL_LABEL] = pod.models.base
     return replace(entry, labels=labels, events=events).stream()
+
+
+def _newly_untold(pod: Pod, judged: Pod) -> str:
+    """Figures of its load that it tells no more, or never told, for a person."""
+    before = pod.load.untold if pod.load is not None else ()
+    untold = judged.load.untold if judged.load is not None else ()
+    return ", ".join(figure for figure in untold if figure not in before)
 
 
 def _same_stream(one: Pod, other: Pod) -> bool:

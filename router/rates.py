@@ -1,5 +1,6 @@
 """How fast each pod prefills, in tokens per second: observed prefills in, one robust estimate per pod out.
 
+Of a pod on which nothing decodes; by how much decoding slows it is learnt beside, see `decode_slowdown`.
 Pure. Only requests that found an empty queue are to be observed: their time is their own prefill's and
 nobody else's; and only those of which it is known what the pod had to compute, or at most had to, see
 `Lesson`. The estimates are kept on the board, where pricing reads them.
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 from threading import Lock
+from typing import NamedTuple
 
 from router.board import PodBoard
+from router.decode_slowdown import Beside, DecodeSlowdowns, SlowdownParameters
 
 # A smaller change of the fleet's median is not worth estimating every pod anew.
 _FLEET_CHANGE = 0.02
@@ -71,8 +74,8 @@ class PrefillRates:
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
         self._board = board or PodBoard()
-        # (when, tokens per second) by pod.
-        self._observed: dict[str, deque[tuple[float, float]]] = {}
+        self._slowdowns = DecodeSlowdowns(SlowdownParameters())
+        self._observed: dict[str, deque[_Prefill]] = {}
         self._medians: dict[str, float] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
@@ -82,44 +85,67 @@ class PrefillRates:
         """The pod's speed as far as is known."""
         return self._board.prefill_tokens_per_s(pod)
 
+    def decode_slowdown(self, pod: str) -> float:
+        """By how much of itself a prefill there gets slower per decoding request, as far as is known."""
+        return self._slowdowns.of(pod)
+
     @property
     def fleet_tokens_per_s(self) -> float:
         """The speed believed of a pod of which nothing is known."""
         return self._board.fleet_tokens_per_s
 
     def observe(
-        self, pod: str, tokens: float, seconds: float, now_s: float, lesson: Lesson = Lesson.RATE
+        self,
+        pod: str,
+        tokens: float,
+        seconds: float,
+        now_s: float,
+        lesson: Lesson = Lesson.RATE,
+        decoding: float = 0.0,
     ) -> None:
         """Takes a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and is over now.
 
         A speed that is only known to be the greatest possible makes no pod faster than is believed of one of
         which nothing is known; it counts in full where it is below that.
+
+        Args:
+            decoding: Requests that were past their prefills there.
         """
         known = self._parameters
         if lesson is Lesson.NOTHING or tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
+            slowdown = 1.0 + self._slowdowns.of(pod) * decoding
             speed = tokens / seconds
             if lesson is Lesson.AT_MOST:
                 # The fleet may have been learnt slow by the same means, and must be able to recover.
                 unobserved = self._board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
-                speed = min(speed, unobserved)
+                speed = min(speed, unobserved / slowdown)
+            else:
+                self._slowdowns.observe(pod, Beside(now_s, seconds / tokens, decoding))
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
-            observed.append((now_s, speed))
+            observed.append(_Prefill(now_s, speed * slowdown, speed, decoding))
             if len(observed) >= known.observations_min:
                 self._medians[pod] = self._median(pod)
                 self._tell([pod])
 
-    def forget(self, now_s: float) -> None:
-        """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet."""
+    def review(self, now_s: float) -> None:
+        """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet.
+
+        Judges anew by how much decoding slows the pods. To be called every few seconds.
+        """
         oldest_s = now_s - self._parameters.life_s
         changed, unknown = [], []
         with self._lock:
+            slowdowns = self._slowdowns.review(now_s)
+            self._board.slowed(slowdowns)
+            for pod in slowdowns:
+                self._judge_anew(pod)
             for pod, observed in self._observed.items():
                 known = len(observed)
-                while observed and observed[0][0] < oldest_s:
+                while observed and observed[0].ended_s < oldest_s:
                     observed.popleft()
-                if len(observed) == known or pod not in self._medians:
+                if pod not in self._medians or (len(observed) == known and pod not in slowdowns):
                     continue
                 if len(observed) >= self._parameters.observations_min:
                     self._medians[pod] = self._median(pod)
@@ -142,11 +168,19 @@ class PrefillRates:
                 del self._observed[pod]
                 self._medians.pop(pod, None)
             if gone:
+                self._slowdowns.forget(gone)
+                self._board.slowed(dict.fromkeys(gone, 0.0))
                 self._unlearn(gone)
 
     def _unlearn(self, pods: Collection[str]) -> None:
         self._board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
         self._tell(self._medians)
+
+    def _judge_anew(self, pod: str) -> None:
+        """The pod's speeds beside none, after its slowdown changed."""
+        observed, slowdown = self._observed[pod], self._slowdowns.of(pod)
+        for at, (ended_s, _, speed, decoding) in enumerate(observed):
+            observed[at] = _Prefill(ended_s, speed * (1.0 + slowdown * decoding), speed, decoding)
 
     def _tell(self, pods: Iterable[str]) -> None:
         # What was believed before, at first what is configured, counts as one pod more.
@@ -166,4 +200,19 @@ class PrefillRates:
     def _median(self, pod: str) -> float:
         prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound
-        return min(max(median(speed for _, speed in self._observed[pod]), prior / bound), prior * bound)
+        return min(max(median([one[1] for one in self._observed[pod]]), prior / bound), prior * bound)
+
+
+class _Prefill(NamedTuple):
+    """One prefill.
+
+    Attributes:
+        alone_tokens_per_s: As fast as it would have been beside nobody.
+        tokens_per_s: As fast as it was.
+        decoding: Requests that decoded beside it.
+    """
+
+    ended_s: float
+    alone_tokens_per_s: float
+    tokens_per_s: float
+    decoding: float

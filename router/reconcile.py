@@ -30,6 +30,6 @@ class Reconciler:
                 continue
             if now_s - load.scraped_s < _NEWS_TRAVEL_S:
                 told[address] = load
-            elif address in self._told:
-                self._outcomes.reconcile(address, load.waiting + load.running, load.scraped_s, now_s)
+            elif address in self._told and load.requests is not None:
+                self._outcomes.reconcile(address, load.requests, load.scraped_s, now_s)
         self._told = told

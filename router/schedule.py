@@ -297,7 +297,7 @@ class Scheduler:
                 confirm_key=_confirm_key(keys, works.view, matches, works.pod),
                 lesson=_lesson(decision, works, loading_s),
                 dispatched_s=decision.decided_s,
-                slowdown=works.slowdown,
+                decoding=works.decoding,
                 prefill_pod=prefill,
                 adapter=lineup.candidates.lora_name,
             )
@@ -325,7 +325,15 @@ def _priced_in_order(
     """
     facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
     parameters = CostParameters(
-        constants[0], constants[1], constants[2], constants[3], constants[4], constants[5], constants[6]
+        constants[0],
+        constants[1],
+        constants[2],
+        constants[3],
+        constants[4],
+        constants[5],
+        constants[6],
+        constants[7],
+        constants[8],
     )
     prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
     most_cached_tokens = 0

@@ -6,19 +6,17 @@ never reads the rest of the page.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_SERIES_MAX = 1024
+from router.metric_lines import MetricLines, UnusableError, parse_labels, parse_number, parse_whole
+
 _ADAPTERS_MAX = 1024
-_COUNT_MAX = 1e9
 _CAPACITY_TOKENS_MAX = 10**12
 _SPEED_MAX = 1e9
 
-_LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
-_WHOLE = re.compile(rb"[0-9]{1,12}")
+# Without these nothing is told of a load.
+_FIGURES = ("waiting", "running", "kv_usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,9 @@ class EngineLoad:
     """An engine's own account of its load.
 
     Attributes:
-        waiting: Requests in its queue.
-        running: Requests being computed.
-        kv_usage: Share of the KV cache that running requests hold, 0..1.
+        waiting: Requests in its queue; None where it is not told, or senseless.
+        running: Requests being computed; None as above.
+        kv_usage: Share of the KV cache that running requests hold, 0..1; None as above.
         kv_capacity_tokens: Size of the KV cache; None if not told.
         scraped_s: When it was read, on the router's monotonic clock.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
@@ -54,14 +52,24 @@ class EngineLoad:
         lora: None if not told.
     """
 
-    waiting: int
-    running: int
-    kv_usage: float
+    waiting: int | None
+    running: int | None
+    kv_usage: float | None
     kv_capacity_tokens: int | None
     scraped_s: float
     prefill_tokens_per_s: float | None = None
     ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
+
+    @property
+    def requests(self) -> int | None:
+        """Requests that it has; None where a part of them is not told."""
+        return None if self.waiting is None or self.running is None else self.waiting + self.running
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """Which of queue, running requests and use of the KV cache are missing."""
+        return tuple(name for name in _FIGURES if getattr(self, name) is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,46 +81,64 @@ class _Series:
 
 
 @dataclass(frozen=True, slots=True)
+class _Config:
+    """A metric whose labels tell the KV cache's block size and number of blocks."""
+
+    name: bytes
+    block_tokens: bytes
+    blocks: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Engine:
     """An engine's names.
 
     Attributes:
-        block_tokens, blocks: The KV cache's block size and number of blocks: labels of `cache_config` where
-            the engine has such a metric, else metrics of their own.
+        apart: Labels that tell several engines on one page apart, whose loads add up. Series that differ in
+            other labels only say the same again: ranks that compute the same requests together, or parts of
+            a total that is there, too.
+        cache_config: None where the engine has no such metric.
+        block_tokens, blocks: Metrics of what `cache_config` tells, where it is not there.
         lora, speed: None where the engine has no such metric.
     """
 
     waiting: _Series
     running: _Series
     kv_usage: _Series
-    block_tokens: _Series
-    blocks: _Series
-    cache_config: bytes | None = None
+    apart: tuple[bytes, ...] = ()
+    cache_config: _Config | None = None
+    block_tokens: _Series | None = None
+    blocks: _Series | None = None
     lora: bytes | None = None
-    speed: bytes | None = None
+    speed: _Series | None = None
 
 
 _TRITON_REQUESTS = b"nv_trt_llm_request_metrics"
 _TRITON_BLOCKS = b"nv_trt_llm_kv_cache_block_metrics"
 _ENGINES = (
+    # One engine for each data parallel rank; tensor and pipeline ranks have no series of their own.
     _Engine(
         waiting=_Series(b"vllm:num_requests_waiting"),
         running=_Series(b"vllm:num_requests_running"),
         kv_usage=_Series(b"vllm:kv_cache_usage_perc"),
-        block_tokens=_Series(b"block_size"),
-        blocks=_Series(b"num_gpu_blocks"),
-        cache_config=b"vllm:cache_config_info",
+        apart=(b"engine",),
+        cache_config=_Config(b"vllm:cache_config_info", b"block_size", b"num_gpu_blocks"),
         lora=b"vllm:lora_requests_info",
-        speed=b"kvroute_engine_prefill_tokens_per_second",
+        speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
     ),
+    # Every scheduler has series if it is told to: of tp_rank, pp_rank and moe_ep_rank (with context
+    # parallelism by default) all have the same requests. priority="" is the total of all priorities.
     _Engine(
         waiting=_Series(b"sglang:num_queue_reqs"),
         running=_Series(b"sglang:num_running_reqs"),
         kv_usage=_Series(b"sglang:token_usage"),
-        block_tokens=_Series(b"page_size"),
-        blocks=_Series(b"num_pages"),
-        cache_config=b"sglang:cache_config_info",
+        apart=(b"dp_rank",),
+        cache_config=_Config(b"sglang:cache_config_info", b"page_size", b"num_pages"),
+        # From 0.5.11 on.
+        block_tokens=_Series(b"sglang:page_size"),
+        blocks=_Series(b"sglang:num_pages"),
     ),
+    # One engine behind each server.
     _Engine(
         waiting=_Series(b"trtllm_num_requests_waiting"),
         running=_Series(b"trtllm_num_requests_running"),
@@ -124,76 +150,113 @@ _ENGINES = (
         waiting=_Series(_TRITON_REQUESTS, (b"request_type", b"waiting")),
         running=_Series(_TRITON_REQUESTS, (b"request_type", b"scheduled")),
         kv_usage=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"fraction")),
+        apart=(b"model", b"version"),
         block_tokens=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"tokens_per")),
         blocks=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"max")),
     ),
 )
 
 
-class UnusableError(Exception):
-    """The page says something senseless."""
-
-
 def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
     """Reads a metrics page; several engines on one page (data parallel ranks) are added up.
 
-    A series that is there twice counts once, the last time.
+    A series that is there twice counts once, the last time. A figure with a senseless value is not told; the
+    others are.
 
     Returns:
         None when the page tells no usable load.
     """
-    lines = Lines(page)
+    lines = MetricLines(page)
     try:
         for engine in _ENGINES:
             if lines.values(engine.kv_usage.name):
-                return _load(lines, engine, now_s)
+                load = _load(lines, engine, now_s)
+                return load if load.untold != _FIGURES else None
     except UnusableError:
         pass
     return None
 
 
-def _load(lines: Lines, engine: _Engine, now_s: float) -> EngineLoad:
-    usages = lines.numbers(engine.kv_usage)
-    config = lines.labels(engine.cache_config) if engine.cache_config else []
-    speeds = lines.numbers(_Series(engine.speed)) if engine.speed else []
+def _load(lines: MetricLines, engine: _Engine, now_s: float) -> EngineLoad:
+    waiting, running = _figures(lines, engine, engine.waiting), _figures(lines, engine, engine.running)
+    usages = [min(usage, 1.0) for usage in _figures(lines, engine, engine.kv_usage).values()]
+    config = _configs(lines, engine)
+    speed = sum(_figures(lines, engine, engine.speed).values())
     return EngineLoad(
-        waiting=int(sum(lines.numbers(engine.waiting))),
-        running=int(sum(lines.numbers(engine.running))),
-        kv_usage=sum(min(usage, 1.0) for usage in usages) / max(1, len(usages)),
+        waiting=int(sum(waiting.values())) if waiting else None,
+        running=int(sum(running.values())) if running else None,
+        # The mean, which with the sum of their sizes gives the tokens that they hold together: an engine of
+        # several ranks sends a request itself to one that has room.
+        kv_usage=sum(usages) / len(usages) if usages else None,
         kv_capacity_tokens=_capacity_tokens(lines, engine, config),
         scraped_s=now_s,
-        prefill_tokens_per_s=sum(speeds) if 0.0 < sum(speeds) <= _SPEED_MAX else None,
+        prefill_tokens_per_s=speed if 0.0 < speed <= _SPEED_MAX else None,
         ordered_step_tokens=_ordered_step_tokens(config),
-        lora=_lora(lines, engine.lora, len(usages)) if engine.lora else None,
+        lora=_lora(lines, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
     )
 
 
-def _capacity_tokens(lines: Lines, engine: _Engine, config: list[dict[bytes, bytes]]) -> int | None:
-    if engine.cache_config is None:
-        blocks = zip(lines.numbers(engine.block_tokens), lines.numbers(engine.blocks), strict=False)
-        tokens = sum(int(size * count) for size, count in blocks)
-    else:
+def _figures(lines: MetricLines, engine: _Engine, series: _Series | None) -> dict[tuple[bytes, ...], float]:
+    """One value of each engine; none where one of them is senseless, or there is no such series."""
+    figures: dict[tuple[bytes, ...], float] = {}
+    if series is None:
+        return figures
+    for text, value in lines.values(series.name).items():
+        labels = parse_labels(text)
+        if series.label is not None and labels.get(series.label[0]) != series.label[1]:
+            continue
+        try:
+            number = parse_number(value)
+        except UnusableError:
+            return {}
+        which = _which(engine, labels)
+        figures[which] = max(number, figures.get(which, 0.0))
+    return figures
+
+
+def _configs(lines: MetricLines, engine: _Engine) -> list[dict[bytes, bytes]]:
+    """What each engine tells of its cache's settings."""
+    told = lines.labels(engine.cache_config.name) if engine.cache_config else []
+    return list({_which(engine, labels): labels for labels in told}.values())
+
+
+def _which(engine: _Engine, labels: dict[bytes, bytes]) -> tuple[bytes, ...]:
+    return tuple(labels.get(name, b"") for name in engine.apart)
+
+
+def _capacity_tokens(lines: MetricLines, engine: _Engine, config: list[dict[bytes, bytes]]) -> int | None:
+    names = engine.cache_config
+    if names is not None and config:
         tokens = sum(
-            _whole(labels.get(engine.block_tokens.name)) * _whole(labels.get(engine.blocks.name))
+            parse_whole(labels.get(names.block_tokens)) * parse_whole(labels.get(names.blocks))
             for labels in config
         )
+    else:
+        blocks = _figures(lines, engine, engine.blocks)
+        sizes = _figures(lines, engine, engine.block_tokens)
+        tokens = sum(int(sizes.get(which, 0.0) * count) for which, count in blocks.items())
     return tokens if 0 < tokens <= _CAPACITY_TOKENS_MAX else None
 
 
 def _ordered_step_tokens(config: list[dict[bytes, bytes]]) -> int:
     orders = [labels for labels in config if labels.get(b"prefill_order") == b"aged"]
-    return sum(_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
+    return sum(parse_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
 
 
-def _lora(lines: Lines, name: bytes, engines: int) -> LoraLoad | None:
+def _lora(lines: MetricLines, name: bytes, engines: int) -> LoraLoad | None:
     """The series with each engine's newest timestamp: an engine leaves those of former adapters on its page.
 
     vLLM's do not name their engine; then as many of the newest count as there are engines.
     """
-    newest_first = sorted(lines.values(name).items(), key=lambda item: _number(item[1]), reverse=True)
+    try:
+        newest_first = sorted(
+            lines.values(name).items(), key=lambda item: parse_number(item[1]), reverse=True
+        )
+    except UnusableError:
+        return None
     accounts: dict[object, dict[bytes, bytes]] = {}
     for place, (text, _) in enumerate(newest_first):
-        labels = _labels(text)
+        labels = parse_labels(text)
         accounts.setdefault(labels.get(b"engine", place), labels)
         if len(accounts) >= engines:
             break
@@ -203,69 +266,8 @@ def _lora(lines: Lines, name: bytes, engines: int) -> LoraLoad | None:
     return LoraLoad(
         running=frozenset().union(*(_names(labels.get(b"running_lora_adapters", b"")) for labels in told)),
         waiting=frozenset().union(*(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in told)),
-        places=sum(_whole(labels.get(b"max_lora")) for labels in told),
+        places=sum(parse_whole(labels.get(b"max_lora")) for labels in told),
     )
-
-
-class Lines:
-    """The lines of a page, found by the name they begin with."""
-
-    def __init__(self, page: bytes) -> None:
-        self._page = b"\n" + page
-
-    def values(self, name: bytes) -> dict[bytes, bytes]:
-        """Values by labels, as they are written.
-
-        Raises:
-            UnusableError: There are too many.
-        """
-        page, needle, found = self._page, b"\n" + name, {}
-        at = page.find(needle)
-        while at >= 0:
-            end = page.find(b"\n", at + 1)
-            rest = page[at + len(needle) : end if end >= 0 else len(page)]
-            if rest[:1] in (b"{", b" ", b"\t"):
-                labels, _, tail = rest.rpartition(b"}")
-                found[labels] = (tail.split(maxsplit=1) or [b""])[0]
-                if len(found) > _SERIES_MAX:
-                    raise UnusableError
-            at = page.find(needle, at + len(needle))
-        return found
-
-    def numbers(self, series: _Series) -> list[float]:
-        """Values of one series of each engine.
-
-        Raises:
-            UnusableError: One is no sensible count.
-        """
-        found = self.values(series.name)
-        if series.label is None:
-            return [_number(value) for value in found.values()]
-        key, wanted = series.label
-        return [_number(value) for labels, value in found.items() if _labels(labels).get(key) == wanted]
-
-    def labels(self, name: bytes) -> list[dict[bytes, bytes]]:
-        """Labels of all series of a metric."""
-        return [_labels(labels) for labels in self.values(name)]
-
-
-def _labels(text: bytes) -> dict[bytes, bytes]:
-    return dict(_LABEL.findall(text))
-
-
-def _number(text: bytes) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise UnusableError from error
-    # Timestamps are the largest numbers that make sense.
-    if not (math.isfinite(value) and 0.0 <= value <= _COUNT_MAX * 10):
-        raise UnusableError
-    return value
-
-
-def _whole(text: bytes | None) -> int:
-    return int(text) if text is not None and _WHOLE.fullmatch(text) else 0
 
 
 def _names(text: bytes) -> frozenset[str]:

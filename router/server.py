@@ -227,7 +227,7 @@ class RouterServer:
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
-            self._rates.forget(now_s)
+            self._rates.review(now_s)
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()

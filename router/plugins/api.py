@@ -49,7 +49,7 @@ class Endpoint:
         waiting_requests: In the engine's queue.
         running_requests: Being computed.
         kv_usage: Share of the KV cache in use, 0..1.
-        load_age_s: Age of the three above; None if the engine never told (they are 0 then).
+        load_age_s: Age of the three above, of which one that is not told is 0; None if the engine never told.
         lora: The engine's places for adapters; None if not told.
         inflight_requests: Sent there by this router and not yet over.
         inflight_tokens: Their uncached prompt tokens.

@@ -121,6 +121,27 @@ def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pyte
     assert f"http://{pod.address}/metrics answered 404" in warning
 
 
+def test_a_senseless_gauge_is_told_of_and_leaves_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pod's state shows which figure is missing, as long as it is; it is logged when it goes missing."""
+    with fake_pods(1) as (pod,):
+        sound = pod.metrics
+        path = write_pods(tmp_path / "pods.yaml", [pod.address])
+        with caplog.at_level(logging.WARNING, "router.pod_watch"), running_router(path) as router:
+            wait_until(lambda: _kv_usage(router) == 0.5, "its load")
+            pod.metrics = sound.replace(" 0.5", " NaN").replace('waiting{engine="0"} 0.0', "waiting 3.0")
+            missing = f'kvroute_router_pod_load_untold{{figure="kv_usage",pod="{pod.address}"}} 1.0'
+            wait_until(lambda: missing in get(router, "/metrics")[1].decode(), "the gauge")
+            (shown,) = json.loads(get(router, "/debug/pods")[1])["pods"]
+            scraped = {name: shown["scraped"][name] for name in ("waiting", "running", "kv_usage")}
+            assert scraped == {"waiting": 3, "running": 0, "kv_usage": None}
+            pod.metrics = sound
+            wait_until(lambda: missing not in get(router, "/metrics")[1].decode(), "the gauge's end")
+    (warning,) = (message for message in caplog.messages if "do not tell" in message)
+    assert f"{pod.address} do not tell kv_usage" in warning
+
+
 def _kv_usage(router: RouterServer) -> float | None:
     (pod,) = router.pods.snapshot().values()
     return pod.load.kv_usage if pod.load is not None else None

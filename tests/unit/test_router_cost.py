@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from indexer.tiers import Tiers
 from router.cost import CREDIT, CostParameters, add_credit
 from router.queue_order import AGE_FACTOR
-from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
+from router.scrape import EngineLoad
+from tests.unit.pricing_support import IDLE, PARAMETERS, Known, Queued, load, priced
 
 POD = st.builds(
     Known,
@@ -64,6 +65,20 @@ def test_a_nearly_full_kv_cache_costs_the_prefill_it_would_throw_away() -> None:
     assert priced(300, pod).part("kv_pressure_s") == [pytest.approx(0.2)]
 
 
+@pytest.mark.parametrize("host_tokens", [0, 100])
+def test_cached_blocks_need_room_too(host_tokens: int) -> None:
+    """Half of a prompt cached on a full pod is worth less than a little less of it where there is room.
+
+    The blocks could be evicted, or lie in the host tier, as long as nobody ran; while it runs, none can.
+    """
+    full = Known(100, host_tokens, load=load(kv_usage=0.8, kv_capacity_tokens=1000))
+    roomy = replace(full, cached_tokens=80, host_tokens=0, load=load(kv_capacity_tokens=1000))
+    found = priced(200, full, roomy)
+    assert found.part("kv_pressure_s") == [pytest.approx(0.1), 0.0]
+    assert found.best == 1
+    assert priced(100, full, roomy).best == 0
+
+
 def test_an_old_account_of_an_engine_is_not_believed() -> None:
     """After five seconds neither a full cache nor a long queue of strangers counts; its age is told."""
     pod = replace(IDLE, load=load(waiting=9, kv_usage=1.0, kv_capacity_tokens=1000))
@@ -107,9 +122,30 @@ def test_a_running_prefills_elapsed_time_changes_a_pick() -> None:
 
 
 def test_a_prefill_that_takes_too_long_uses_up_nobody_elses_time() -> None:
-    """However long the head runs, the queue behind it stays as long as it is, and half of the head."""
-    found = priced(100, Known(queue=[Queued(1000), Queued(700)]), now_s=100.0)
+    """When the head runs too long, the queue behind it stays as long as it is, and half of the head."""
+    found = priced(100, Known(queue=[Queued(1000), Queued(700)]), now_s=1.7)
     assert found.part("queued_prefill_s") == [pytest.approx(0.5 + 0.7)]
+
+
+@pytest.mark.parametrize("told", [None, load(ordered_step_tokens=100), load(ordered_step_tokens=100_000)])
+def test_an_overdue_queue_changes_a_pick(told: EngineLoad | None) -> None:
+    """A pod that should be done for long is not the one for a request that another can begin soon.
+
+    It lasts half as much longer as it is late, whatever the engine's order, and at most a second.
+    """
+    late, busy = Known(queue=[Queued(20)], load=told), Known(queue=[Queued(200, sent_s=0.5)], load=told)
+    assert priced(100, late, replace(busy, queue=[Queued(200)])).best == 0
+    found = priced(100, late, busy, now_s=0.52)
+    assert found.best == 1
+    assert found.part("queued_prefill_s")[0] == pytest.approx(0.01 + 0.25)
+    for now_s, overdue_s in ((0.02, 0.0), (1.02, 0.5), (2.02, 1.0), (50.0, 1.0)):
+        queued_s = priced(100, late, now_s=now_s).part("queued_prefill_s")
+        assert queued_s == [pytest.approx(0.01 + overdue_s)]
+
+
+def test_nobody_is_overdue_where_nobody_waits() -> None:
+    """A pod at rest costs nothing, however long ago its last prefill ended."""
+    assert priced(100, replace(IDLE, decoding=1), now_s=100.0).part("queued_prefill_s") == [0.0]
 
 
 def test_seconds_that_others_ask_for_are_added() -> None:
@@ -123,14 +159,20 @@ def test_seconds_that_others_ask_for_are_added() -> None:
 def test_a_smaller_cache_or_a_longer_queue_never_makes_a_pod_cheaper(
     pods: list[Known], tokens: int, now_s: float
 ) -> None:
-    """Less cache or more queued never lowers a price; every price is a number."""
+    """Less cache or more queued never lowers a price; every price is a number.
+
+    But where a request is overtaken: another token there makes its pod overdue by so much less.
+    """
     pods = [_untold(pod) for pod in pods]
     worse = [
         replace(pod, cached_tokens=pod.cached_tokens // 2, queue=[*pod.queue, Queued(1)]) for pod in pods
     ]
-    costs = priced(tokens, *pods, now_s=now_s).part("cost_s")
-    for cheaper, dearer in zip(costs, priced(tokens, *worse, now_s=now_s).part("cost_s"), strict=True):
-        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) < float("inf")
+    before, after = priced(tokens, *pods, now_s=now_s), priced(tokens, *worse, now_s=now_s)
+    costs = zip(before.part("cost_s"), after.part("cost_s"), strict=True)
+    for pod, slowdown, (cheaper, dearer) in zip(pods, before.part("slowdown"), costs, strict=True):
+        orders = pod.load is not None and pod.load.ordered_step_tokens
+        less_s = PARAMETERS.overdue_share * slowdown / pod.tokens_per_s if orders else 0.0
+        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) + less_s < float("inf")
 
 
 @given(st.lists(POD, min_size=1, max_size=6), st.integers(1000, 100_000), st.floats(0, 10))

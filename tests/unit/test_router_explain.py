@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from router.explain import Explain
 from router.outcomes import REPORT, RESPONSE
@@ -66,7 +67,7 @@ def test_news_of_another_request_under_the_id_is_not_told_of_the_newest(second: 
     bench.index.hold(PODS[0].address, bench.keys(TEXT))
     bench.index.hold(second.address, bench.keys(OTHER)[:2])
     first = bench.router.route(completion("r", TEXT), 0.0)
-    newest = bench.router.route(completion("r", OTHER), 1.0)
+    newest = bench.router.route(replace(completion("r", OTHER), candidates=frozenset({second.address})), 1.0)
     assert (first.primary.pod, newest.primary.pod) == (PODS[0].address, second.address)
     bench.outcomes.first_token("r", REPORT, 2.0, pod=first.primary.pod)
     bench.outcomes.ended("r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)

@@ -91,9 +91,9 @@ def test_a_running_prefill_is_ahead_by_what_is_left_of_it() -> None:
 
 
 def test_a_step_that_takes_too_long_keeps_half_of_its_price() -> None:
-    """However long a step runs, half of it is still to come, and all that waits behind it."""
+    """Of a step that runs too long half is still to come, and all that waits behind it."""
     queue = [Queued(1000), Queued(700, sent_s=0.1)]
-    found = priced(800, Known(queue=queue, load=LARGE_STEPS), now_s=100.0)
+    found = priced(800, Known(queue=queue, load=LARGE_STEPS), now_s=1.7)
     assert found.part("queued_prefill_s") == [pytest.approx(0.5 + 0.7)]
 
 
@@ -113,7 +113,10 @@ def test_the_queue_is_what_the_rule_says(queue: list[Queued], tokens: int, step_
 
 
 def _queued_s(queue: list[Queued], tokens: int, step_tokens: int, tokens_per_s: float) -> float:
-    """Step by step: what runs, then steps in the order until the new one's last token is computed."""
+    """Step by step: what runs, then steps in the order until the new one's last token is computed.
+
+    And half of the time since all of it should have been over, at most a second.
+    """
     if not queue:
         return 0.0
     began_s = queue[0].sent_s
@@ -135,4 +138,6 @@ def _queued_s(queue: list[Queued], tokens: int, step_tokens: int, tokens_per_s: 
     done = 0.0
     while done < ahead + tokens:
         done += step_tokens
-    return (queued + min(done, ahead + behind + tokens) - tokens) / tokens_per_s
+    late_s = 50.0 - began_s - sum(q.tokens for q in queue) / tokens_per_s
+    overdue_s = min(max(0.0, late_s) / 2, 1.0)
+    return (queued + min(done, ahead + behind + tokens) - tokens) / tokens_per_s + overdue_s

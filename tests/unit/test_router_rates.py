@@ -118,9 +118,9 @@ def test_a_slow_pod_is_given_another_chance() -> None:
     rates = fleet(parameters, a=[(1000, 10.0)] * 4, b=[(1000, 0.5)] * 4)
     for _ in range(4):
         rates.observe("b", 1000, 0.5, now_s=50.0)
-    rates.forget(60.0)
+    rates.review(60.0)
     assert [rates.tokens_per_s(pod) for pod in "ab"] == [100.0, 2000.0]
-    rates.forget(61.0)
+    rates.review(61.0)
     assert [rates.tokens_per_s(pod) for pod in "ab"] == [rates.fleet_tokens_per_s, 2000.0]
     assert rates.fleet_tokens_per_s == 1500.0
 
@@ -131,7 +131,7 @@ def test_what_is_young_enough_counts_alone() -> None:
     for _ in range(4):
         rates.observe("a", 1000, 2.0, now_s=100.0)
     assert rates.tokens_per_s("a") == 1250.0
-    rates.forget(NO_BELIEF.life_s + 1.0)
+    rates.review(NO_BELIEF.life_s + 1.0)
     assert rates.tokens_per_s("a") == 500.0
 
 
@@ -142,8 +142,8 @@ def test_a_fleet_at_rest_stays_as_fast_as_it_was() -> None:
     for pod in "ab":
         for _ in range(4):
             rates.observe(pod, 1000, 4.0, now_s=100.0)
-    rates.forget(NO_BELIEF.life_s + 1.0)
-    rates.forget(NO_BELIEF.life_s + 101.0)
+    rates.review(NO_BELIEF.life_s + 1.0)
+    rates.review(NO_BELIEF.life_s + 101.0)
     assert [rates.tokens_per_s(pod) for pod in ("a", "e", "new")] == [250.0] * 3
 
 

@@ -12,7 +12,7 @@ from tests.unit.router_support import Bench, completion, ready_pod
 A = ready_pod("10.0.0.1:8000")
 
 
-def told(requests: int, scraped_s: float) -> dict[str, Pod]:
+def told(requests: int | None, scraped_s: float) -> dict[str, Pod]:
     """The pod after it told how many requests it has."""
     load = EngineLoad(waiting=0, running=requests, kv_usage=0.0, kv_capacity_tokens=None, scraped_s=scraped_s)
     return {A.address: replace(A, load=load)}
@@ -54,3 +54,11 @@ def test_a_count_that_was_old_when_first_seen_is_not_judged() -> None:
     reconciler.look(told(0, 10.0), 22.0)
     assert len(bench.ledger) == 1
     reconciler.look({}, 23.0)
+
+
+def test_half_a_count_is_not_judged() -> None:
+    """An engine that tells its queue and not what it computes has not told how many requests it has."""
+    bench, reconciler = in_flight(1)
+    reconciler.look(told(None, 10.0), 10.1)
+    reconciler.look(told(None, 10.0), 11.2)
+    assert len(bench.ledger) == 1
