@@ -92,7 +92,7 @@ def begin_completions(
     Raises:
         PromptError: A field has the wrong type, or an id is outside the vocabulary.
         PromptTooLongError: A text is longer than `limits.chars_max`.
-        UnsupportedPromptError: The prompt is to be cut to a context that is not known, or has a suffix.
+        UnsupportedPromptError: The prompt is to be cut in a way that is not known, or has a suffix.
     """
     if body.get("suffix"):
         raise UnsupportedPromptError("where a suffix goes is the engine's own affair", "suffix")
@@ -100,6 +100,8 @@ def begin_completions(
     special = _flag(body, "add_special_tokens", True)
     output_tokens = _count(body, "max_tokens") if "max_tokens" in body else _COMPLETION_OUTPUT_TOKENS
     truncation = truncation_of(body, limits.context_tokens, output_tokens)
+    if truncation is not WHOLE and not tokenizer.is_library_known:
+        raise UnsupportedPromptError("which side mistral-common cuts is not known", "truncate_prompt_tokens")
     if isinstance(prompt, str):
         return [_begin(prompt, tokenizer, "prompt", special, truncation, limits)]
     if not isinstance(prompt, list) or not prompt:

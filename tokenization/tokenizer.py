@@ -111,6 +111,11 @@ class PromptTokenizer:
         """How many tokens `add_special_tokens` adds before and behind a text."""
         return self._segments.affix_tokens
 
+    @property
+    def is_library_known(self) -> bool:
+        """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
+        return self._read_otherwise is None
+
     def closed_prefix(self, text: str) -> str:
         """The part of a text whose ids are the same whatever follows it."""
         return self._segments.closed_prefix(text)

@@ -156,15 +156,16 @@ def test_no_template_stands_for_mistral_common(tmp_path: Path, names: list[str],
 
 @pytest.mark.parametrize("text", ["", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"])
 def test_a_text_has_mistral_commons_ids(tmp_path: Path, text: str) -> None:
-    """Tekken's texts have the library's ids, and none where tokenizer.json sees more than text in them."""
+    """Tekken's texts have the library's ids, and none where they are cut or hold more than text."""
     (tmp_path / "tekken.json").touch()
     ours = from_directory(tmp_path, {}, {})
     theirs = Tekkenizer.from_file(TEKKEN)
     # In the vectors' tokenizer special tokens stand behind all others.
     ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
     assert ids == theirs.encode(text, bos=False, eos=False)
-    with pytest.raises(UnsupportedPromptError):
-        completion_prompts({"prompt": f"{text}[INST]"}, ours)
+    for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
+        with pytest.raises(UnsupportedPromptError):
+            completion_prompts(fields, ours)
 
 
 def test_no_text_has_sentencepieces_ids(tmp_path: Path) -> None:
