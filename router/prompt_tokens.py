@@ -82,16 +82,17 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
     """A request of another API that engines turn into a chat, so turned; any other as it is.
 
     Args:
-        template: The model's; None where only another process knows it, which is then taken for one that
-            can do without thinking, and gets a Responses request as it is: no chat has all of its tokens.
+        template: The model's; None where only another process knows it, which gets the request as it is:
+            what a chat of it is depends on the template.
 
     Raises:
         PromptError: It is not what its API allows, or has no form as a chat here.
     """
+    if template is None:
+        return request
     if request.kind is RequestKind.MESSAGES:
-        known = () if template is None else (template.effort_without_thinking,)
-        body = messages_as_chat(request.body, *known)
-    elif request.kind is RequestKind.RESPONSES and template is not None:
+        body = messages_as_chat(request.body, template.effort_without_thinking)
+    elif request.kind is RequestKind.RESPONSES:
         body = responses_as_chat(request.body)
     else:
         return request

@@ -26,6 +26,7 @@ _PATHS = {
     RequestKind.CHAT: "/v1/chat/completions/render",
     RequestKind.COMPLETIONS: "/v1/completions/render",
     RequestKind.RESPONSES: "/v1/responses/render",
+    RequestKind.MESSAGES: "/v1/messages/render",
 }
 # The pick has its own, shorter deadline; an answer that comes after it is kept for the next try.
 _CONNECT_S = 1.0

@@ -35,6 +35,7 @@ _KINDS = {
     tokenizer_pb2.API_CHAT: RequestKind.CHAT,
     tokenizer_pb2.API_COMPLETIONS: RequestKind.COMPLETIONS,
     tokenizer_pb2.API_RESPONSES: RequestKind.RESPONSES,
+    tokenizer_pb2.API_MESSAGES: RequestKind.MESSAGES,
 }
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BODY_BYTES_MAX = 64 << 20
@@ -100,7 +101,7 @@ class TokenizerServer:
         if message.model not in self._models:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for the model {message.model!r} here")
         if message.api not in _KINDS:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be chat, completions or responses")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be one of those named")
         try:
             body = msgspec.json.decode(message.body, type=dict)
         except (ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ _APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
     RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
     RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
+    RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
 }
 # 4 bytes each of 16 million tokens.
 _ANSWER_BYTES_MAX = 64 << 20

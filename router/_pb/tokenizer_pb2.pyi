@@ -13,10 +13,12 @@ class Api(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_CHAT: _ClassVar[Api]
     API_COMPLETIONS: _ClassVar[Api]
     API_RESPONSES: _ClassVar[Api]
+    API_MESSAGES: _ClassVar[Api]
 API_UNSPECIFIED: Api
 API_CHAT: Api
 API_COMPLETIONS: Api
 API_RESPONSES: Api
+API_MESSAGES: Api
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "api", "body", "context_tokens")

@@ -135,6 +135,8 @@ def check(parsed: Parsed, payloads: list[bytes]) -> None:
                 assert told_by(parsed, row) == as_rows_tell(decode_event(raw))
             row += 1
     assert row == len(parsed.events)
+    assert parsed.kinds == [parsed.events[:, rows.KIND].tolist().count(kind) for kind in range(4)]
+    assert parsed.all_read == all(batch[rows.STATUS] == rows.OK for batch in parsed.batches.tolist())
 
 
 def _batch_of(payload: bytes) -> RawBatch | None:

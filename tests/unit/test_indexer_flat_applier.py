@@ -19,7 +19,6 @@ from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_buckets import GOLDEN, hash_bits
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.flat_layout import FlatArrays
 from indexer.flat_naming import name_of
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
@@ -330,9 +329,9 @@ def test_a_long_row_of_removals_lets_readers_in_between(hashes_per_event: int) -
     held: list[int] = []
 
     class Counting(FlatIndex):
-        def prepare(self, blocks: int) -> FlatArrays:
+        def sweep_for(self, blocks: int) -> None:
             held.append(int(self.arrays.pod_blocks.sum()))
-            return super().prepare(blocks)
+            super().sweep_for(blocks)
 
     hasher, index = BlockHasher(1, 1), Counting(1 << 22, TIERS)
     config = IndexerConfig(block_tokens=1, hash_seed=1)

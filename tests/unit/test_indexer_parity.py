@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.apply import StoredRun
 from indexer.keys import BlockHasher, Keys
 from indexer.parity import ParityWatch, PodParity
 
@@ -24,6 +25,11 @@ def chain(prompt: np.ndarray, parent: int = ROOT) -> Keys:
     return HASHER.chain(parent, prompt)
 
 
+def run(prompt: np.ndarray, parent: int = ROOT) -> StoredRun:
+    """The prompt's blocks as a pod's batch brings them."""
+    return StoredRun(parent, chain(prompt, parent), prompt)
+
+
 OURS = tokens(1, 2, 3, 4, 5, 6, 7, 8)
 THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
 
@@ -35,7 +41,7 @@ def expect(watch: ParityWatch, request_id: str, prompt: np.ndarray = OURS, pod: 
 
 def store(watch: ParityWatch, prompt: np.ndarray, pod: str = POD) -> None:
     """The pod stores the prompt's blocks."""
-    watch.stored(pod, ROOT, chain(prompt), prompt)
+    watch.stored(pod, [run(prompt)])
 
 
 def known(watch: ParityWatch, pod: str = POD) -> PodParity:
@@ -70,7 +76,7 @@ def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     watch = ParityWatch()
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:])
-    watch.stored(POD, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
+    watch.stored(POD, [run(tokens(5, 6, 7, 9), parent)])
     mismatch = watch.settled("a")
     assert mismatch is not None
     assert mismatch.position == 3
@@ -85,6 +91,22 @@ def test_another_request_in_flight_explains_a_store() -> None:
     assert watch.settled("b") is None
     assert watch.settled("a") is None
     assert known(watch).mismatches == 0
+
+
+def test_runs_of_one_batch_are_told_apart() -> None:
+    """The run that meets one request excuses itself only; the run beside it is another one's mismatch."""
+    watch = ParityWatch()
+    parent = int(chain(OURS)[0])
+    expect(watch, "a")
+    watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
+    watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
+    watch.stored(POD, [run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent)])
+    assert watch.settled("a") is None
+    mismatch = watch.settled("b")
+    assert mismatch is not None
+    assert (mismatch.position, mismatch.stored) == (2, (8, 9))
+    assert watch.settled("c") is None
+    assert (known(watch).met, known(watch).mismatches, known(watch).unmet_in_a_row) == (1, 1, 2)
 
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
@@ -113,7 +135,7 @@ def test_keys_that_never_meet_are_told() -> None:
     for number in range(3):
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
-        watch.stored(POD, elsewhere, chain(OURS, elsewhere), OURS)
+        watch.stored(POD, [run(OURS, elsewhere)])
         assert watch.settled(str(number)) is None
     assert known(watch).never_hit
     expect(watch, "met")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from indexer.apply import StoredRun
 from indexer.dispatched import DispatchKey
 from indexer.index import IndexStats
 from indexer.keys import BlockHasher
@@ -34,7 +35,7 @@ class Bench:
         """A request whose tokens the engine sees differently, or under another root."""
         request = DispatchKey(request_id, now_s)
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
-        self.watch.stored(POD, root, HASHER.chain(root, THEIRS), THEIRS)
+        self.watch.stored(POD, [StoredRun(root, HASHER.chain(root, THEIRS), THEIRS)])
         self.alarm.settled(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:

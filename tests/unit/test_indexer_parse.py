@@ -228,6 +228,7 @@ def test_a_payload_that_is_too_long_is_not_read() -> None:
     parsed = EventParser(len(short)).parse([long, short, long])
     assert parsed.batches[:, rows.STATUS].tolist() == [rows.OVERSIZE, rows.OK, rows.OVERSIZE]
     assert parsed.data.tobytes() == short
+    assert not parsed.all_read
     assert len(parsed.events) == 1
 
 

@@ -42,16 +42,18 @@ def parse_guarded(payload: bytes) -> Parsed:
     batches = guarded(np.zeros((1, rows.BATCH_COLUMNS), np.int64))
     hashes, tokens = guarded(np.zeros(len(data), np.uint64)), guarded(np.zeros(len(data), np.uint32))
     ends = guarded(np.array([len(data)], np.int64))
+    found = guarded(np.zeros(rows.FOUND, np.int64))
     needed = 0
     with np.errstate(over="ignore"):
         while True:
             events = guarded(np.zeros((needed, rows.EVENT_COLUMNS), np.int64))
-            read = PLAIN_KERNELS["parse_payloads"](data, ends, batches, events, hashes, tokens)
+            read = PLAIN_KERNELS["parse_payloads"](data, ends, batches, events, hashes, tokens, found)
             if read <= needed:
                 break
             needed = read
     plain = (array.view(np.ndarray) for array in (data, batches, events[:read], hashes, tokens))
-    return Parsed(*plain)
+    *kinds, broken = found.tolist()
+    return Parsed(*plain, kinds, not broken)
 
 
 @settings(unhurried, max_examples=60)

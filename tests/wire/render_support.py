@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 CHAT = "/v1/chat/completions/render"
 COMPLETIONS = "/v1/completions/render"
 RESPONSES = "/v1/responses/render"
+MESSAGES = "/v1/messages/render"
 
 
 @dataclass

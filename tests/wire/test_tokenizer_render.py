@@ -12,7 +12,7 @@ from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import completion, ready_pod
-from tests.wire.render_support import CHAT, COMPLETIONS, RESPONSES, Renderer, running_renderer
+from tests.wire.render_support import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Renderer, running_renderer
 
 MODEL = "m"
 
@@ -82,29 +82,25 @@ def test_images_are_known_by_their_hashes(renderer: Renderer, registry: Tokenize
     assert asked["return_mm_kwargs"] is False
 
 
-def test_an_image_of_another_api_is_rendered_too(renderer: Renderer, registry: TokenizerRegistry) -> None:
-    """An Anthropic image reaches the renderer as the chat's image that vLLM makes of it."""
-    renderer.answers = {CHAT: (200, answer("one_image"))}
-    source = {"type": "base64", "media_type": "image/png", "data": "QQ=="}
-    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-    request = RouteRequest("id", RequestKind.MESSAGES, MODEL, body, body_bytes=400)
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [
+        (RequestKind.RESPONSES, RESPONSES, {"input": "hello", "tools": [{"type": "web_search"}]}),
+        (RequestKind.MESSAGES, MESSAGES, {"max_tokens": 5, "messages": [], "thinking": {"type": "disabled"}}),
+    ],
+)
+def test_another_apis_request_is_rendered_as_it_came(
+    renderer: Renderer, registry: TokenizerRegistry, kind: RequestKind, path: str, body: dict[str, object]
+) -> None:
+    """What a chat of it is depends on the template, so its own endpoint is asked; a lack is told."""
+    request = RouteRequest("id", kind, MODEL, body, body_bytes=400)
+    renderer.answers = {path: (404, b"{}")}
+    assert registry.prompt_tokens(request, MODEL).degraded == "tokenizer_unavailable"
+    renderer.answers = {path: (200, answer("one_image"))}
     tokens = registry.prompt_tokens(request, MODEL)
     assert (len(tokens.media), tokens.partial) == (1, None)
-    ((_, asked),) = renderer.asked
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
-    assert asked["messages"] == [{"role": "user", "content": [part]}]
-
-
-def test_a_responses_request_is_rendered_as_it_came(renderer: Renderer, registry: TokenizerRegistry) -> None:
-    """No chat has all of its tokens, so its own endpoint is asked; what another server lacks is told."""
-    body = {"input": "hello", "tools": [{"type": "web_search"}]}
-    request = RouteRequest("id", RequestKind.RESPONSES, MODEL, body, body_bytes=400)
-    renderer.answers = {RESPONSES: (404, b"{}")}
-    assert registry.prompt_tokens(request, MODEL).degraded == "tokenizer_unavailable"
-    renderer.answers = {RESPONSES: (200, json.dumps(rendered([1, 2])).encode())}
-    assert [ids.tolist() for ids in registry.prompt_tokens(request, MODEL).prompts] == [[1, 2]]
-    path, asked = renderer.asked[-1]
-    assert (path, asked["input"], asked["tools"]) == (RESPONSES, body["input"], body["tools"])
+    asked_path, asked = renderer.asked[-1]
+    assert (asked_path, {name: asked[name] for name in body}) == (path, body)
 
 
 def test_an_image_without_a_hash_ends_what_is_known(renderer: Renderer, registry: TokenizerRegistry) -> None:

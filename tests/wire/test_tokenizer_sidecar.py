@@ -21,6 +21,7 @@ from router.tokenizer_server import SERVICE, TokenizerServer
 from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TOKENIZER, completion
 from tokenization import TINY_DIRECTORY
+from tokenization.anthropic_messages import messages_as_chat
 from tokenization.openai_prompts import chat_prompt
 from tokenization.openai_responses import responses_as_chat
 
@@ -69,7 +70,7 @@ def until(registry: TokenizerRegistry, degraded: str | None) -> PromptTokens:
 
 @pytest.mark.usefixtures("server")
 def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) -> None:
-    """Chats, texts, several texts and Responses requests come back as the same ids."""
+    """Chats, texts, several texts and other APIs' requests come back as the same ids."""
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert tokens.prompts[0].tolist() == chat_prompt(chat().body, TOKENIZER).tolist()
     assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
@@ -82,6 +83,10 @@ def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) ->
     responses = RouteRequest("id", RequestKind.RESPONSES, MODEL, body, body_bytes=100)
     (ids,) = registry.prompt_tokens(responses, MODEL).prompts
     assert ids.tolist() == chat_prompt(responses_as_chat(body), TOKENIZER).tolist()
+    body = {"system": "Be brief.", "messages": [{"role": "user", "content": "Hello there"}]}
+    messages = RouteRequest("id", RequestKind.MESSAGES, MODEL, body, body_bytes=100)
+    (ids,) = registry.prompt_tokens(messages, MODEL).prompts
+    assert ids.tolist() == chat_prompt(messages_as_chat(body), TOKENIZER).tolist()
     unknown = RouteRequest("id", RequestKind.RESPONSES, MODEL, {**body, "prompt": {"id": "p"}}, 100)
     assert registry.prompt_tokens(unknown, MODEL).degraded == "unsupported_prompt"
 
