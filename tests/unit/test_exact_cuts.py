@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -133,6 +134,16 @@ def test_known_words_need_no_library() -> None:
     tokenizer.seen.clear()
     assert encoder.encode("one three two").tolist() == tiny().encode("one three two").ids
     assert tokenizer.seen == []
+
+
+def test_a_word_is_known_wherever_it_stands() -> None:
+    """In front of a special token and behind a line's end it is the word that stands elsewhere."""
+    tokenizer, text = Counting(tiny()), "Two lines\nand<|im_end|> lines\nTwo"
+    pattern = exact_words(tiny())
+    assert pattern is not None
+    encoder = WordEncoder(tokenizer, pattern, re.compile(r"(<\|im_end\|>)"), 1 << 20)  # type: ignore[arg-type]
+    assert encoder.encode(text).tolist() == tiny().encode(text, add_special_tokens=False).ids
+    assert sorted(tokenizer.seen) == ["\n", " lines", "<|im_end|>", "Two", "and"]
 
 
 def test_words_take_no_more_room_than_they_may() -> None:
