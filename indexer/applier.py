@@ -43,7 +43,11 @@ class Outcome:
         """Counts what could not be read; kinds of events that we do not know harm nothing."""
         self.rejected[reason] += 1
         if reason != UNKNOWN_EVENT:
-            self.damage = self.damage or reason
+            self.doubt(reason)
+
+    def doubt(self, reason: str) -> None:
+        """The view is not what the engine holds."""
+        self.damage = self.damage or reason
 
     def take(self, applied: Applied) -> None:
         """Adds what further events did, all of them together."""
@@ -57,7 +61,7 @@ class Outcome:
         self.applied.skipped += applied.skipped
         for event_type, reason in applied.skipped:
             if event_type == "BlockStored" and reason not in _HARMLESS:
-                self.damage = self.damage or reason
+                self.doubt(reason)
 
 
 class Applier(Protocol):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,14 +29,14 @@ from indexer.tiers import Tiers
 from indexer.view_parts import ViewFacts, ViewPart
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
+class StoredRun(msgspec.Struct, frozen=True):
     """A run of new blocks.
 
     Attributes:
         parent: Key of the block before it, or the prompt's root.
         keys: Its blocks.
-        tokens: uint32: the token ids of its first index block, at least.
+        tokens: uint32: the token ids of its first index block, at least; valid until the next batch
+            of any pod is applied.
     """
 
     parent: int
@@ -62,8 +63,7 @@ class Applied:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PlainRuns:
+class PlainRuns(msgspec.Struct, frozen=True):
     """Runs of the lead group that are what they seem, if their parent is known and no hash of theirs awaited.
 
     Attributes:

@@ -36,6 +36,9 @@ OK, BROKEN_BATCH, OVERSIZE = range(3)
 EVENT_COLUMNS = 17
 # Values of KIND.
 OTHER, STORED, REMOVED, CLEARED = range(4)
+# Places of `found`: by KIND how many events are of it, and behind these:
+BROKEN_BATCHES = 4
+FOUND = 5
 
 MEDIA = ("", "GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 SPEC_KINDS = (

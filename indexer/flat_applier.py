@@ -6,7 +6,7 @@ the kernel is only a faster way to the same state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -19,12 +19,10 @@ from indexer.errors import PayloadError
 from indexer.events import BlockRemoved, KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
-    COPIED_BLOCKS,
     FURTHER_COPIES,
     HASHES_DONE,
     LAST_COPIES,
     NOT_PLAIN,
-    REMOVED_BLOCKS,
     REUSED_NAMES,
     ROW,
     RUNS,
@@ -41,8 +39,11 @@ from indexer.reannounce import Ahead
 
 # So many hashes that something waits for are looked for in each store; with more the view applies all stores.
 _AWAITED_MAX = 16
+_NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
+_REMOVALS = ((LAST_COPIES, "last"), (FURTHER_COPIES, "copy"))
+_REUSED = "hash_reused"
 _REASONS = {rows.BROKEN_BATCH: "broken_batch", rows.OVERSIZE: "oversize"}
 
 
@@ -81,68 +82,72 @@ class FlatApplier:
         self._cache = cache
         self._holder = holder
         self._root = np.uint64(engine.hasher.root(model))
+        self._scope = np.uint64(cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
         """See `Applier.apply`."""
         parsed = self._engine.parser.parse(payloads)
         outcome = Outcome(_applied(with_runs))
-        statuses = parsed.batches[:, rows.STATUS]
-        read = statuses == rows.OK
-        outcome.published_s = parsed.batches[read, rows.TS_BITS].view(np.float64).tolist()
         self._engine.progress.counts[:] = 0
-        for place in np.flatnonzero(~read).tolist():
-            # What was published before a broken batch is applied before it.
-            self._apply_up_to(int(parsed.batches[place, rows.FIRST_EVENT]), parsed, outcome)
-            outcome.reject(_REASONS[int(statuses[place])])
+        times_s = parsed.batches.view(np.float64)[:, rows.TS_BITS]
+        if not parsed.all_read:
+            times_s = times_s[parsed.batches[:, rows.STATUS] == rows.OK]
+            self._pass_over_unread(parsed, outcome)
+        outcome.published_s = times_s.tolist()
         self._apply_up_to(len(parsed.events), parsed, outcome)
-        kinds = np.bincount(parsed.events[:, rows.KIND], minlength=rows.CLEARED + 1)
         for kind, name in _TYPES.items():
-            outcome.events[name] += int(kinds[kind])
+            if events := parsed.kinds[kind]:
+                outcome.events[name] += events
         return outcome
+
+    def _pass_over_unread(self, parsed: Parsed, outcome: Outcome) -> None:
+        """Counts the batches that could not be read; what was published before each is applied before it."""
+        for first_event, status in parsed.batches[:, [rows.FIRST_EVENT, rows.STATUS]].tolist():
+            if status != rows.OK:
+                self._apply_up_to(first_event, parsed, outcome)
+                outcome.reject(_REASONS[status])
 
     def _apply_up_to(self, last: int, parsed: Parsed, outcome: Outcome) -> None:
         """Applies the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
-        with_runs = outcome.applied.runs is not None
-        applied = _applied(with_runs)
-        slow: _SlowBatch | None = None
         while counts[ROW] < last:
-            if self._run_kernel(parsed, slow.last if slow else last, applied) == NOT_PLAIN:
-                if slow is None:
-                    outcome.take(self._harvest(applied))
-                    applied, slow = _applied(with_runs), _SlowBatch(parsed, int(counts[ROW]), outcome)
+            ended = self._run_kernel(parsed, last, outcome.applied)
+            if counts[REUSED_NAMES]:
+                outcome.doubt(_REUSED)
+            if ended == NOT_PLAIN:
+                self._apply_slowly(parsed, outcome)
+
+    def _apply_slowly(self, parsed: Parsed, outcome: Outcome) -> None:
+        """Applies the batch of the row to go on with, which the view must take, from there to its end."""
+        counts = self._engine.progress.counts
+        slow = _SlowBatch(parsed, int(counts[ROW]), outcome)
+        applied = _applied(outcome.applied.runs is not None)
+        ended = NOT_PLAIN
+        while counts[ROW] < slow.last:
+            if ended == NOT_PLAIN:
                 slow.apply_event(int(counts[ROW]), int(counts[HASHES_DONE]), self._view, applied)
                 counts[ROW] += 1
                 counts[HASHES_DONE] = 0
-            if slow is not None and counts[ROW] == slow.last:
-                self._view.end_batch(applied)
-                outcome.take(self._harvest(applied))
-                # After a clear in the same batch: nobody knows on which side of it a broken event was.
-                for reason in slow.rejected:
-                    outcome.reject(reason)
-                applied, slow = _applied(with_runs), None
-        outcome.take(self._harvest(applied))
-
-    def _harvest(self, applied: Applied) -> Applied:
-        """Adds the kernel's sums to those of the view."""
-        counts = self._engine.progress.counts
-        applied.removals["last"] += int(counts[LAST_COPIES])
-        applied.removals["copy"] += int(counts[FURTHER_COPIES])
-        if counts[REUSED_NAMES]:
-            applied.skipped["BlockStored", "hash_reused"] += int(counts[REUSED_NAMES])
-        counts[STORED_BLOCKS:] = 0
-        return applied
+                ended = ALL_DONE
+            else:
+                ended = self._run_kernel(parsed, slow.last, applied)
+        self._view.end_batch(applied)
+        outcome.take(applied)
+        # After a clear in the same batch: nobody knows on which side of it a broken event was.
+        for reason in slow.rejected:
+            outcome.reject(reason)
 
     def _run_kernel(self, parsed: Parsed, last: int, applied: Applied) -> int:
-        """Lets the kernel go on as far as it can."""
-        engine, done = self._engine, self._engine.progress
-        plain = self._view.plain
+        """Lets the kernel go on as far as it can; returns NOT_PLAIN where the view must take the next row."""
+        engine, done, plain = self._engine, self._engine.progress, self._view.plain
         if plain is None or len(plain.awaited) > _AWAITED_MAX:
+            done.counts[STORED_BLOCKS:] = 0
             return NOT_PLAIN
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
-        awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
-        done.counts[[STORED_BLOCKS, RUNS, COPIED_BLOCKS, REMOVED_BLOCKS]] = 0
+        awaited = _NONE_AWAITED
+        if plain.awaited:
+            awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with engine.index.lock:
             pod = PlainPod(
                 number=engine.index.number(self._holder),
@@ -150,11 +155,12 @@ class FlatApplier:
                 split=split,
                 group=-1 if plain.group is None else plain.group,
                 root=self._root,
-                scope=np.uint64(self._cache.scope),
+                scope=self._scope,
             )
+            engine.index.sweep_for(len(done.keys))
             ended = apply_rows(
-                engine.index.prepare(len(done.keys)),
-                pod,
+                tuple(engine.index.arrays),
+                tuple(pod),
                 parsed.events,
                 last,
                 parsed.hashes,
@@ -162,25 +168,36 @@ class FlatApplier:
                 engine.hasher.multipliers,
                 engine.tier_numbers,
                 awaited,
-                done,
+                tuple(done),
             )
-        if stored := int(done.counts[STORED_BLOCKS]):
+        self._harvest(parsed, applied)
+        return ended
+
+    def _harvest(self, parsed: Parsed, applied: Applied) -> None:
+        """Adds what the kernel has done."""
+        done = self._engine.progress
+        counts = done.counts.tolist()
+        if stored := counts[STORED_BLOCKS]:
             keys = done.keys[:stored].copy()
             applied.stored.append(keys)
             if applied.runs is not None:
-                applied.runs += self._runs(parsed, keys)
-        return ended if ended == NOT_PLAIN else ALL_DONE
+                applied.runs += self._runs(parsed, keys, counts[RUNS])
+        for count, which in _REMOVALS:
+            if counts[count]:
+                applied.removals[which] += counts[count]
+        if counts[REUSED_NAMES]:
+            applied.skipped["BlockStored", _REUSED] += counts[REUSED_NAMES]
 
-    def _runs(self, parsed: Parsed, keys: Keys) -> Iterator[StoredRun]:
+    def _runs(self, parsed: Parsed, keys: Keys, number: int) -> list[StoredRun]:
         """The runs that the kernel stored."""
         done, block_tokens = self._engine.progress, self._engine.hasher.block_tokens
-        number = int(done.counts[RUNS])
-        ends = [*done.runs[1:number, 1].tolist(), len(keys)]
-        for (row, start), end, parent in zip(
-            done.runs[:number].tolist(), ends, done.parents[:number].tolist(), strict=True
-        ):
-            at = int(parsed.events[row, rows.TOKEN_START])
-            yield StoredRun(parent, keys[start:end], parsed.tokens[at : at + block_tokens].copy())
+        starts = done.runs[:number].tolist()
+        parents = done.parents[:number].tolist()
+        ends = [start for _, start in starts[1:]]
+        return [
+            StoredRun(parent, keys[start:end], parsed.tokens[at : at + block_tokens])
+            for parent, (at, start), end in zip(parents, starts, (*ends, len(keys)), strict=True)
+        ]
 
 
 def _applied(with_runs: bool) -> Applied:

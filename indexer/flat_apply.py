@@ -7,7 +7,7 @@ the plain cases of what `PodView` does, and nothing else.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from compiled.jit import inlined, kernel
 from indexer import event_rows as rows
 from indexer.cache_groups import FULL_ATTENTION
+from indexer.flat_growth import for_blocks
 from indexer.flat_holders import held_tiers, hold
 from indexer.flat_layout import FlatArrays
 from indexer.flat_names import find_named, key_named
@@ -74,11 +75,11 @@ class Progress(NamedTuple):
 
     Attributes:
         counts: int64 [COUNTS]: the row to go on with and how many of its hashes are removed already, sums of
-            what was done, and for which hashes the kernel looked ahead.
+            what the last call did, and for which hashes it looked ahead.
         keys: uint64 [room]: keys of all blocks stored.
         names: uint64 [room], overwritten.
         chain: int64 [room], overwritten.
-        runs: int64 [room, 2]: of each run stored, its row and the place of its first key.
+        runs: int64 [room, 2]: of each run stored, the places of its first token and of its first key.
         parents: uint64 [room]: the key in front of each run.
         key: uint64 [1], overwritten.
         no_extras: uint64 [0].
@@ -110,6 +111,42 @@ def progress(room: int) -> Progress:
 
 @kernel
 def apply_rows(
+    arrays: tuple[Any, ...],
+    pod: tuple[Any, ...],
+    events: NDArray[np.int64],
+    last: int,
+    hashes: NDArray[np.uint64],
+    tokens: NDArray[np.uint32],
+    multipliers: NDArray[np.uint64],
+    tiers: NDArray[np.int64],
+    awaited: NDArray[np.uint64],
+    done: tuple[Any, ...],
+) -> int:
+    """Applies events from row `done.counts[ROW]` on, up to row `last`.
+
+    A run may end within a removal: its hashes do not depend on one another. Named tuples come as plain ones:
+    numba needs as long to recognize a named one as the kernel for some blocks.
+
+    Args:
+        arrays: Of `FlatArrays`; room is made for `len(done.keys)` more blocks, and as many further copies.
+        pod: Of `PlainPod`.
+        tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
+        awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
+        done: Of `Progress`.
+
+    Returns:
+        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored, copied or removed as many blocks as there was
+            room for.
+    """
+    flat, written = FlatArrays(*arrays), Progress(*done)
+    for_blocks(flat, len(written.keys))
+    return _apply_rows(
+        flat, PlainPod(*pod), events, last, hashes, tokens, multipliers, tiers, awaited, written
+    )
+
+
+@inlined
+def _apply_rows(
     arrays: FlatArrays,
     pod: PlainPod,
     events: NDArray[np.int64],
@@ -121,21 +158,8 @@ def apply_rows(
     awaited: NDArray[np.uint64],
     done: Progress,
 ) -> int:
-    """Applies events from row `done.counts[ROW]` on, up to row `last`.
-
-    A run may end within a removal: its hashes do not depend on one another.
-
-    Args:
-        arrays: With room for `len(done.keys)` more blocks, and as many further copies.
-        tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
-        awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
-
-    Returns:
-        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored, copied or removed as many blocks as there was
-            room for.
-    """
     counts = done.counts
-    counts[AHEAD_STOP] = 0
+    counts[STORED_BLOCKS:] = 0
     while counts[ROW] < last:
         event = events[counts[ROW]]
         kind = event[rows.KIND]
@@ -223,7 +247,7 @@ def _store(
     done.counts[REUSED_NAMES] += store_blocks(arrays, pod.number, tier, keys, names, done.chain)
     done.counts[STORED_BLOCKS] += blocks
     number = done.counts[RUNS]
-    done.runs[number, 0] = done.counts[ROW]
+    done.runs[number, 0] = event[rows.TOKEN_START]
     done.runs[number, 1] = start
     done.parents[number] = done.key[0]
     done.counts[RUNS] += 1

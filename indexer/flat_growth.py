@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,14 +42,19 @@ def for_blocks(arrays: FlatArrays, blocks: int) -> None:
 
 @kernel
 def add_with_room(
-    arrays: FlatArrays,
+    plain_arrays: tuple[Any, ...],
     pod: int,
     tier: int,
     keys: NDArray[np.uint64],
     copies: NDArray[np.int32],
     chain: NDArray[np.int64],
 ) -> None:
-    """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
+    """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks.
+
+    Args:
+        plain_arrays: FlatArrays as a plain tuple, which numba recognizes sooner.
+    """
+    arrays = FlatArrays(*plain_arrays)
     for_blocks(arrays, len(keys))
     add_blocks(arrays, pod, tier, keys, copies, chain)
 

@@ -117,7 +117,7 @@ class FlatIndex:
             with self.lock:
                 if (holder := self._numbers.get(pod)) is None:
                     return ended
-                ended += remove_blocks(self.arrays, holder, number, keys[start : start + TURN_BLOCKS])
+                ended += remove_blocks(self._plain_arrays, holder, number, keys[start : start + TURN_BLOCKS])
         return ended
 
     def clear_pod(self, pod: str) -> int:
@@ -258,6 +258,19 @@ class FlatIndex:
             self._take(growth.for_pods(self.arrays, self._numbers_used))
         return number
 
+    def sweep_for(self, blocks: int) -> None:
+        """Makes room for a run of so many blocks, as far as nobody holds others any more: those go first.
+
+        Call it under the lock, before each run that is not `prepare`d.
+        """
+        if not self._is_unswept:
+            return
+        counters = self.arrays.counters
+        for _ in range(_SWEEPS_FOR_ROOM):
+            if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
+                return
+            self._sweep_turn()
+
     def prepare(self, blocks: int) -> FlatArrays:
         """The arrays, with room for a run of so many blocks. Call it under the lock, before each run.
 
@@ -265,7 +278,7 @@ class FlatIndex:
             blocks: No more than RUN_MAX.
         """
         assert blocks <= RUN_MAX
-        self._sweep_for(blocks)
+        self.sweep_for(blocks)
         growth.for_blocks(self.arrays, blocks)
         return self.arrays
 
@@ -275,8 +288,9 @@ class FlatIndex:
 
     def _take(self, arrays: FlatArrays) -> None:
         self.arrays = arrays
+        self._plain_arrays = tuple(arrays)
         self._block_arrays = (arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters)
-        self._scratch = scratch(arrays.rows)
+        self._scratch = tuple(scratch(arrays.rows))
 
     def _add(self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float) -> None:
         number = self.tiers.number(tier)
@@ -287,8 +301,10 @@ class FlatIndex:
             chain = np.empty(end - start, np.int64)
             with self.lock:
                 holder = self.number(pod)
-                self._sweep_for(end - start)
-                growth.add_with_room(self.arrays, holder, number, keys[start:end], copies[start:end], chain)
+                self.sweep_for(end - start)
+                growth.add_with_room(
+                    self._plain_arrays, holder, number, keys[start:end], copies[start:end], chain
+                )
             if start and pause_s:
                 time.sleep(pause_s)
         if kept < len(keys):
@@ -318,16 +334,6 @@ class FlatIndex:
             if blocks:
                 found.append(Holding(pod, name, keys[:blocks].copy(), copies[:blocks].copy()))
         return found
-
-    def _sweep_for(self, blocks: int) -> None:
-        """Makes room: nothing should be evicted for blocks that nobody holds any more."""
-        if not self._is_unswept:
-            return
-        counters = self.arrays.counters
-        for _ in range(_SWEEPS_FOR_ROOM):
-            if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
-                return
-            self._sweep_turn()
 
     def _sweep_turn(self) -> None:
         """Sweeps a part of the slots; after the last, the numbers of pods that were gone before are free."""

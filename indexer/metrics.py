@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -31,12 +31,18 @@ class IndexerMetrics:
         registry: Where they are registered.
         stats: Tells the size of the index; asked at every scrape.
         speculative: Tells how many assumed entries there are.
+
+    Attributes:
+        lock: Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what
+            was admitted and removed.
     """
 
     def __init__(
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
     ) -> None:
         self._registry = registry
+        self._applied = Tallies(registry)
+        self.lock = self._applied.lock
         self._add_index_metrics()
         self._add_event_metrics()
         self._add_stream_metrics()
@@ -62,14 +68,17 @@ class IndexerMetrics:
             (self.gaps, "pod"),
             (self.orphans, "pod"),
             (self.reconnections, "pod_identifier"),
-            (self.messages, "pod_identifier"),
             (self.zmq_errors, "pod_identifier"),
         ):
             metric.remove_by_labels({label: pod})
+        with self.lock:
+            self.messages.drop([(pod,)])
 
     def _add_index_metrics(self) -> None:
-        self.admissions = self._counter(_INDEX + "admissions", "Blocks announced and added to the index.")
-        self.evictions = self._counter(_INDEX + "evictions", "Engine blocks removed by events.")
+        self.admissions = self._applied.counter(
+            _INDEX + "admissions", "Blocks announced and added to the index."
+        )
+        self.evictions = self._applied.counter(_INDEX + "evictions", "Engine blocks removed by events.")
         tallies = Tallies(self._registry)
         self._lookup_lock = tallies.lock
         self._lookups = tallies.counter(_INDEX + "lookup_requests", "Prompts looked up.")
@@ -84,8 +93,8 @@ class IndexerMetrics:
         self.reconnections = self._counter(
             _EVENTS + "subscriber_reconnections", "Connections to a publisher lost.", "pod_identifier"
         )
-        self.messages = self._counter(
-            _EVENTS + "messages_received", "Live batches received.", "pod_identifier"
+        self.messages = self._applied.counter(
+            _EVENTS + "messages_received", "Live batches received.", ["pod_identifier"]
         )
         self.zmq_errors = self._counter(
             _EVENTS + "zmq_errors", "Socket operations that failed.", "pod_identifier", "operation"
@@ -96,10 +105,10 @@ class IndexerMetrics:
         self.removals_skipped = self._counter(
             _EVENTS + "removals_skipped", "Removals that cannot be used.", "reason"
         )
-        self.removals_last = self._counter(
+        self.removals_last = self._applied.counter(
             _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
         )
-        self.removals_copy = self._counter(
+        self.removals_copy = self._applied.counter(
             _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
         )
 
@@ -122,12 +131,14 @@ class IndexerMetrics:
             _OURS + "findings", "Views that an engine's metrics showed to be wrong.", "finding"
         )
         self.clears = self._counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
-        self.events = self._counter(_OURS + "events", "Events read, by type, usable or not.", "type")
+        self.events = self._applied.counter(
+            _OURS + "events", "Events read, by type, usable or not.", ["type"]
+        )
         self.rejected = self._counter(
             _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
         )
         self.orphans = self._gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
-        self.lag_s = self._histogram(
+        self.lag_s = self._applied.histogram(
             _OURS + "event_lag_seconds",
             "From an engine's time stamp to the batch being applied.",
             _LAG_BUCKETS_S,
@@ -138,9 +149,6 @@ class IndexerMetrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, registry=self._registry, buckets=buckets)
 
 
 class _Sizes(Collector):

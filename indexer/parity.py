@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.apply import StoredRun
 from indexer.keys import Keys
 
 WINDOW_TOKENS = 16
@@ -165,32 +166,29 @@ class ParityWatch:
         account = self._pods.get(pod)
         return account is not None and bool(account.waiting)
 
-    def stored(self, pod: str, parent_key: int, keys: Keys, tokens: NDArray[np.uint32]) -> None:
-        """The pod told of a run of new blocks.
+    def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
+        """The pod told of runs of new blocks, in order.
 
         Args:
             pod: The pod.
-            parent_key: Key of the block before the run, or the prompt's root.
-            keys: The run's blocks.
-            tokens: Token ids of the run, at least of its first block.
+            runs: The runs.
+            keys: The keys of all their blocks, maybe of others too.
         """
-        if not self.waits_for(pod):
-            return
-        account = self._pods[pod]
         with self._lock:
-            stored = set(keys.tolist())
-            met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
-            for request_id in met:
-                self._forget(request_id)
-                account.met += 1
-                account.unmet_in_a_row = 0
-            if met:
-                # A run that one expectation explains is no sign against the others.
+            account = self._pods.get(pod)
+            if account is None or not account.waiting:
                 return
-            account.unexplained_runs += 1
-            for expectation in account.waiting.values():
-                if expectation.parent == parent_key and expectation.instead is None:
-                    expectation.instead = tokens[: len(expectation.tokens)].copy()
+            awaited = {key for it in account.waiting.values() for key in it.keys}
+            # Nearly always these are others' blocks: then no run needs a look of its own.
+            expected = not awaited.isdisjoint(keys)
+            for run in runs:
+                if expected and self._meets(account, set(run.keys.tolist())):
+                    # A run that one expectation explains is no sign against the others.
+                    continue
+                account.unexplained_runs += 1
+                for expectation in account.waiting.values():
+                    if expectation.parent == run.parent and expectation.instead is None:
+                        expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
     def settled(self, request_id: Hashable) -> Mismatch | None:
         """The request got its first token, or ended: what has not come by now does not come.
@@ -239,6 +237,15 @@ class ParityWatch:
                 )
                 for pod, account in self._pods.items()
             ]
+
+    def _meets(self, account: _Pod, stored: set[int]) -> bool:
+        """Whether a run brought what was expected; nothing is expected any more of those that it met."""
+        met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
+        for request_id in met:
+            self._forget(request_id)
+            account.met += 1
+            account.unmet_in_a_row = 0
+        return bool(met)
 
     def _forget_pod(self, pod: str) -> None:
         account = self._pods.get(pod)

@@ -7,9 +7,9 @@ Payloads of one or many pods come in, rows go out (see `event_rows`). Events tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ from indexer.parse_kernels import parse_payloads
 _EVENTS_AT_FIRST = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, frozen=True):
     """What was read, all views of the parser's own arrays: valid until its next call.
 
     Attributes:
@@ -29,6 +28,8 @@ class Parsed:
         events: A row for each event, batch by batch: int64 [events, EVENT_COLUMNS].
         hashes: The hashes of all events of a known kind: uint64 [at least as many].
         tokens: Their tokens: uint32 [at least as many].
+        kinds: How many of the events are of each kind, by KIND.
+        all_read: Whether all batches are OK.
     """
 
     data: NDArray[np.uint8]
@@ -36,6 +37,8 @@ class Parsed:
     events: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     tokens: NDArray[np.uint32]
+    kinds: list[int]
+    all_read: bool
 
     def event_bytes(self, row: int) -> bytes:
         """The msgpack of one event, a copy: what `decode.decode_event` reads of an event of kind OTHER."""
@@ -58,26 +61,30 @@ class EventParser:
         self._events = np.empty((_EVENTS_AT_FIRST, rows.EVENT_COLUMNS), np.int64)
         self._hashes = np.empty(0, np.uint64)
         self._tokens = np.empty(0, np.uint32)
+        self._found = np.zeros(rows.FOUND, np.int64)
 
     def parse(self, payloads: Sequence[bytes]) -> Parsed:
         """Reads payloads, whatever they hold; a payload that is no batch costs its neighbours nothing."""
         lengths = list(map(len, payloads))
-        oversize = [place for place, length in enumerate(lengths) if length > self._max_bytes]
-        if oversize:
+        oversize: list[int] = []
+        if max(lengths, default=0) > self._max_bytes:
+            oversize = [place for place, length in enumerate(lengths) if length > self._max_bytes]
             payloads = [payload if len(payload) <= self._max_bytes else b"" for payload in payloads]
             lengths = list(map(len, payloads))
         data = np.frombuffer(b"".join(payloads), np.uint8)
-        ends = np.fromiter(accumulate(lengths), np.int64, len(lengths))
+        ends = np.array([*accumulate(lengths)], np.int64)
         self._make_room(len(payloads), len(data))
         while True:
             arrays = self._batches, self._events, self._hashes, self._tokens
-            events = parse_payloads(data, ends, *arrays)
+            events = parse_payloads(data, ends, *arrays, self._found)
             if events <= len(self._events):
                 break
             self._events = np.empty((max(events, 2 * len(self._events)), rows.EVENT_COLUMNS), np.int64)
         batches = self._batches[: len(payloads)]
-        batches[oversize, rows.STATUS] = rows.OVERSIZE
-        return Parsed(data, batches, self._events[:events], self._hashes, self._tokens)
+        if oversize:
+            batches[oversize, rows.STATUS] = rows.OVERSIZE
+        *kinds, broken = self._found.tolist()
+        return Parsed(data, batches, self._events[:events], self._hashes, self._tokens, kinds, not broken)
 
     def _make_room(self, payloads: int, data_bytes: int) -> None:
         """A hash and a token take a byte of payload at least; so much is claimed, not used."""

@@ -36,6 +36,7 @@ def parse_payloads(
     events: NDArray[np.int64],
     hashes: NDArray[np.uint64],
     tokens: NDArray[np.uint32],
+    found: NDArray[np.int64],
 ) -> int:
     """Reads payloads one by one.
 
@@ -46,11 +47,13 @@ def parse_payloads(
         events: int64 [any, EVENT_COLUMNS], written.
         hashes: uint64 [as many as data, or more], written.
         tokens: uint32 [as many as data, or more], written.
+        found: int64 [FOUND], written.
 
     Returns:
         The number of events; if there are more than `events` has rows: how many it must have to get further,
         and nothing that was written counts.
     """
+    found[:] = 0
     start = 0
     row = 0
     hash_at = 0
@@ -83,6 +86,9 @@ def parse_payloads(
             at = _read_batch_tail(data, at, limit, elements, batch)
         if at != limit:
             row = first_row
+            found[rows.BROKEN_BATCHES] += 1
+        for number in range(first_row, row):
+            found[events[number, rows.KIND]] += 1
         batch[rows.STATUS] = rows.OK if at == limit else rows.BROKEN_BATCH
         batch[rows.EVENT_COUNT] = row - first_row
         start = limit

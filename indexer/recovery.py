@@ -84,10 +84,11 @@ class Recovery:
     @property
     def due_s(self) -> float:
         """When `tick` must be called next."""
+        if self._restoring is not None:
+            return -math.inf
         replay_s = self._replay.fails_at_s if self._replay else math.inf
-        restore_s = -math.inf if self._restoring else math.inf
-        ours_s = min(self._ask_s, self._quiet_s, self._fetch_s, self._healing.due_s)
-        return min(ours_s, replay_s, restore_s, self._exports.due_s)
+        ours_s = self._ask_s, self._quiet_s, self._fetch_s
+        return min(*ours_s, replay_s, self._healing.due_s, self._exports.due_s)
 
     def tick(self, now_s: float) -> None:
         """Does what is due."""

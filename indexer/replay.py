@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 SEQUENCE_BYTES = 8
 _END_SEQUENCE = b"\xff" * SEQUENCE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """A published batch, not yet decoded."""
 
     sequence: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from indexer.index import Index
@@ -89,7 +89,7 @@ class Speculation:
                 request.ends_s = now_s + grace_s
                 heapq.heappush(self._due, (request.ends_s, request_id))
 
-    def stored(self, pod: str, keys: Keys, now_s: float) -> None:
+    def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
         """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
         if pod not in self._awaited:
             return
@@ -98,7 +98,10 @@ class Speculation:
             if awaited is None:
                 return
             self._stored_s[pod] = now_s
-            for key in awaited.keys() & set(keys.tolist()):
+            # Nearly always nobody waited: that is seen without making a set.
+            if awaited.keys().isdisjoint(keys):
+                return
+            for key in awaited.keys() & keys:
                 for request_id in tuple(awaited[key]):
                     self._end(request_id, pod)
 

@@ -92,7 +92,8 @@ class Subscriber:
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
         self._losses = None if take_lost is None else Losses(take_lost, self._doubt_lost)
         self._inbox: Inbox | None = None
-        self._turned_s = -math.inf
+        # When the last turn ended, and when something is due next.
+        self._turned_s = self._due_s = -math.inf
         try:
             if config.events_bind is not None:
                 self._inbox = Inbox(config, sink, self)
@@ -234,11 +235,10 @@ class Subscriber:
 
         What follows a turn at once waits, so that more of it is taken together; what is due does not.
         """
-        due_s = min((owner.due_s for owner in self._owners()), default=math.inf)
-        gather_s = min(due_s, self._turned_s + _GATHER_S) - self._clock()
+        gather_s = min(self._due_s, self._turned_s + _GATHER_S) - self._clock()
         if gather_s > 0:
             time.sleep(gather_s)
-        wait_s = min(_LONGEST_WAIT_S, max(0.0, due_s - self._clock()))
+        wait_s = min(_LONGEST_WAIT_S, max(0.0, self._due_s - self._clock()))
         for ready, _ in self._poller.poll(math.ceil(wait_s * 1000)):
             if isinstance(ready, zmq.Socket):
                 # An earlier turn may have closed it.
@@ -251,9 +251,15 @@ class Subscriber:
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self._clock()
-        for owner in tuple(self._owners()):
-            if owner.due_s <= now_s:
-                self._guarded(owner, owner.tick)
+        self._due_s = self._next_due_s()
+        if self._due_s <= now_s:
+            for owner in tuple(self._owners()):
+                if owner.due_s <= now_s:
+                    self._guarded(owner, owner.tick)
+            self._due_s = self._next_due_s()
+
+    def _next_due_s(self) -> float:
+        return min((owner.due_s for owner in self._owners()), default=math.inf)
 
     def _streams(self) -> Iterator[Follower | Publisher]:
         yield from self._followers.values()

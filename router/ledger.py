@@ -180,7 +180,11 @@ class Ledger:
             confirming = self._confirming.get(pod)
             if confirming is None:
                 return announced
-            for key in confirming.keys() & set(keys.tolist()):
+            stored = keys.tolist()
+            # Nearly always nobody waited: that is seen without making a set.
+            if confirming.keys().isdisjoint(stored):
+                return announced
+            for key in confirming.keys() & stored:
                 for entry in confirming.pop(key):
                     entry.confirm_key = None
                     if entry.prefill_ended_s is None:

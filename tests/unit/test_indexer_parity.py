@@ -30,6 +30,11 @@ def run(prompt: np.ndarray, parent: int = ROOT) -> StoredRun:
     return StoredRun(parent, chain(prompt, parent), prompt)
 
 
+def told(watch: ParityWatch, *runs: StoredRun, pod: str = POD) -> None:
+    """The pod tells of these runs in one batch."""
+    watch.stored(pod, runs, [key for each in runs for key in each.keys.tolist()])
+
+
 OURS = tokens(1, 2, 3, 4, 5, 6, 7, 8)
 THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
 
@@ -41,7 +46,7 @@ def expect(watch: ParityWatch, request_id: str, prompt: np.ndarray = OURS, pod: 
 
 def store(watch: ParityWatch, prompt: np.ndarray, pod: str = POD) -> None:
     """The pod stores the prompt's blocks."""
-    watch.stored(pod, [run(prompt)])
+    told(watch, run(prompt), pod=pod)
 
 
 def known(watch: ParityWatch, pod: str = POD) -> PodParity:
@@ -76,7 +81,7 @@ def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     watch = ParityWatch()
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:])
-    watch.stored(POD, [run(tokens(5, 6, 7, 9), parent)])
+    told(watch, run(tokens(5, 6, 7, 9), parent))
     mismatch = watch.settled("a")
     assert mismatch is not None
     assert mismatch.position == 3
@@ -100,7 +105,7 @@ def test_runs_of_one_batch_are_told_apart() -> None:
     expect(watch, "a")
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
     watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
-    watch.stored(POD, [run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent)])
+    told(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
     assert watch.settled("a") is None
     mismatch = watch.settled("b")
     assert mismatch is not None
@@ -135,7 +140,7 @@ def test_keys_that_never_meet_are_told() -> None:
     for number in range(3):
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
-        watch.stored(POD, [run(OURS, elsewhere)])
+        told(watch, run(OURS, elsewhere))
         assert watch.settled(str(number)) is None
     assert known(watch).never_hit
     expect(watch, "met")

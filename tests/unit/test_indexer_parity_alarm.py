@@ -35,7 +35,8 @@ class Bench:
         """A request whose tokens the engine sees differently, or under another root."""
         request = DispatchKey(request_id, now_s)
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
-        self.watch.stored(POD, [StoredRun(root, HASHER.chain(root, THEIRS), THEIRS)])
+        keys = HASHER.chain(root, THEIRS)
+        self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
         self.alarm.settled(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:

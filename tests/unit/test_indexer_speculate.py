@@ -79,7 +79,7 @@ def test_a_pod_that_stores_blocks_keeps_its_queue_assumed(speculation: Speculate
     """While the pod works off what is in front of the request, the TTL starts again."""
     speculation.assume("r", A, KEYS, 0.0)
     for second in range(1, 20):
-        speculation.stored(A, keys_of([999]), float(second))
+        speculation.stored(A, [999], float(second))
     assert speculation.held(20.9) == [0, 1, 2]
     assert speculation.held(21.0) == []
 
@@ -88,7 +88,7 @@ def test_another_pods_life_is_no_sign(speculation: Speculated) -> None:
     """Only the pods of the request itself renew it."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.assume("other", B, keys_of([5]), 0.0)
-    speculation.stored(B, keys_of([999]), 1.5)
+    speculation.stored(B, [999], 1.5)
     assert speculation.held(2.0) == []
 
 
@@ -105,7 +105,7 @@ def test_the_hard_cap_ends_it_in_any_case(speculation: Speculated) -> None:
     """No sign of life keeps an assumption beyond a minute."""
     speculation.assume("r", A, KEYS, 0.0)
     for second in range(1, 60):
-        speculation.stored(A, keys_of([999]), float(second))
+        speculation.stored(A, [999], float(second))
         speculation.assume("r", A, KEYS, float(second))
     assert speculation.held(59.9) == [0, 1, 2]
     assert speculation.held(60.0) == []
@@ -115,7 +115,7 @@ def test_a_settled_request_ends_after_its_grace(speculation: Speculated) -> None
     """First token or failure end it soon, whatever the pod tells meanwhile."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.settle("r", 1.0, 0.05)
-    speculation.stored(A, keys_of([999]), 1.04)
+    speculation.stored(A, [999], 1.04)
     assert speculation.held(1.04) == [0, 1, 2]
     assert speculation.held(1.06) == []
     speculation.settle("r", 2.0, 0.05)
@@ -134,9 +134,9 @@ def test_the_last_blocks_event_confirms_a_request(speculation: Speculated) -> No
     """What the pod told of to its end is not assumed any more, for any request, so that a removal shows."""
     speculation.assume("first", A, KEYS, 0.0)
     speculation.assume("second", A, KEYS, 0.0)
-    speculation.stored(A, KEYS[:2], 0.1)
+    speculation.stored(A, KEYS[:2].tolist(), 0.1)
     assert speculation.held(0.1) == [0, 1, 2]
-    speculation.stored(A, KEYS[2:], 0.2)
+    speculation.stored(A, KEYS[2:].tolist(), 0.2)
     assert len(speculation) == 0
     assert speculation.held(0.2) == []
     speculation.assume("third", A, KEYS, 0.3)
