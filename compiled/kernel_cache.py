@@ -47,7 +47,13 @@ def cache_directory(chosen: str) -> str | None:
 
 
 def _digest(root: Path) -> str:
-    patterns = ("compiled/*.py", "indexer/*.py", "router/*.py", "model_server/attention/*.py")
+    patterns = (
+        "compiled/*.py",
+        "indexer/*.py",
+        "router/*.py",
+        "tokenization/*.py",
+        "model_server/attention/*.py",
+    )
     texts = {path: path.read_bytes() for path in sorted(chain.from_iterable(map(root.glob, patterns)))}
     used = [text for path, text in texts.items() if path.name in _CONSTANTS or b".jit import" in text]
     return xxh3_64_hexdigest(b"\0".join(used))

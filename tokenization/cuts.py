@@ -10,9 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, models
+
+from tokenization.word_kernels import word_ends
 
 # The regexes of the known families, exactly as their tokenizer.json has them.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -50,21 +54,18 @@ _BEFORE_SPACE = f"{_WORD}(?={_SPACE})"
 # Where line feeds have an alternative of their own, a run of white space that ends in one is taken by it, or
 # by the punctuation in front, up to the last line feed; neither takes a letter or digit.
 _AFTER_LINE_FEED = f"\n(?={_WORD})"
-# White space and what follows it up to the next.
-_RUN = f"{_SPACE}*+[^ \\t\\r\\n]++"
-# It ends a word with a letter, a digit or ASCII's punctuation: that unless line feeds follow, which some
-# families add to it. So does a line's end in front of a letter or digit.
-_NO_CUT = f"(?<![\n{_WORD[1:-1]}{_PUNCTUATION[1:-1]}])(?=.)|(?<={_PUNCTUATION})(?=[\\r\\n])"
 
 
-def _words(*parts: str) -> re.Pattern[str]:
-    """Finds parts, and with each what follows up to the next cut; joined, the matches are the text."""
-    part = f"(?:{'|'.join(parts)})"
-    return re.compile(f"{part}(?:(?:{_NO_CUT}){part})*+", re.DOTALL)
+class WordCuts(Enum):
+    """Cutting places that make words of a text, for `words`.
 
+    A word is white space and what follows it up to the next, if that ends with a letter, a digit or ASCII's
+    punctuation: that unless line feeds follow, which some families add to it. What ends otherwise goes on.
+    """
 
-_WORDS = _words(_RUN, f"{_SPACE}++")
-_WORDS_OF_LINES = _words(f"{_SPACE}*{_AFTER_LINE_FEED}", _RUN, f"{_SPACE}++")
+    SPACES = "spaces"
+    LINES = "lines"
+    """White space that ends in a line feed in front of a letter or digit is a word, too."""
 
 
 def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
@@ -85,14 +86,24 @@ def exact_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     return cuts
 
 
-def exact_words(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """What finds words in this tokenizer's texts: joined, they are the text, and their ids the text's."""
+def exact_words(tokenizer: Tokenizer) -> WordCuts | None:
+    """How this tokenizer's texts fall into words whose ids, joined, are the text's; None: not surely."""
     if exact_cuts(tokenizer) is None:
         return None
     regex = _split_regex(component(tokenizer.pre_tokenizer))
-    words = _WORDS_OF_LINES if regex in _LINE_FEED_FAMILIES else _WORDS
-    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
-    return None if any(words.findall(content) != [content] for content in contents) else words
+    cuts = WordCuts.LINES if regex in _LINE_FEED_FAMILIES else WordCuts.SPACES
+    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    # No cut may go through an added token, wherever it is found.
+    return None if any(len(split_words(content, cuts)) > 1 for content in contents) else cuts
+
+
+def split_words(text: str, cuts: WordCuts) -> list[str]:
+    """The words of a text without special tokens; joined, they are the text."""
+    data = bytearray(text, "utf-8")
+    ends = np.empty(len(data), np.int64)
+    words = word_ends(np.frombuffer(data, np.uint8), cuts is WordCuts.LINES, ends)
+    stops = ends[:words].tolist()
+    return [data[start:stop].decode() for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def component(part: Any) -> dict[str, Any] | None:

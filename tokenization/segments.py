@@ -68,8 +68,7 @@ class SegmentEncoder:
         self._finders = _finders(texts)
         self._cuts = exact_cuts(tokenizer)
         words = exact_words(tokenizer)
-        specials = re.compile(f"({'|'.join(finder.pattern for finder in self._finders)})") if texts else None
-        self._words = None if words is None else WordEncoder(tokenizer, words, specials, capacity_bytes // 4)
+        self._words = None if words is None else WordEncoder(tokenizer, words, texts, capacity_bytes // 4)
         self._head, self._tail = _affixes(tokenizer)
         self.proof_chars = max(map(len, texts), default=1)
         self._memory = SegmentMemory(capacity_bytes // 4)

@@ -6,25 +6,26 @@ what lies between exact cuts (see `cuts`), so their ids are those that they have
 
 from __future__ import annotations
 
-import re
+import secrets
 from array import array
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from tokenization.cuts import WordCuts
 from tokenization.segment_memory import TokenIds
 from tokenization.shares import encode_together
+from tokenization.word_kernels import LINE_WORDS, WAYS, encode_words, fits, remember_word
 
 WORDS_CHARS_MAX = 8 << 10
 """The library does more at once on its own threads, and gives up the GIL meanwhile."""
-# What is longer is no word of a language.
-_WORD_CHARS_MAX = 48
 # So little that another thread's taking the GIL meanwhile would cost more.
 _INLINE_CHARS = 128
-# Text and ids of a word with their entry, as most words are.
-_ENTRY_BYTES = 256
+_LINE_BYTES = 4 * LINE_WORDS
+_NO_IDS: TokenIds = np.zeros(0, np.uint32)
 
 
 class WordEncoder:
@@ -32,55 +33,58 @@ class WordEncoder:
 
     Args:
         tokenizer: A byte-level BPE.
-        words: See `exact_words`.
-        specials: Finds special tokens at which any text may be cut, and captures them; None: there are none.
-        capacity_bytes: Most memory for words. What was not asked for while half of it was used up goes.
+        cuts: Where its texts fall into words.
+        specials: Special tokens, in front of and behind which any text may be cut.
+        capacity_bytes: Most memory for words; what was not asked for lately makes room.
+
+    Attributes:
+        used_bytes: Memory taken.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        words: re.Pattern[str],
-        specials: re.Pattern[str] | None,
-        capacity_bytes: int,
+        self, tokenizer: Tokenizer, cuts: WordCuts, specials: Iterable[str], capacity_bytes: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._find = words.findall
-        self._specials = specials
-        self._words_max = capacity_bytes // 2 // _ENTRY_BYTES
-        self._young: dict[str, bytes] = {}
-        self._old: dict[str, bytes] = {}
+        self._has_lines = cuts is WordCuts.LINES
+        self._specials = special_tree(specials)
+        sets = 1 << max(0, (capacity_bytes // (WAYS * _LINE_BYTES)).bit_length() - 1)
+        self._table = np.zeros((sets * WAYS, LINE_WORDS), np.uint32)
+        self.used_bytes = self._table.nbytes
+        # Unknown to clients, who could else have one set serve all of their words.
+        self._seed = np.uint64(secrets.randbits(64))
+        # Compiled, or loaded, before the first request.
+        self.encode("a")
 
     def encode(self, text: str) -> TokenIds:
         """The ids of a text, without special tokens around it."""
-        words = self._words(text)
-        known = list(map(self._young.get, words))
-        try:
-            joined = b"".join(known)  # type: ignore[arg-type]  # None is what it stops at
-        except TypeError:
-            fresh = self._fresh({word for word, ids in zip(words, known, strict=True) if ids is None})
-            joined = b"".join(
-                [fresh[word] if ids is None else ids for word, ids in zip(words, known, strict=True)]
-            )
-        # Writable: kernels are compiled anew for arrays that are not.
-        return np.frombuffer(bytearray(joined), np.uint32)
+        if not text:
+            return _NO_IDS
+        data = bytearray(text, "utf-8")
+        room = np.empty(4 * len(data), np.uint32)
+        ids, missing = encode_words(
+            np.frombuffer(data, np.uint8), self._table, self._specials, self._seed, self._has_lines, room
+        )
+        if not missing:
+            return room[:ids].copy()
+        places = room[len(room) - 3 * missing :].reshape(missing, 3)[::-1].tolist()
+        words = [bytes(data[start:end]).decode() for _, start, end in places]
+        fresh = self._fresh(dict.fromkeys(words))
+        parts: list[NDArray[np.uint32]] = []
+        at = 0
+        for (known, _, _), word in zip(places, words, strict=True):
+            parts += (room[at:known], fresh[word])
+            at = known
+        return np.frombuffer(bytearray().join([*parts, room[at:ids]]), np.uint32)  # type: ignore[list-item]
 
-    def _words(self, text: str) -> list[str]:
-        if self._specials is None:
-            return self._find(text)
-        # A special token is one word, whatever stands beside it.
-        return list(chain.from_iterable(map(self._find, self._specials.split(text))))
-
-    def _fresh(self, words: set[str]) -> dict[str, bytes]:
-        """The ids of words that have not been asked for lately, which are remembered."""
-        old = self._old
-        ids = {word: old[word] for word in words if word in old}
-        unknown = [word for word in words if word not in ids]
+    def _fresh(self, words: Iterable[str]) -> Mapping[str, NDArray[np.uint32]]:
+        """The ids of words that are not known, which are remembered."""
+        unknown = list(words)
+        ids = {}
         for word, encoding in zip(unknown, self._encode(unknown), strict=True):
-            ids[word] = array("I", encoding.ids).tobytes()
-        for word, known in ids.items():
-            if len(word) <= _WORD_CHARS_MAX:
-                self._remember(word, known)
+            ids[word] = np.frombuffer(array("I", encoding.ids), np.uint32)
+            data = bytearray(word, "utf-8")
+            if fits(len(data), len(encoding.ids)):
+                remember_word(np.frombuffer(data, np.uint8), ids[word], self._table, self._seed)
         return ids
 
     def _encode(self, words: Sequence[str]) -> list[Encoding]:
@@ -88,8 +92,27 @@ class WordEncoder:
             return encode_together(self._tokenizer, words)
         return [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
 
-    def _remember(self, word: str, ids: bytes) -> None:
-        # Threads that meet here forget more than they have to, which costs time and no exactness.
-        if len(self._young) >= self._words_max:
-            self._old, self._young = self._young, {}
-        self._young[word] = ids
+
+def special_tree(tokens: Iterable[str]) -> NDArray[np.int32]:
+    """Special tokens as `encode_words` reads them, the root first.
+
+    Returns:
+        int32 [nodes, 4]: for each a byte, its first child, its next sibling, and whether a token ends there.
+    """
+    root: dict[int, Any] = {}
+    ends: set[int] = set()
+    for token in filter(None, tokens):
+        node = root
+        for byte in token.encode():
+            node = node.setdefault(byte, {})
+        ends.add(id(node))
+    rows: list[list[int]] = [[0, 0, 0, 0]]
+    waiting = [(root, 0)]
+    for node, row in waiting:
+        sibling = 0
+        for byte, child in node.items():
+            rows.append([byte, 0, sibling, id(child) in ends])
+            sibling = len(rows) - 1
+            waiting.append((child, sibling))
+        rows[row][1] = sibling
+    return np.array(rows, np.int32)

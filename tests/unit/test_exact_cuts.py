@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Encoding, Regex, Tokenizer, normalizers, pre_
 
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3, of_family, tekken
 from tokenization import TINY_DIRECTORY
-from tokenization.cuts import exact_cuts, exact_words
+from tokenization.cuts import WordCuts, exact_cuts, exact_words, split_words
 from tokenization.segments import SegmentEncoder
+from tokenization.word_kernels import fits
 from tokenization.words import WORDS_CHARS_MAX, WordEncoder
 
 
@@ -31,6 +32,15 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt-2": lambda: of_family("gpt-2"),
     "tiny": tiny,
 }
+
+
+def word_cuts(tokenizer: Tokenizer) -> WordCuts:
+    """How the texts of a tokenizer that is surely cut fall into words."""
+    cuts = exact_words(tokenizer)
+    assert cuts is not None
+    return cuts
+
+
 CUT = sorted(set(TOKENIZERS) - {"mistral-v3"})
 # What the regexes treat apart: letters of every case and script, marks, digits, contractions, white space.
 ATOMS = (
@@ -99,14 +109,12 @@ def test_what_goes_on_behind_a_known_beginning_has_the_whole_texts_ids(name: str
 def test_words_have_the_whole_texts_ids(name: str) -> None:
     """Word by word a text has the ids of the whole, also while its words are forgotten again."""
     tokenizer = TOKENIZERS[name]()
-    pattern = exact_words(tokenizer)
-    assert pattern is not None
-    large, tiny_one = (WordEncoder(tokenizer, pattern, None, size) for size in (1 << 22, 1 << 12))
+    cuts = word_cuts(tokenizer)
+    large, tiny_one = (WordEncoder(tokenizer, cuts, (), size) for size in (1 << 22, 1 << 10))
 
     @given(texts)
     @settings(max_examples=300, deadline=None)
     def words_join(text: str) -> None:
-        assert "".join(pattern.findall(text)) == text
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert large.encode(text).tolist() == ids
         assert tiny_one.encode(text).tolist() == ids
@@ -114,21 +122,57 @@ def test_words_have_the_whole_texts_ids(name: str) -> None:
     words_join()
 
 
+@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "gpt-2", "tiny"])
+def test_words_end_at_special_tokens(name: str) -> None:
+    """The longest special token at a place is a word, whatever stands beside it."""
+    tokenizer = TOKENIZERS[name]()
+    cuts = word_cuts(tokenizer)
+    added = ["<|im_end|>", "<|im_", "世", "[INST]"]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added])
+    specials = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    encoder = WordEncoder(tokenizer, cuts, specials, 1 << 22)
+
+    @given(st.lists(texts | st.sampled_from(specials)).map("".join))
+    @settings(max_examples=200, deadline=None)
+    def words_join(text: str) -> None:
+        assert encoder.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+    words_join()
+
+
+# The rule that WordCuts states, once more as a regex: white space, a word's end, what does not end one.
+_SPACE, _PUNCTUATION = r"[ \t\r\n]", r"!-/:-@\[-`{-~"
+_LETTER = "0-9A-Za-z\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+_NO_CUT = f"(?<![\n{_LETTER}{_PUNCTUATION}])(?=.)|(?<=[{_PUNCTUATION}])(?=[\\r\\n])"
+
+
+@pytest.mark.parametrize("cuts", list(WordCuts))
+def test_words_end_where_the_rule_says(cuts: WordCuts) -> None:
+    """The compiled splitting of bytes is the stated rule's, for any characters."""
+    lines = [rf"{_SPACE}*\n(?=[{_LETTER}])"] if cuts is WordCuts.LINES else []
+    part = "|".join([*lines, rf"{_SPACE}*+[^ \t\r\n]++", f"{_SPACE}++"])
+    rule = re.compile(f"(?:{part})(?:(?:{_NO_CUT})(?:{part}))*+", re.DOTALL)
+
+    @given(texts | st.text())
+    @settings(max_examples=1000, deadline=None)
+    def words_are_the_rules(text: str) -> None:
+        assert split_words(text, cuts) == rule.findall(text)
+
+    words_are_the_rules()
+
+
 @pytest.mark.parametrize("name", CUT)
 def test_running_text_falls_into_words(name: str) -> None:
     """Each word is a part of its own, with the space in front; else nothing would be known again."""
-    pattern = exact_words(TOKENIZERS[name]())
-    assert pattern is not None
     text = "One line, with 12 (or 13) numbers.\nAnd another."
-    assert len(pattern.findall(text)) >= 8
+    assert len(split_words(text, word_cuts(TOKENIZERS[name]()))) >= 8
 
 
 def test_known_words_need_no_library() -> None:
     """What was seen is not encoded again in another text; what was forgotten is."""
     tokenizer = Counting(tiny())
-    pattern = exact_words(tiny())
-    assert pattern is not None
-    encoder = WordEncoder(tokenizer, pattern, None, 1 << 20)  # type: ignore[arg-type]
+    encoder = WordEncoder(tokenizer, WordCuts.LINES, (), 1 << 20)  # type: ignore[arg-type]
+    tokenizer.seen.clear()
     encoder.encode("one two three " * 3)
     assert sorted(tokenizer.seen) == [" ", " one", " three", " two", "one"]
     tokenizer.seen.clear()
@@ -139,24 +183,34 @@ def test_known_words_need_no_library() -> None:
 def test_a_word_is_known_wherever_it_stands() -> None:
     """In front of a special token and behind a line's end it is the word that stands elsewhere."""
     tokenizer, text = Counting(tiny()), "Two lines\nand<|im_end|> lines\nTwo"
-    pattern = exact_words(tiny())
-    assert pattern is not None
-    encoder = WordEncoder(tokenizer, pattern, re.compile(r"(<\|im_end\|>)"), 1 << 20)  # type: ignore[arg-type]
+    encoder = WordEncoder(tokenizer, WordCuts.LINES, ["<|im_end|>"], 1 << 20)  # type: ignore[arg-type]
+    tokenizer.seen.clear()
     assert encoder.encode(text).tolist() == tiny().encode(text, add_special_tokens=False).ids
     assert sorted(tokenizer.seen) == ["\n", " lines", "<|im_end|>", "Two", "and"]
 
 
-def test_words_take_no_more_room_than_they_may() -> None:
-    """However many different words come, only so many are remembered, and long ones never."""
-    tokenizer = tiny()
-    pattern = exact_words(tokenizer)
-    assert pattern is not None
-    encoder = WordEncoder(tokenizer, pattern, None, 64 << 10)
-    for number in range(50):
-        encoder.encode(" ".join(f"w{number}x{at}" for at in range(50)) + " " + "long" * 20)
-    kept = encoder._young | encoder._old
-    assert 0 < len(kept) <= (64 << 10) // 256
-    assert max(map(len, kept)) < 80
+def test_words_that_are_asked_for_stay() -> None:
+    """Other words, however many, take no more room than they may, nor the place of one that is in use."""
+    tokenizer = Counting(tiny())
+    encoder = WordEncoder(tokenizer, WordCuts.LINES, (), 64 << 10)  # type: ignore[arg-type]
+    asked = 0
+    for number in range(2000):
+        tokenizer.seen.clear()
+        encoder.encode(f" often w{number}x w{number}y {'long' * 20}{number}")
+        asked += " often" in tokenizer.seen
+    assert encoder.used_bytes <= 64 << 10
+    assert asked < 20
+
+
+def test_a_word_too_long_for_a_line_is_never_remembered() -> None:
+    """It is encoded each time, and rightly; a word that just fits is remembered."""
+    for length in range(40, 64):
+        tokenizer, text = Counting(tiny()), " " + "q" * (length - 1)
+        encoder = WordEncoder(tokenizer, WordCuts.LINES, (), 1 << 20)  # type: ignore[arg-type]
+        ids = tiny().encode(text, add_special_tokens=False).ids
+        tokenizer.seen.clear()
+        assert encoder.encode(text).tolist() == encoder.encode(text).tolist() == ids
+        assert len(tokenizer.seen) == (1 if fits(length, len(ids)) else 2)
 
 
 def test_long_texts_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
