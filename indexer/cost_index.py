@@ -91,6 +91,10 @@ class CostIndex:
                     self._drop_holder(key, pod)
         return ended
 
+    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
+        """See `Index.remove_all`."""
+        return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
+
     def clear_pod(self, pod: str) -> int:
         """See `Index.clear_pod`."""
         with self._lock:

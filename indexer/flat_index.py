@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from indexer.flat_update import (
     evict_oldest,
     list_blocks,
     remove_blocks,
+    remove_runs,
     sweep,
     used_bytes,
 )
@@ -92,14 +94,15 @@ class FlatIndex:
         self.lock = threading.Lock()
         self._take(allocate(blocks, capacity_bytes, len(tiers.names), released_names))
         self._capacity_bytes = capacity_bytes
+        self._turn_blocks = min(TURN_BLOCKS, blocks)
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
         self._numbers_used = 0
         self._lives = 0
         self._version = 0
         self._pod_sets: dict[frozenset[str], _PodSet] = {}
-        # For matches, under the lock.
-        self._chain = np.empty(0, np.int64)
+        # Slots of the blocks at hand, under the lock.
+        self._chain = np.empty(TURN_BLOCKS, np.int64)
         # Numbers of pods that are gone, and how far their holdings have been swept out.
         self._gone: list[int] = []
         self._sweeping: list[int] = []
@@ -107,18 +110,37 @@ class FlatIndex:
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
         """See `Index.add`. Never sleeps: callers may hold locks of their own."""
-        self._add(pod, tier, keys, _ONE_EACH, pause_s=0.0)
+        if len(keys) > self._turn_blocks:
+            self._add_in_turns(pod, tier, keys, _ONE_EACH, pause_s=0.0)
+        elif len(keys):
+            with self.lock:
+                self._add(pod, self.tiers.number(tier), keys, _ONE_EACH)
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
         """See `Index.remove`."""
         number = self.tiers.number(tier)
         ended = 0
         for start in range(0, len(keys), TURN_BLOCKS):
+            turn = keys[start : start + TURN_BLOCKS] if len(keys) > TURN_BLOCKS else keys
             with self.lock:
                 if (holder := self._numbers.get(pod)) is None:
                     return ended
-                ended += remove_blocks(self._plain_arrays, holder, number, keys[start : start + TURN_BLOCKS])
+                ended += remove_blocks(self._plain_arrays, holder, number, turn)
         return ended
+
+    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
+        """See `Index.remove_all`."""
+        if len(runs) <= 1:
+            return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
+        ends = np.fromiter(accumulate(map(len, runs)), np.int64, len(runs))
+        if ends[-1] > TURN_BLOCKS:
+            half = len(runs) // 2
+            ended = self.remove_all(tier, pods[:half], runs[:half])
+            return ended + self.remove_all(tier, pods[half:], runs[half:])
+        keys, number = np.concatenate(runs), self.tiers.number(tier)
+        with self.lock:
+            holders = np.array([self._numbers.get(pod, -1) for pod in pods], np.int64)
+            return remove_runs(self._plain_arrays, holders, ends, number, keys)
 
     def clear_pod(self, pod: str) -> int:
         """See `Index.clear_pod`. Takes the pod's number away; its holdings are swept out turn by turn."""
@@ -136,14 +158,15 @@ class FlatIndex:
         wanted = pods if isinstance(pods, frozenset) else frozenset(pods)
         with self.lock:
             pod_set = self._pod_set(wanted)
-            blocks = np.empty(len(pod_set.numbers), np.int32)
-            counts = np.zeros((len(blocks), len(self.tiers.names)), np.int32)
+            numbers = pod_set.numbers
+            blocks = np.empty(len(numbers), np.int32)
+            counts = np.zeros((len(numbers), len(self.tiers.names)), np.int32)
             if len(keys) > len(self._chain):
                 self._chain = np.empty(2 * len(keys), np.int64)
-            match_blocks(
-                *self._block_arrays, self._scratch, keys, pod_set.numbers, self._chain, counts, blocks
+            longest = match_blocks(
+                *self._block_arrays, self._scratch, keys, numbers, self._chain, counts, blocks
             )
-        return MatchTable(pod_set.rows, self.tiers, blocks, counts)
+        return MatchTable(pod_set.rows, self.tiers, blocks, counts, longest)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """See `Index.held`."""
@@ -181,7 +204,7 @@ class FlatIndex:
     def restore(self, holdings: Sequence[Holding]) -> None:
         """See `Index.restore`."""
         for holding in holdings:
-            self._add(holding.pod, holding.tier, holding.keys, holding.references, pause_s=_PAUSE_S)
+            self._add_in_turns(holding.pod, holding.tier, holding.keys, holding.references, pause_s=_PAUSE_S)
 
     def stats(self) -> IndexStats:
         """See `Index.stats`. Sweeps first, so that nothing of cleared pods is counted."""
@@ -292,19 +315,24 @@ class FlatIndex:
         self._block_arrays = (arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters)
         self._scratch = tuple(scratch(arrays.rows))
 
-    def _add(self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float) -> None:
+    def _add(self, pod: str, tier: int, keys: Keys, copies: NDArray[np.int32]) -> None:
+        """Adds no more blocks than one turn's. Call it under the lock."""
+        holder = self._numbers.get(pod)
+        if holder is None:
+            holder = self.number(pod)
+        self.sweep_for(len(keys))
+        growth.add_with_room(self._plain_arrays, holder, tier, keys, copies, self._chain)
+
+    def _add_in_turns(
+        self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float
+    ) -> None:
         number = self.tiers.number(tier)
         kept = min(len(keys), int(self.arrays.counters[CAPACITY]))
         # From the end: within one call the earlier keys shall be the more recent ones.
         for end in range(kept, 0, -TURN_BLOCKS):
             start = max(0, end - TURN_BLOCKS)
-            chain = np.empty(end - start, np.int64)
             with self.lock:
-                holder = self.number(pod)
-                self.sweep_for(end - start)
-                growth.add_with_room(
-                    self._plain_arrays, holder, number, keys[start:end], copies[start:end], chain
-                )
+                self._add(pod, number, keys[start:end], copies[start:end])
             if start and pause_s:
                 time.sleep(pause_s)
         if kept < len(keys):

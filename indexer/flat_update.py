@@ -202,10 +202,40 @@ def remove_blocks(plain_arrays: tuple[Any, ...], pod: int, tier: int, keys: NDAr
     Args:
         plain_arrays: FlatArrays as a plain tuple, which numba recognizes sooner.
     """
+    return _remove_run(FlatArrays(*plain_arrays), pod, tier, keys, 0, len(keys))
+
+
+@kernel
+def remove_runs(
+    plain_arrays: tuple[Any, ...],
+    pods: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    tier: int,
+    keys: NDArray[np.uint64],
+) -> int:
+    """As `remove_blocks`, for one pod's run of blocks after the other.
+
+    Args:
+        pods: int64 [runs], their numbers; -1 for one that holds nothing.
+        ends: int64 [runs], where in `keys` they end.
+    """
     arrays = FlatArrays(*plain_arrays)
     ended = 0
+    start = np.int64(0)
+    for run in range(len(pods)):
+        if pods[run] >= 0:
+            ended += _remove_run(arrays, pods[run], tier, keys, start, ends[run])
+        start = ends[run]
+    return ended
+
+
+@inlined
+def _remove_run(
+    arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64], start: int, end: int
+) -> int:
+    ended = 0
     guess = np.int64(-1)
-    for place in range(len(keys)):
+    for place in range(start, end):
         slot = find(arrays, keys[place], guess)
         if slot < 0:
             continue

@@ -43,9 +43,10 @@ class MatchTable(Mapping[str, PrefixMatch]):
         tiers: Names and weights of the columns of `blocks_by_tier`.
         blocks: int32 [pods], lengths of the longest unbroken prefixes.
         blocks_by_tier: int32 [pods, tiers], see `PrefixMatch.blocks_by_tier`.
+        longest: The most of `blocks`; counted where it is not given.
     """
 
-    __slots__ = ("blocks", "blocks_by_tier", "rows", "tiers")
+    __slots__ = ("blocks", "blocks_by_tier", "longest", "rows", "tiers")
 
     def __init__(
         self,
@@ -53,11 +54,13 @@ class MatchTable(Mapping[str, PrefixMatch]):
         tiers: Tiers,
         blocks: NDArray[np.int32],
         blocks_by_tier: NDArray[np.int32],
+        longest: int | None = None,
     ) -> None:
         self.rows = rows
         self.tiers = tiers
         self.blocks = blocks
         self.blocks_by_tier = blocks_by_tier
+        self.longest = int(blocks.max(initial=0)) if longest is None else longest
 
     def __getitem__(self, pod: str) -> PrefixMatch:
         row = self.rows[pod]
@@ -137,6 +140,10 @@ class Index(Protocol):
         Returns:
             How many holdings (key, pod, tier) ended with it.
         """
+        ...
+
+    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
+        """As `remove` for one pod and its keys after the other; many at once are cheaper."""
         ...
 
     def clear_pod(self, pod: str) -> int:

@@ -45,6 +45,20 @@ def chain_keys(
         _chain_blocks(parent, tokens, extras, multipliers, keys, block_tokens)
 
 
+@kernel
+def chain_behind(
+    tokens: NDArray[np.uint32],
+    extras: NDArray[np.uint64],
+    multipliers: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+) -> None:
+    """As `chain_keys`, with the parent in front of the keys: uint64 [1 + blocks].
+
+    To make a number for a kernel costs Python as much as the call.
+    """
+    chain_keys(keys[0], tokens, extras, multipliers, keys[1:])
+
+
 @inlined
 def _chain_blocks(
     parent: np.uint64,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from indexer.errors import TokenError
-from indexer.key_kernels import HEAD_WORDS, chain_keys
+from indexer.key_kernels import HEAD_WORDS, chain_behind
 
 # Block keys in the order of the prompt: uint64 [blocks].
 Keys: TypeAlias = NDArray[np.uint64]
@@ -74,10 +74,12 @@ class BlockHasher:
             TokenError: A token id is out of range or no whole number.
         """
         tokens = token_words(token_ids)
-        keys = np.empty(len(tokens) // self.block_tokens, np.uint64)
-        digests = self._digests(extras[: len(keys)]) if extras else _NO_EXTRAS
-        chain_keys(np.uint64(parent), tokens, digests, self.multipliers, keys)
-        return keys
+        blocks = len(tokens) // self.block_tokens
+        digests = self._digests(extras[:blocks]) if extras else _NO_EXTRAS
+        keys = np.empty(1 + blocks, np.uint64)
+        keys[0] = parent
+        chain_behind(tokens, digests, self.multipliers, keys)
+        return keys[1:]
 
     def _digests(self, extras: Sequence[bytes]) -> NDArray[np.uint64]:
         seed = self._extras_seed

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.backends import make_index
@@ -27,7 +26,7 @@ from indexer.peer_exports import PeerExports
 from indexer.peer_identity import PeerIdentity
 from indexer.peer_metrics import PeerMetrics
 from indexer.peer_wire import FLAT_FORM, MAPPED_FORM
-from indexer.pod_match import PodMatches, longest_match
+from indexer.pod_match import PodMatches
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.roster import Roster
 from indexer.speculate import Speculation
@@ -79,8 +78,6 @@ class KvIndexer:
         self._shared = self._index if isinstance(self._index, SharedIndex) else None
         if isinstance(self._index, FlatIndex):
             warm_kernels()
-        # Compiled here, not while a first request waits.
-        longest_match(np.zeros(0, np.int32))
         self._speculation = Speculation(
             self._index,
             ttl_s=config.speculative_ttl_s,
@@ -109,6 +106,7 @@ class KvIndexer:
             on_link=on_link,
             clock=clock,
         )
+        self._roster = self._ingest.roster
         take_lost = None if self._shared is None else self._shared.take_lost
         peers = PeerClient(config, identity, peer_metrics) if config.peers else None
         self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, peers=peers, clock=clock)
@@ -134,7 +132,7 @@ class KvIndexer:
     @property
     def roster(self) -> Roster:
         """All engines that are followed, with the state of each stream and its reason."""
-        return self._ingest.roster
+        return self._roster
 
     def start(self) -> None:
         """Starts the subscriber's thread."""
@@ -220,11 +218,11 @@ class KvIndexer:
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
-        roster = self._ingest.roster
+        roster = self._roster
         by_rank = self._index.match(keys, roster.holders(pods))
         found = roster.best_ranks(self._hybrid.refine(keys, by_rank, prompt_tokens), pods)
-        self._metrics.looked_up(longest_match(found.blocks), time.perf_counter() - started_s)
-        return PodMatches(found, self._ingest.states, self._followed)
+        self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
+        return PodMatches(found, roster.states, self._followed)
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
         """Tells for each engine of these pods where the prefix that it holds ends, and why."""
@@ -288,24 +286,20 @@ class KvIndexer:
             prompt: What the pod's events shall be held against, see `parity`, and what it holds of it; None:
                 nothing.
         """
-        told = prompt is not None and self._state(pod) is StreamState.EXACT
+        if prompt is None or self._roster.states.get(pod) is not StreamState.EXACT:
+            self._speculation.assume(request_id, pod, keys, now_s)
+            return
         # What the pod holds already needs no assumption: in a long conversation that is nearly all of it. Of
         # several ranks, another one may hold it than the request will meet.
-        one_rank = len(self.roster.holders((pod,))) == 1
-        held_blocks = prompt.held_blocks if prompt is not None and told and one_rank else 0
+        held_blocks = prompt.held_blocks if self._roster.has_one_rank(pod) else 0
         self._speculation.assume(request_id, pod, keys[held_blocks:], now_s)
-        if prompt is not None and told:
-            start = prompt.cached_blocks
-            root = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
-            block_tokens = self._hasher.block_tokens
-            self._parity.expect(
-                request_id,
-                pod,
-                prompt.model,
-                int(keys[start - 1]) if start else root,
-                keys[start:],
-                prompt.token_ids[start * block_tokens : (start + 1) * block_tokens],
-            )
+        start, block_tokens = prompt.cached_blocks, self._hasher.block_tokens
+        if start:
+            parent = int(keys[start - 1])
+        else:
+            parent = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
+        first = prompt.token_ids[start * block_tokens : (start + 1) * block_tokens]
+        self._parity.expect(request_id, pod, prompt.model, parent, keys[start:], first)
 
     def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
         """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""

@@ -7,6 +7,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -55,10 +56,10 @@ class IndexerMetrics:
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
         """A prompt was looked up."""
-        with self._lookup_lock:
-            self._lookups.add()
-            self._lookup_hits.add(number=longest_blocks)
-            self._max_pod_hits.add(number=longest_blocks)
+        lookups = self._lookups
+        with lookups.lock:
+            lookups.prompts += 1
+            lookups.blocks += longest_blocks
             self._lookup_s.observe(took_s)
 
     def forget(self, pod: str) -> None:
@@ -80,10 +81,8 @@ class IndexerMetrics:
         )
         self.evictions = self._applied.counter(_INDEX + "evictions", "Engine blocks removed by events.")
         tallies = Tallies(self._registry)
-        self._lookup_lock = tallies.lock
-        self._lookups = tallies.counter(_INDEX + "lookup_requests", "Prompts looked up.")
-        self._lookup_hits = tallies.counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
-        self._max_pod_hits = tallies.counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
+        self._lookups = _Lookups(tallies.lock)
+        self._registry.register(self._lookups)
         self._lookup_s = tallies.histogram(
             _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
         )
@@ -149,6 +148,28 @@ class IndexerMetrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self._registry)
+
+
+class _Lookups(Collector):
+    """Counters of every request's lookup; who counts holds the lock."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock
+        self.prompts = 0
+        self.blocks = 0
+
+    def describe(self) -> Iterator[Metric]:
+        yield from self._metrics(0, 0)
+
+    def collect(self) -> Iterator[Metric]:
+        with self.lock:
+            prompts, blocks = self.prompts, self.blocks
+        yield from self._metrics(prompts, blocks)
+
+    def _metrics(self, prompts: int, blocks: int) -> Iterator[Metric]:
+        yield CounterMetricFamily(_INDEX + "lookup_requests", "Prompts looked up.", prompts)
+        yield CounterMetricFamily(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.", blocks)
+        yield CounterMetricFamily(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.", blocks)
 
 
 class _Sizes(Collector):

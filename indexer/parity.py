@@ -121,7 +121,7 @@ class ParityWatch:
         self._max_pods = max_pods
         self._never_hit_dispatches = never_hit_dispatches
         self._lock = threading.Lock()
-        self._expected: OrderedDict[Hashable, _Expectation] = OrderedDict()
+        self._expected: dict[Hashable, _Expectation] = {}
         self._pods: OrderedDict[str, _Pod] = OrderedDict()
 
     def expect(
@@ -143,11 +143,12 @@ class ParityWatch:
             keys: The blocks behind it.
             tokens: Token ids of the first of them.
         """
-        if not len(keys):
-            return
         watched = keys[:_WATCHED_BLOCKS].tolist()
+        if not watched:
+            return
         with self._lock:
-            self._forget(request_id)
+            if request_id in self._expected:
+                self._forget(request_id)
             account = self._pods.get(pod)
             if account is None:
                 account = self._pods[pod] = _Pod()
@@ -196,12 +197,15 @@ class ParityWatch:
         Returns:
             The mismatch that this shows; None for none.
         """
+        # Without the lock: mostly it was met before.
+        if request_id not in self._expected:
+            return None
         with self._lock:
-            expectation = self._expected.get(request_id)
+            expectation = self._expected.pop(request_id, None)
             if expectation is None:
                 return None
-            self._forget(request_id)
             account = self._pods[expectation.pod]
+            del account.waiting[request_id]
             if expectation.unexplained_runs == account.unexplained_runs:
                 return None
             account.unmet_in_a_row += 1

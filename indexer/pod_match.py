@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.jit import kernel
 from indexer.index import MatchTable
 from indexer.stream import StreamState
 from indexer.tiers import Tiers
@@ -35,9 +34,10 @@ class PodMatch:
     state: StreamState
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PodMatches(Mapping[str, PodMatch]):
     """Matches of many pods: a mapping that makes a `PodMatch` when one is asked for, and its arrays.
+
+    No dataclass, as `MatchTable` is none.
 
     Attributes:
         table: The index's answer.
@@ -45,9 +45,14 @@ class PodMatches(Mapping[str, PodMatch]):
         followed: All pods that are followed.
     """
 
-    table: MatchTable
-    states: Mapping[str, StreamState]
-    followed: frozenset[str]
+    __slots__ = ("followed", "states", "table")
+
+    def __init__(
+        self, table: MatchTable, states: Mapping[str, StreamState], followed: frozenset[str]
+    ) -> None:
+        self.table = table
+        self.states = states
+        self.followed = followed
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -84,12 +89,3 @@ class PodMatches(Mapping[str, PodMatch]):
 
     def __len__(self) -> int:
         return len(self.table)
-
-
-@kernel
-def longest_match(blocks: NDArray[np.int32]) -> int:
-    """The most of any pod in `MatchTable.blocks`; numpy's own maximum costs five times as much."""
-    longest = 0
-    for length in blocks:
-        longest = max(longest, length)
-    return longest

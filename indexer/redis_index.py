@@ -155,6 +155,10 @@ class RedisIndex:
             return self._assumed.remove(pod, keys)
         return self._writer.remove(pod, self.tiers.number(tier), keys)
 
+    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
+        """See `Index.remove_all`."""
+        return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
+
     def clear_pod(self, pod: str) -> int:
         """See `Index.clear_pod`."""
         assumed = np.array(self._assumed.clear_pod(pod), np.uint64)

@@ -97,6 +97,10 @@ class Roster:
         """Pods of which an engine's view was never built."""
         return frozenset(engine.stream.pod for engine in tuple(self._engines.values()) if not engine.settled)
 
+    def has_one_rank(self, pod: str) -> bool:
+        """Whether no more than one engine stands behind a pod."""
+        return pod not in self._further
+
     def holders(self, pods: Collection[str]) -> Collection[str]:
         """The names in the index of these pods' blocks; `pods` itself where no pod has further ranks."""
         further = self._further

@@ -9,13 +9,21 @@ means.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from indexer.index import Index
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
+
+# When to look at which request.
+_Due: TypeAlias = tuple[float, Hashable]
+# What is assumed of a pod: its blocks, and the last of them once more.
+_Run: TypeAlias = tuple[str, Keys, int]
 
 
 @dataclass(slots=True)
@@ -24,7 +32,8 @@ class _Request:
     renewed_s: float
     # Its end in any case: the hard cap, or the grace after it was settled.
     ends_s: float
-    keys_by_pod: dict[str, Keys] = field(default_factory=dict)
+    # One for each pod.
+    runs: tuple[_Run, ...] = ()
 
 
 class Speculation:
@@ -53,10 +62,15 @@ class Speculation:
         self._entries = 0
         self._requests: dict[Hashable, _Request] = {}
         # Of each pod: the last blocks that are assumed, and the requests that wait for them.
-        self._awaited: dict[str, dict[int, set[Hashable]]] = {}
+        self._awaited: dict[str, dict[int, list[Hashable]]] = {}
         self._stored_s: dict[str, float] = {}
-        # When to look at which request; a request's real deadline may have moved since.
-        self._due: list[tuple[float, Hashable]] = []
+        # When to look at which request, the earliest first; its real deadline may have moved since. The TTL
+        # is one for all, and mostly the grace: who comes later is due later. What is not is on the heap.
+        self._fresh: deque[_Due] = deque()
+        self._settled: deque[_Due] = deque()
+        self._unordered: list[_Due] = []
+        # No later than the earliest of all.
+        self._due_s = math.inf
 
     def __len__(self) -> int:
         return self._entries
@@ -65,21 +79,33 @@ class Speculation:
         """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
         if not len(keys):
             return
+        last = int(keys[-1])
         with self._lock:
-            self._expire(now_s)
+            if request_id in self._requests:
+                # If it was over, it begins anew.
+                self._expire(now_s)
             request = self._requests.get(request_id)
             if request is None:
                 request = self._requests[request_id] = _Request(now_s, now_s + self._max_s)
-                heapq.heappush(self._due, (now_s + self._ttl_s, request_id))
+                self._look_later(self._fresh, now_s + self._ttl_s, request_id)
             request.renewed_s = now_s
-            if pod in request.keys_by_pod:
-                self._release(request_id, request, pod)
-            request.keys_by_pod[pod] = keys
+            if request.runs:
+                for _, old_keys, _ in self._release(request_id, request, pod):
+                    self._index.remove(pod, SPECULATIVE_TIER, old_keys)
+            request.runs += ((pod, keys, last),)
             self._entries += len(keys)
-            self._awaited.setdefault(pod, {}).setdefault(int(keys[-1]), set()).add(request_id)
+            awaited = self._awaited.get(pod)
+            if awaited is None:
+                awaited = self._awaited[pod] = {}
+            if last in awaited:
+                awaited[last].append(request_id)
+            else:
+                awaited[last] = [request_id]
             self._index.add(pod, SPECULATIVE_TIER, keys)
+            if self._entries > self._max_entries:
+                self._expire(now_s)
             while self._entries > self._max_entries:
-                self._drop_request(next(iter(self._requests)))
+                self._end([next(iter(self._requests))])
 
     def settle(self, request_id: Hashable, now_s: float, grace_s: float) -> None:
         """The request got its first token, failed or ended; unknown requests are passed over."""
@@ -87,7 +113,7 @@ class Speculation:
             request = self._requests.get(request_id)
             if request is not None and now_s + grace_s < request.ends_s:
                 request.ends_s = now_s + grace_s
-                heapq.heappush(self._due, (request.ends_s, request_id))
+                self._look_later(self._settled, request.ends_s, request_id)
 
     def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
         """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
@@ -101,57 +127,84 @@ class Speculation:
             # Nearly always nobody waited: that is seen without making a set.
             if awaited.keys().isdisjoint(keys):
                 return
-            for key in awaited.keys() & keys:
-                for request_id in tuple(awaited[key]):
-                    self._end(request_id, pod)
+            self._end([each for key in awaited.keys() & keys for each in awaited[key]], pod)
 
     def drop_pod(self, pod: str) -> None:
         """The pod is not what it was: nothing is assumed of it any more."""
         with self._lock:
             awaited = self._awaited.get(pod, {})
-            for request_id in [request_id for requests in awaited.values() for request_id in requests]:
-                self._end(request_id, pod)
+            self._end([each for requests in awaited.values() for each in requests], pod)
 
     def expire(self, now_s: float) -> None:
         """Drops what is over by now."""
         # Without the lock: an entry that is added meanwhile is not over yet.
-        if self._due and self._due[0][0] <= now_s:
+        if self._due_s <= now_s:
             with self._lock:
                 self._expire(now_s)
 
     def _expire(self, now_s: float) -> None:
-        while self._due and self._due[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._due)
+        due: list[Hashable] = []
+        for lane in (self._settled, self._fresh):
+            while lane and lane[0][0] <= now_s:
+                due.append(lane.popleft()[1])
+        while self._unordered and self._unordered[0][0] <= now_s:
+            due.append(heapq.heappop(self._unordered)[1])
+        if due:
+            self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
+        # Most requests end long before their TTL: then there is nothing to look at.
+        while self._fresh and self._fresh[0][1] not in self._requests:
+            self._fresh.popleft()
+        queues = self._settled, self._fresh, self._unordered
+        self._due_s = min((queue[0][0] for queue in queues if queue), default=math.inf)
+
+    def _is_over(self, request_id: Hashable, now_s: float) -> bool:
+        """Whether a request ends now; of one that goes on it is said when to look again."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request.ends_s <= now_s:
+            return True
+        signs_s = [self._stored_s.get(pod, 0.0) for pod, _, _ in request.runs]
+        deadline_s = min(request.ends_s, max([request.renewed_s, *signs_s]) + self._ttl_s)
+        if deadline_s > now_s:
+            self._look_later(self._fresh, deadline_s, request_id)
+        return deadline_s <= now_s
+
+    def _look_later(self, lane: deque[_Due], due_s: float, request_id: Hashable) -> None:
+        if lane and due_s < lane[-1][0]:
+            heapq.heappush(self._unordered, (due_s, request_id))
+        else:
+            lane.append((due_s, request_id))
+        if due_s < self._due_s:
+            self._due_s = due_s
+
+    def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
+        """Ends what is assumed for requests, of one pod or of all; with its last pod the request."""
+        ended: list[_Run] = []
+        for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is None:
+            if request is not None:
+                ended += self._release(request_id, request, pod)
+                if not request.runs:
+                    del self._requests[request_id]
+        if ended:
+            pods, runs, _ = zip(*ended, strict=True)
+            self._index.remove_all(SPECULATIVE_TIER, pods, runs)
+
+    def _release(self, request_id: Hashable, request: _Request, pod: str | None) -> Iterable[_Run]:
+        """Forgets what is assumed for a request, of one pod or of all: runs that are to leave the index."""
+        runs, request.runs = request.runs, ()
+        if pod is not None:
+            request.runs = tuple([run for run in runs if run[0] != pod])
+            runs = tuple([run for run in runs if run[0] == pod])
+        for holder, keys, last in runs:
+            self._entries -= len(keys)
+            awaited = self._awaited[holder]
+            if len(awaited[last]) > 1:
+                awaited[last].remove(request_id)
                 continue
-            sign_of_life_s = max((self._stored_s.get(pod, 0.0) for pod in request.keys_by_pod), default=0.0)
-            deadline_s = min(request.ends_s, max(request.renewed_s, sign_of_life_s) + self._ttl_s)
-            if deadline_s <= now_s:
-                self._drop_request(request_id)
-            else:
-                heapq.heappush(self._due, (deadline_s, request_id))
-
-    def _drop_request(self, request_id: Hashable) -> None:
-        for pod in tuple(self._requests[request_id].keys_by_pod):
-            self._end(request_id, pod)
-
-    def _end(self, request_id: Hashable, pod: str) -> None:
-        """Ends what is assumed of this pod for this request; with its last pod the request."""
-        request = self._requests[request_id]
-        self._release(request_id, request, pod)
-        if not request.keys_by_pod:
-            del self._requests[request_id]
-
-    def _release(self, request_id: Hashable, request: _Request, pod: str) -> None:
-        keys = request.keys_by_pod.pop(pod)
-        self._entries -= len(keys)
-        self._index.remove(pod, SPECULATIVE_TIER, keys)
-        awaited = self._awaited[pod]
-        last = int(keys[-1])
-        awaited[last].remove(request_id)
-        if not awaited[last]:
             del awaited[last]
-        if not awaited:
-            del self._awaited[pod]
-            self._stored_s.pop(pod, None)
+            if not awaited:
+                del self._awaited[holder]
+                self._stored_s.pop(holder, None)
+        return runs

@@ -24,23 +24,28 @@ Labels = tuple[str, ...]
 class Tallies:
     """Makes counters and histograms of one registry that share a lock.
 
+    Args:
+        catch_up: Called before samples are made, without the lock: counts what was left for later.
+
     Attributes:
         lock: Held by whoever counts, once for all that is counted together.
+        catch_up: As given.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, catch_up: Callable[[], None] = lambda: None) -> None:
         self.lock = Lock()
+        self.catch_up = catch_up
         self._registry = registry
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Tally:
         """A counter; one without labels begins with 0, others' series when they are first counted."""
-        tally = Tally(self.lock, name, text, labels)
+        tally = Tally(self, name, text, labels)
         self._registry.register(tally)
         return tally
 
     def histogram(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> Spread:
         """A histogram; `bounds` are its buckets' upper ones, without the infinite last."""
-        spread = Spread(self.lock, name, text, bounds, labels)
+        spread = Spread(self, name, text, bounds, labels)
         self._registry.register(spread)
         return spread
 
@@ -48,8 +53,8 @@ class Tallies:
 class Tally(Collector):
     """A counter's series. Who counts or drops holds the lock."""
 
-    def __init__(self, lock: Lock, name: str, text: str, labels: Sequence[str]) -> None:
-        self._lock = lock
+    def __init__(self, tallies: Tallies, name: str, text: str, labels: Sequence[str]) -> None:
+        self._tallies = tallies
         self._head = name, text
         self._names = tuple(labels)
         self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
@@ -74,7 +79,8 @@ class Tally(Collector):
     def collect(self) -> Iterable[Metric]:
         """Its samples."""
         family = CounterMetricFamily(*self._head, labels=self._names)
-        with self._lock:
+        self._tallies.catch_up()
+        with self._tallies.lock:
             counts = list(self._counts.items())
         for labels, count in counts:
             family.add_metric(labels, count)
@@ -85,9 +91,9 @@ class Spread(Collector):
     """A histogram's series. Who observes holds the lock."""
 
     def __init__(
-        self, lock: Lock, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
+        self, tallies: Tallies, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
     ) -> None:
-        self._lock = lock
+        self._tallies = tallies
         self._head = name, text
         self._names = tuple(labels)
         self._bounds = tuple(map(float, bounds))
@@ -111,7 +117,8 @@ class Spread(Collector):
     def collect(self) -> Iterable[Metric]:
         """Its samples."""
         family = HistogramMetricFamily(*self._head, labels=self._names)
-        with self._lock:
+        self._tallies.catch_up()
+        with self._tallies.lock:
             counts = [(labels, list(values)) for labels, values in self._counts.items()]
         for labels, (*buckets, total) in counts:
             family.add_metric(labels, list(zip(self._bucket_names, accumulate(buckets), strict=True)), total)

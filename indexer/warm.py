@@ -39,6 +39,7 @@ def warm_kernels() -> None:
     index.held(keys, _PODS[0])
     usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
     index.remove(_PODS[0], SPECULATIVE_TIER, keys)
+    index.remove_all(SPECULATIVE_TIER, _PODS[:2], [keys, keys])
     index.restore(index.snapshot(_PODS[:1]))
     copied = states.make(PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
     for part in state.view.parts():

@@ -224,6 +224,21 @@ def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
     assert index.stats().holdings == 1500
 
 
+def test_runs_of_many_pods_are_removed_at_once(make: Callable[[int], Index]) -> None:
+    """It is as if they were removed one after the other, also where they are worked off in parts."""
+    index = make(20_000)
+    chain = keys(range(5000, 8000))
+    index.add(A, "gpu", chain)
+    index.add(B, "gpu", chain[:1500])
+    pods = [A, B, A, A, B, "unknown"]
+    runs = [chain[:10], chain[:900], chain[5:10], chain[900:2900], chain[:0], chain[:3]]
+    assert index.remove_all("gpu", pods, runs) == 10 + 900 + 2000
+    assert index.remove_all("gpu", pods[:1], runs[:1]) == index.remove_all("gpu", [], []) == 0
+    assert np.count_nonzero(index.held(chain, A)) == 990
+    assert np.count_nonzero(index.held(chain, B)) == 600
+    assert index.remove_all("gpu", [A, B, "unknown"], [chain[10:14], chain[900:903], chain[:3]]) == 7
+
+
 def test_clearing_a_pod_spares_the_others(index: Index) -> None:
     """One pod's blocks go in all tiers; another's stay."""
     index.add(A, "gpu", CHAIN)

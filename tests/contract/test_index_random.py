@@ -98,6 +98,17 @@ class IndexMachine(RuleBasedStateMachine):
         for key in gone:
             self.mirror[pod, tier, key] = max(0, self.mirror[pod, tier, key] - 1)
 
+    @rule(runs=st.lists(st.tuples(pods, chains), max_size=5), data=st.data())
+    def remove_all(self, runs: list[tuple[str, list[int]]], data: st.DataObject) -> None:
+        """Chains of many pods are removed from one tier at once."""
+        tier = data.draw(st.sampled_from(self.tiers))
+        ended = self.index.remove_all(tier, [pod for pod, _ in runs], [keys(chain) for _, chain in runs])
+        expected = sum(self.reference.remove(pod, tier, keys(chain)) for pod, chain in runs)
+        assert ended == expected or not self.is_reference
+        for pod, chain in runs:
+            for key in chain:
+                self.mirror[pod, tier, key] = max(0, self.mirror[pod, tier, key] - 1)
+
     @rule(pod=pods)
     def clear(self, pod: str) -> None:
         """A pod's cache is emptied: a new life begins."""

@@ -122,6 +122,28 @@ def test_a_settled_request_ends_after_its_grace(speculation: Speculated) -> None
     speculation.settle("unknown", 2.0, 0.05)
 
 
+def test_who_comes_out_of_order_ends_in_time(speculation: Speculated) -> None:
+    """A request that was sent earlier, or has a shorter grace, than the one told before ends before it."""
+    speculation.assume("second", A, KEYS, 1.0)
+    speculation.assume("first", B, KEYS, 0.5)
+    assert (speculation.held(2.4, B), speculation.held(2.5, B)) == ([0, 1, 2], [])
+    assert (speculation.held(2.9), speculation.held(3.0)) == ([0, 1, 2], [])
+    speculation.assume("patient", A, KEYS, 4.0)
+    speculation.assume("hasty", B, KEYS, 4.0)
+    speculation.settle("patient", 4.0, 1.0)
+    speculation.settle("hasty", 4.0, 0.125)
+    assert (speculation.held(4.1, B), speculation.held(4.125, B)) == ([0, 1, 2], [])
+    assert (speculation.held(4.9), speculation.held(5.0)) == ([0, 1, 2], [])
+
+
+def test_a_request_that_was_over_begins_anew(speculation: Speculated) -> None:
+    """The end of a request's first assumption does not end a later one."""
+    speculation.assume("r", A, KEYS, 0.0)
+    speculation.settle("r", 0.0, 0.05)
+    speculation.assume("r", A, KEYS, 1.0)
+    assert (speculation.held(2.9), speculation.held(3.0)) == ([0, 1, 2], [])
+
+
 def test_entries_are_counted_per_request(speculation: Speculated) -> None:
     """One request's end does not take away what another one on the same pod relies on."""
     speculation.assume("first", A, KEYS, 0.0)
@@ -164,6 +186,16 @@ def test_the_oldest_requests_make_room() -> None:
     assert len(speculation) == 0
 
 
+def test_what_is_over_makes_room_first() -> None:
+    """No request that still waits is dropped while entries of others are over."""
+    speculation = Speculated(max_entries=5)
+    speculation.assume("waits", B, KEYS[:2], 0.0)
+    speculation.assume("over", A, KEYS, 0.1)
+    speculation.settle("over", 0.1, 0.05)
+    speculation.assume("new", A, KEYS, 0.2)
+    assert (speculation.held(0.2), speculation.held(0.2, B)) == ([0, 1, 2], [0, 1])
+
+
 some_keys = st.lists(st.sampled_from([*KEYS.tolist(), 99]), unique=True).map(keys_of)
 operations = st.one_of(
     st.tuples(st.just("assume"), st.sampled_from("rst"), st.sampled_from([A, B]), some_keys),
@@ -187,7 +219,7 @@ def test_nothing_is_left_behind(history: list[tuple[tuple[object, ...], float]])
         assumed = {
             (pod, key)
             for request in speculation._requests.values()
-            for pod, keys in request.keys_by_pod.items()
+            for pod, keys, _ in request.runs
             for key in keys.tolist()
         }
         assert speculation.index.stats().holdings == len(assumed)
@@ -197,4 +229,4 @@ def test_nothing_is_left_behind(history: list[tuple[tuple[object, ...], float]])
     assert not speculation._requests
     assert not speculation._awaited
     assert not speculation._stored_s
-    assert not speculation._due
+    assert not [*speculation._fresh, *speculation._settled, *speculation._unordered]
