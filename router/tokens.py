@@ -20,6 +20,7 @@ from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
 from tokenization.openai_prompts import PromptLimits
+from tokenization.words import compile_words
 
 __all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
 
@@ -81,6 +82,8 @@ class TokenizerRegistry:
         """
         tokenizers: dict[str, PromptTokenizer] = {}
         remotes: dict[str, RemoteTokenizer] = {}
+        # Also for one that names no tokenizer yet: an image is built by making a router.
+        compile_words()
         for model, source in sources.items():
             opened = open_source(model, str(source))
             if isinstance(opened, PromptTokenizer):

@@ -87,29 +87,27 @@ def encode_words(
 
 
 @kernel
-def remember_word(
-    word: NDArray[np.uint8], ids: NDArray[np.uint32], table: NDArray[np.uint32], seed: np.uint64
+def remember_words(
+    data: NDArray[np.uint8],
+    ids: NDArray[np.uint32],
+    spans: NDArray[np.int64],
+    table: NDArray[np.uint32],
+    seed: np.uint64,
 ) -> None:
-    """Puts a word into the table, in the place of one that was not asked for lately if its set is full.
+    """Puts words into the table, in the places of such as were not asked for lately where a set is full.
 
     Args:
-        word: uint8 [bytes].
-        ids: uint32 [ids]; with the word no more than a line holds, see `fits`.
+        data: uint8 [bytes].
+        ids: uint32 [ids].
+        spans: int64 [words, 4]: of each the start and end of its text and of its ids. Those that are more
+            than a line holds are passed over, see `fits`.
         table: See `encode_words`.
         seed: Of the hash.
     """
-    size = len(word)
-    if _find(word, 0, size, table, seed) >= 0:
-        return
-    number = _hash(word, 0, size, seed)
-    first = np.int64(number & np.uint64(len(table) // WAYS - 1)) * WAYS
-    line = _line_for(table, first)
-    table[line, 0] = np.uint32(number >> _HALF)
-    table[line, 1] = np.uint32(len(ids)) | (np.uint32(size) << _SIZE_BITS)
-    for position in range((size + 3) // 4):
-        table[line, _HEAD + position] = _four_bytes(word, 4 * position, size)
-    for position in range(len(ids)):
-        table[line, LINE_WORDS - 1 - position] = ids[position]
+    for word in range(len(spans)):
+        start, end, first, last = spans[word]
+        if _fits(end - start, last - first) and _find(data, start, end, table, seed) < 0:
+            _write(data[start:end], ids[first:last], table, seed)
 
 
 @kernel
@@ -134,7 +132,7 @@ def word_ends(data: NDArray[np.uint8], has_lines: bool, ends: NDArray[np.int64])
 
 def fits(word_bytes: int, ids: int) -> bool:
     """Whether a word and its ids fit into a line."""
-    return word_bytes > 0 and (word_bytes + 3) // 4 + ids <= LINE_WORDS - _HEAD
+    return bool(_fits(word_bytes, ids))
 
 
 @inlined
@@ -246,6 +244,26 @@ def _find(data: NDArray[np.uint8], at: int, stop: int, table: NDArray[np.uint32]
                 table[line, 1] |= _ASKED
             return line
     return -1
+
+
+@inlined
+def _fits(word_bytes: int, ids: int) -> bool:
+    return word_bytes > 0 and (word_bytes + 3) // 4 + ids <= LINE_WORDS - _HEAD
+
+
+@inlined
+def _write(
+    word: NDArray[np.uint8], ids: NDArray[np.uint32], table: NDArray[np.uint32], seed: np.uint64
+) -> None:
+    size = len(word)
+    number = _hash(word, 0, size, seed)
+    line = _line_for(table, np.int64(number & np.uint64(len(table) // WAYS - 1)) * WAYS)
+    table[line, 0] = np.uint32(number >> _HALF)
+    table[line, 1] = np.uint32(len(ids)) | (np.uint32(size) << _SIZE_BITS)
+    for position in range((size + 3) // 4):
+        table[line, _HEAD + position] = _four_bytes(word, 4 * position, size)
+    for position in range(len(ids)):
+        table[line, LINE_WORDS - 1 - position] = ids[position]
 
 
 @inlined

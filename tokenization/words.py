@@ -1,4 +1,4 @@
-"""Short texts word by word: a text in, its ids out, those of known words from memory.
+"""Texts word by word: a text in, its ids out, those of known words from memory.
 
 A language has few words, and the library takes 0.2 us for each character of them, known or not. Words are
 what lies between exact cuts (see `cuts`), so their ids are those that they have in the text.
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from tokenization.cuts import WordCuts
+from tokenization.cuts import WordCuts, split_words
 from tokenization.segment_memory import TokenIds
 from tokenization.shares import encode_together
-from tokenization.word_kernels import LINE_WORDS, WAYS, encode_words, fits, remember_word
+from tokenization.word_kernels import LINE_WORDS, WAYS, encode_words, remember_words
 
 WORDS_CHARS_MAX = 8 << 10
-"""The library does more at once on its own threads, and gives up the GIL meanwhile."""
+"""Of more at once only what is mostly known: the library is as fast with the rest, and gives up the GIL."""
+_KNOWN_SHARE = 0.75
 # So little that another thread's taking the GIL meanwhile would cost more.
 _INLINE_CHARS = 128
 _LINE_BYTES = 4 * LINE_WORDS
@@ -52,45 +54,80 @@ class WordEncoder:
         self.used_bytes = self._table.nbytes
         # Unknown to clients, who could else have one set serve all of their words.
         self._seed = np.uint64(secrets.randbits(64))
-        # Compiled, or loaded, before the first request.
-        self.encode("a")
+        compile_words()
 
     def encode(self, text: str) -> TokenIds:
         """The ids of a text, without special tokens around it."""
+        ids = self._encoded(text, 0.0)
+        assert ids is not None
+        return ids
+
+    def encode_known(self, text: str) -> TokenIds | None:
+        """The same, if nearly all of the text is known; None: the library should encode it as a whole."""
+        return self._encoded(text, _KNOWN_SHARE) if len(text) <= WORDS_CHARS_MAX else None
+
+    def _encoded(self, text: str, share: float) -> TokenIds | None:
+        """The ids of a text of which at least this share is known; None for any other."""
         if not text:
             return _NO_IDS
         data = bytearray(text, "utf-8")
+        # No byte makes more than three ids: that is as much longer as the normal form makes a text.
         room = np.empty(4 * len(data), np.uint32)
         ids, missing = encode_words(
             np.frombuffer(data, np.uint8), self._table, self._specials, self._seed, self._has_lines, room
         )
         if not missing:
             return room[:ids].copy()
-        places = room[len(room) - 3 * missing :].reshape(missing, 3)[::-1].tolist()
-        words = [bytes(data[start:end]).decode() for _, start, end in places]
-        fresh = self._fresh(dict.fromkeys(words))
-        parts: list[NDArray[np.uint32]] = []
-        at = 0
-        for (known, _, _), word in zip(places, words, strict=True):
-            parts += (room[at:known], fresh[word])
-            at = known
-        return np.frombuffer(bytearray().join([*parts, room[at:ids]]), np.uint32)  # type: ignore[list-item]
+        places = room[len(room) - 3 * missing :].reshape(missing, 3)[::-1]
+        if share and int((places[:, 2] - places[:, 1]).sum()) > (1 - share) * len(data):
+            return None
+        return self._with_fresh(data, room[:ids], places.tolist())
 
-    def _fresh(self, words: Iterable[str]) -> Mapping[str, NDArray[np.uint32]]:
-        """The ids of words that are not known, which are remembered."""
-        unknown = list(words)
-        ids = {}
-        for word, encoding in zip(unknown, self._encode(unknown), strict=True):
-            ids[word] = np.frombuffer(array("I", encoding.ids), np.uint32)
-            data = bytearray(word, "utf-8")
-            if fits(len(data), len(encoding.ids)):
-                remember_word(np.frombuffer(data, np.uint8), ids[word], self._table, self._seed)
-        return ids
+    def _with_fresh(
+        self, data: bytearray, known: TokenIds, places: Sequence[tuple[int, int, int]]
+    ) -> TokenIds:
+        """The ids of a text of which words lack, which are remembered.
+
+        Args:
+            known: Ids of the other words.
+            places: For each word that lacks the number of ids in front of it, its start and its end.
+        """
+        text = bytes(data)
+        words = {text[start:end]: (start, end) for _, start, end in places}
+        fresh = array("I")
+        spans = []
+        for (start, end), encoding in zip(
+            words.values(), self._encode([word.decode() for word in words]), strict=True
+        ):
+            first = len(fresh)
+            fresh.extend(encoding.ids)
+            spans.append((start, end, first, len(fresh)))
+        ids = np.array(fresh, np.uint32)
+        remember_words(np.frombuffer(data, np.uint8), ids, np.array(spans), self._table, self._seed)
+        ids_of = {word: ids[first:last] for word, (_, _, first, last) in zip(words, spans, strict=True)}
+        parts: list[TokenIds] = []
+        at = 0
+        for before, start, end in places:
+            parts += (known[at:before], ids_of[text[start:end]])
+            at = before
+        parts.append(known[at:])
+        # Writable: kernels are compiled anew for arrays that are not.
+        return np.frombuffer(bytearray().join(parts), np.uint32)  # type: ignore[arg-type]  # they are buffers
 
     def _encode(self, words: Sequence[str]) -> list[Encoding]:
         if sum(map(len, words)) > _INLINE_CHARS:
             return encode_together(self._tokenizer, words)
         return [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
+
+
+@cache
+def compile_words() -> None:
+    """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
+    table, seed = np.zeros((WAYS, LINE_WORDS), np.uint32), np.uint64(0)
+    data, room = np.zeros(1, np.uint8), np.zeros(4, np.uint32)
+    encode_words(data, table, special_tree(()), seed, True, room)
+    remember_words(data, room, np.array([(0, 1, 0, 1)]), table, seed)
+    split_words("a", WordCuts.LINES)
 
 
 def special_tree(tokens: Iterable[str]) -> NDArray[np.int32]:

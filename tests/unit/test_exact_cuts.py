@@ -15,7 +15,7 @@ from tokenization import TINY_DIRECTORY
 from tokenization.cuts import WordCuts, exact_cuts, exact_words, split_words
 from tokenization.segments import SegmentEncoder
 from tokenization.word_kernels import fits
-from tokenization.words import WORDS_CHARS_MAX, WordEncoder
+from tokenization.words import WordEncoder
 
 
 def tiny() -> Tokenizer:
@@ -81,26 +81,26 @@ def test_parts_have_the_whole_texts_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_what_goes_on_behind_a_known_beginning_has_the_whole_texts_ids(name: str) -> None:
-    """Between two special tokens a text is encoded as one piece, with the ids of the whole."""
+    """Between two special tokens a short text is encoded alone, a longer one by pieces: ids of the whole."""
     tokenizer = TOKENIZERS[name]()
     special = "<|im_start|>" if name == "tiny" else "[INST]"
     encoder = SegmentEncoder(tokenizer, 1 << 22)
-    assert encoder.is_cut_before(special)
-    assert not encoder.is_cut_before(f" {special}")
+    assert encoder.closing_ids(f" {special}") is None
 
     @given(texts, texts, texts)
     @settings(max_examples=100, deadline=None)
     def parts_join(beginning: str, text: str, closing: str) -> None:
         text, closing = special + text, special + closing
         known = encoder.begin(beginning).ids()
-        encoding = encoder.begin_behind(known, text, closing)
         whole = tokenizer.encode(beginning + text + closing, add_special_tokens=False).ids
-        assert encoding.ids().tolist() == whole
-        found = encoding.beginning(len(text))
-        assert found is not None
-        chars, ids, _ = found
-        assert chars == len(text)
-        assert ids.tolist() == tokenizer.encode(beginning + text, add_special_tokens=False).ids
+        assert encoder.begin_behind(known, text + closing).ids().tolist() == whole
+        closing_ids = encoder.closing_ids(closing)
+        assert closing_ids is not None
+        ids = encoder.ids_between(known, text, closing_ids).tolist()
+        assert ids == whole
+        middle = tokenizer.encode(beginning + text, add_special_tokens=False).ids
+        assert ids[: len(ids) - len(closing_ids)] == middle
+        assert encoder.ids_between(known, "", closing_ids).tolist() == [*known, *closing_ids]
 
     parts_join()
 
@@ -213,16 +213,21 @@ def test_a_word_too_long_for_a_line_is_never_remembered() -> None:
         assert len(tokenizer.seen) == (1 if fits(length, len(ids)) else 2)
 
 
-def test_long_texts_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond some thousand characters the library encodes, which gives up the GIL meanwhile."""
+def test_long_texts_teach_their_words_bit_by_bit() -> None:
+    """Most of a long text that is not known is the library's; its first pieces teach, until all is known."""
     encoder = SegmentEncoder(tiny(), 1 << 22)
-
-    def refuse(_self: WordEncoder, _text: str) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(WordEncoder, "encode", refuse)
-    text = " ".join(f"word{number}" for number in range(WORDS_CHARS_MAX // 4))
-    assert encoder.begin(text).ids().tolist() == tiny().encode(text, add_special_tokens=False).ids
+    assert encoder._words is not None
+    counting = encoder._words._tokenizer = Counting(tiny())
+    lines = [" ".join(f"word{number % 3000}" for number in range(at, at + 500)) for at in range(0, 9000, 500)]
+    shares = []
+    for round_ in range(20):
+        # Its words are known by and by, its pieces never.
+        text = f"{round_} " + " ".join(f"{line} {round_}" for line in lines)
+        counting.seen.clear()
+        assert encoder.begin(text).ids().tolist() == tiny().encode(text, add_special_tokens=False).ids
+        shares.append(sum(map(len, counting.seen)) / len(text))
+    assert 0 < shares[0] < 0.5
+    assert shares[-1] < 0.01
 
 
 class Counting:
@@ -236,6 +241,12 @@ class Counting:
         """See the library's."""
         self.seen.append(text)
         return self._tokenizer.encode(text, **options)
+
+    def encode_batch_fast(self, texts: list[str], **options: bool) -> list[Encoding]:
+        """See the library's."""
+        self.seen += texts
+        encodings: list[Encoding] = self._tokenizer.encode_batch_fast(texts, **options)
+        return encodings
 
 
 @pytest.mark.parametrize("name", CUT)
