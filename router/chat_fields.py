@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokenization.message_ends import (
-    NEW_MESSAGES,
+    NEW_MESSAGES_MAX,
     MessagesEnd,
     guessed_end,
     last_message_end,
     message_ends,
     messages_digest,
+    turn_ends,
 )
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -83,11 +84,13 @@ class ChatFields:
         if name < 0 or start < 0 or body[colon:start].strip(_SPACE) != b":":
             return None
         guess = guessed_end(body, start)
-        for new_messages in NEW_MESSAGES:
-            ends = message_ends(body, start, guess, new_messages)
-            for known in ends:
-                if self._knows(known.digest):
-                    return self._behind(body, start, known, ends)
+        ends = turn_ends(body, start, guess)
+        known = self._known(ends)
+        if known is None:
+            ends = message_ends(body, start, guess, NEW_MESSAGES_MAX)
+            known = self._known(ends)
+        if known is not None:
+            return self._behind(body, start, known, ends)
         fields = _RAW_FIELDS.decode(body)
         messages = memoryview(fields.get("messages", b""))
         end = last_message_end(messages)
@@ -114,18 +117,20 @@ class ChatFields:
         if end is None:
             return ReadChat(fields)
         if end != ends[0].size_bytes:
-            ends = message_ends(body, start, start + end, NEW_MESSAGES[0])
+            ends = turn_ends(body, start, start + end)
         if end > known.size_bytes:
             self._remember(ends[0].digest)
         return ReadChat(fields, ends)
 
-    def _knows(self, digest: bytes) -> bool:
-        if digest in self._young:
-            return True
-        if digest in self._old:
-            self._remember(digest)
-            return True
-        return False
+    def _known(self, ends: Sequence[MessagesEnd]) -> MessagesEnd | None:
+        """The first of the ends that was read before."""
+        for end in ends:
+            if end.digest in self._young:
+                return end
+            if end.digest in self._old:
+                self._remember(end.digest)
+                return end
+        return None
 
     def _remember(self, digest: bytes) -> None:
         if len(self._young) >= self._half:

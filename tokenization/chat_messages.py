@@ -5,6 +5,7 @@ Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +33,16 @@ _BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
 
 
+class PlainMessage(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """The most common message: a role and a text, and nothing else."""
+
+    role: str
+    content: str
+
+
+_PLAIN_MESSAGES = msgspec.json.Decoder(list[PlainMessage])
+
+
 def decoded(messages: object) -> object:
     """Messages that are still JSON text, decoded; others as they are. None for what is no JSON."""
     if not isinstance(messages, msgspec.Raw):
@@ -40,6 +51,15 @@ def decoded(messages: object) -> object:
         return msgspec.json.decode(messages)
     except (ValueError, RecursionError):
         return None
+
+
+def plain_messages(text: bytes) -> Sequence[PlainMessage] | None:
+    """Messages as JSON text, if each is of the most common form; None where `chat_messages` has to tell."""
+    try:
+        messages = _PLAIN_MESSAGES.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return messages if all(_is_plain(message.role, message.content) for message in messages) else None
 
 
 def chat_messages(
@@ -72,13 +92,16 @@ def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
     if type(message) is not dict or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
-    if type(role) is not str or type(content) is not str or role == "developer":
-        return None
-    if role == "system" and content.startswith(_BILLING):
+    if type(role) is not str or type(content) is not str or not _is_plain(role, content):
         return None
     if wants_parts and role != "tool":
         return {"role": role, "content": [{"type": "text", "text": content}]}
     return {"role": role, "content": content}
+
+
+def _is_plain(role: str, content: str) -> bool:
+    """Whether a message that has no more than these is shown with just these."""
+    return role != "developer" and (role != "system" or not content.startswith(_BILLING))
 
 
 def _message(message: object, where: str, wants_parts: bool, media_mark: str | None) -> dict[str, Any]:

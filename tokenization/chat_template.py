@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenization.chat_messages import PlainMessage
 from tokenization.developer_role import as_system, has_developer, names_developer
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
 from tokenization.part_loops import wants_parts
@@ -149,6 +150,14 @@ class ChatTemplate:
             return None
         try:
             return self._turns.render_later(messages, shown)
+        except (jinja2.TemplateError, *_TRIPS):
+            return None
+
+    def render_plain(self, messages: Sequence[PlainMessage], shown: Later) -> str | None:
+        """As `render_later`, at less cost; None where that has to be asked."""
+        assert self._turns is not None
+        try:
+            return self._turns.render_plain(messages, shown)
         except (jinja2.TemplateError, *_TRIPS):
             return None
 

@@ -21,8 +21,8 @@ _SPACE = b" \t\r\n"
 # Of a list of messages, behind the last one's end and with it.
 _END_BYTES_MAX = 64
 
-NEW_MESSAGES = (2, 8)
-"""New messages to look behind: an answer and a question, and if that fails, calls of tools and theirs."""
+NEW_MESSAGES_MAX = 8
+"""New messages to look behind where there are more than an answer and a question: calls of tools, say."""
 
 
 class MessagesEnd(NamedTuple):
@@ -35,6 +35,26 @@ class MessagesEnd(NamedTuple):
 
     size_bytes: int
     digest: bytes
+
+
+def turn_ends(text: bytes | bytearray, start: int, end: int) -> Sequence[MessagesEnd]:
+    """The ends of all messages and of all but the last two, an answer and a question: most often known.
+
+    Args:
+        text: As for `message_ends`, as `start` and `end`.
+    """
+    if end <= start:
+        return ()
+    question = text.rfind(_MESSAGE, start, end)
+    answer = text.rfind(_MESSAGE, start, question) if question >= 0 else -1
+    known = text.rfind(b"}", start, answer) + 1 if answer >= 0 else 0
+    view = memoryview(text)
+    if not known:
+        return (MessagesEnd(end - start, messages_digest(view[start:end])),)
+    hasher = xxh3_128(view[start:known], _SEED)
+    before = MessagesEnd(known - start, hasher.digest())
+    hasher.update(view[known:end])
+    return MessagesEnd(end - start, hasher.digest()), before
 
 
 def message_ends(text: bytes | bytearray, start: int, end: int, new_messages: int) -> Sequence[MessagesEnd]:
@@ -75,6 +95,8 @@ def messages_digest(messages: memoryview) -> bytes:
 def last_message_end(messages: memoryview) -> int | None:
     """Where the last one of a list of messages ends; None where that cannot be seen at once."""
     tail = bytes(messages[-_END_BYTES_MAX:])
+    if tail.endswith(b"}]"):
+        return len(messages) - 1
     end = tail.rfind(b"}") + 1
     if not end or tail[end:].strip(_SPACE) != b"]":
         return None

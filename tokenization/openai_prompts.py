@@ -10,6 +10,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 
 from tokenization.chat_messages import chat_messages, decoded
 from tokenization.chat_tools import chat_tools
+from tokenization.conversations import Conversation
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.message_ends import MessagesEnd
 from tokenization.segment_memory import TokenIds
@@ -28,6 +30,23 @@ Body = Mapping[str, Any]
 
 # The API's default length of a completion.
 _COMPLETION_OUTPUT_TOKENS = 16
+# What a chat's body may say, beside its messages, of how they become a prompt.
+_CHAT_OPTIONS = frozenset(
+    {
+        *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
+        *("continue_final_message", "documents", "reasoning_effort", "tools", "truncate_prompt_tokens"),
+    }
+)
+# Arguments of `render_chat` where it says nothing.
+_PLAIN_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "tools": None,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "documents": None,
+        "template_kwargs": MappingProxyType({}),
+    }
+)
 
 
 class PromptLimits(msgspec.Struct, frozen=True):
@@ -49,7 +68,7 @@ class PendingPrompt:
     """One prompt, checked and looked up, its text perhaps not encoded yet.
 
     Args:
-        encoded: Told of the source when its ids are known.
+        encoded: Told of a text when its ids are known.
 
     Attributes:
         missing_chars: Characters that `ids` has to encode.
@@ -59,7 +78,7 @@ class PendingPrompt:
 
     def __init__(
         self,
-        source: Encoding | TokenIds,
+        source: Encoding | Conversation | TokenIds,
         truncation: Truncation = WHOLE,
         affix_tokens: tuple[int, int] = (0, 0),
         encoded: Callable[[Encoding], None] | None = None,
@@ -68,17 +87,14 @@ class PendingPrompt:
         self._truncation = truncation
         self._affix_tokens = affix_tokens
         self._encoded = encoded
-        self.missing_chars = source.missing_chars if isinstance(source, Encoding) else 0
+        self.missing_chars = 0 if isinstance(source, np.ndarray) else source.missing_chars
 
     def ids(self) -> TokenIds:
         """The prompt's token ids; the array may be shared, do not write to it."""
         source = self._source
-        if isinstance(source, Encoding):
-            ids = source.ids()
-            if self._encoded is not None:
-                self._encoded(source)
-        else:
-            ids = source
+        ids = source if isinstance(source, np.ndarray) else source.ids()
+        if self._encoded is not None and isinstance(source, Encoding):
+            self._encoded(source)
         if self._truncation is WHOLE:
             return ids
         return self._truncation.apply(ids, *self._affix_tokens)
@@ -130,17 +146,19 @@ def begin_chat(
         PromptTooLongError: The rendered text, tools included, is longer than `limits.chars_max`.
         UnsupportedPromptError: A message holds a part other than text, or the model has no chat template.
     """
-    given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    truncation = truncation_of(body, limits.context_tokens, _count(body, given))
-    options = _template_options(body)
-    special = _flag(body, "add_special_tokens", False)
+    options, special, truncation = _PLAIN_OPTIONS, False, WHOLE
+    if not _CHAT_OPTIONS.isdisjoint(body):
+        given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        truncation = truncation_of(body, limits.context_tokens, _count(body, given))
+        options = _template_options(body)
+        special = _flag(body, "add_special_tokens", False)
     remember: Callable[[Encoding], None] | None = None
     messages, conversation = body.get("messages"), None
     if isinstance(messages, msgspec.Raw):
         conversation = tokenizer.conversation(messages, options, message_ends)
-        if conversation is not None and (encoding := conversation.begin(add_special_tokens=special)):
+        if conversation is not None and conversation.begin(add_special_tokens=special):
             _check_length(conversation.chars, "messages", truncation, limits)
-            return _pending(encoding, tokenizer, special, truncation, conversation.remember)
+            return _pending(conversation, tokenizer, special, truncation)
     known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer, options))
     text = tokenizer.render_chat(known, **options)
     _check_length(len(text), "messages", truncation, limits)
@@ -259,14 +277,14 @@ def _check_length(chars: int, param: str, truncation: Truncation, limits: Prompt
 
 
 def _pending(
-    encoding: Encoding,
+    source: Encoding | Conversation,
     tokenizer: PromptTokenizer,
     special: bool,
     truncation: Truncation,
     encoded: Callable[[Encoding], None] | None = None,
 ) -> PendingPrompt:
     affix_tokens = tokenizer.affix_tokens if special else (0, 0)
-    return PendingPrompt(encoding, truncation, affix_tokens, encoded)
+    return PendingPrompt(source, truncation, affix_tokens, encoded)
 
 
 def _count(body: Body, name: str) -> int:

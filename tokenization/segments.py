@@ -30,6 +30,8 @@ _CHUNK_CHARS = 1024
 _PIECE_CHARS = 256
 # Encoded at once and remembered before the next: another request for the same text meets it half done.
 _BATCH_CHARS = 64 << 10
+# So many pieces of a long text teach words, which takes about as long again as to encode them.
+_LESSONS = 4
 _NO_IDS: TokenIds = np.zeros(0, np.uint32)
 
 
@@ -89,23 +91,31 @@ class SegmentEncoder:
         remembers = len(pieces) > 1
         return self._begun(text, known, pieces, add_special_tokens, remembers=remembers)
 
-    def begin_behind(
-        self, known: TokenIds, text: str, closing: str = "", *, add_special_tokens: bool = False
-    ) -> Encoding:
-        """The same for what follows a beginning whose ids are known, see `Encoding.beginning`.
+    def begin_behind(self, known: TokenIds, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        """The same for what follows a beginning whose ids are known, see `Encoding.beginning`."""
+        return self._begun(text, known, self._pieces(text), add_special_tokens, remembers=False)
+
+    def is_short(self, text: str) -> bool:
+        """Whether a text is one piece."""
+        return len(text) <= self._chunk_chars
+
+    def ids_between(self, known: TokenIds, text: str, closing: TokenIds) -> TokenIds:
+        """Encodes a short text between ids that are known, at once: it is new, and so not looked for.
 
         Args:
-            closing: What stands behind the text and begins with a special token, see `is_cut_before`.
-        """
-        if closing and len(text) <= self._chunk_chars:
-            pieces = [text, closing] if text else [closing]
-        else:
-            pieces = self._pieces(text + closing)
-        return self._begun(text + closing, known, pieces, add_special_tokens, remembers=False)
+            known: Of a beginning, see `Encoding.beginning`.
+            closing: See `closing_ids`.
 
-    def is_cut_before(self, text: str) -> bool:
-        """Whether any text may be cut where this one begins in it: in front of a special token."""
-        return any(finder.match(text) for finder in self._finders)
+        Returns:
+            The ids of all three.
+        """
+        return _joined((known, self._encode([text])[0], closing) if text else (known, closing))
+
+    def closing_ids(self, text: str) -> TokenIds | None:
+        """The ids that a text has at the end of any other; None where that may not be cut in front of it."""
+        if not any(finder.match(text) for finder in self._finders):
+            return None
+        return self.begin(text).ids()
 
     def closed_prefix(self, text: str) -> str:
         """The part of `text` whose ids are the same whatever follows: up to its last special token."""
@@ -132,14 +142,28 @@ class SegmentEncoder:
         return [done[piece] for piece in pieces]
 
     def _encode_new(self, pieces: Sequence[str]) -> list[TokenIds]:
-        if self._words is not None and sum(map(len, pieces)) <= WORDS_CHARS_MAX:
-            arrays = [self._words.encode(piece) for piece in pieces]
-        else:
-            arrays = [_array(encoding.ids) for encoding in encode_together(self._tokenizer, pieces)]
+        arrays = self._encode(pieces)
         with self._lock:
             for piece, ids in zip(pieces, arrays, strict=True):
                 self._memory.put(piece, ids)
         return arrays
+
+    def _encode(self, pieces: Sequence[str]) -> list[TokenIds]:
+        words = self._words
+        if words is None:
+            return self._by_library(pieces)
+        if sum(map(len, pieces)) <= WORDS_CHARS_MAX:
+            return [words.encode(piece) for piece in pieces]
+        arrays = [words.encode_known(piece) for piece in pieces]
+        unknown = [piece for piece, ids in zip(pieces, arrays, strict=True) if ids is None]
+        lessons = [piece for piece in unknown if len(piece) <= WORDS_CHARS_MAX][:_LESSONS]
+        taught = {piece: words.encode(piece) for piece in lessons}
+        others = [piece for piece in unknown if piece not in taught]
+        taught |= zip(others, self._by_library(others), strict=True)
+        return [taught[piece] if ids is None else ids for piece, ids in zip(pieces, arrays, strict=True)]
+
+    def _by_library(self, pieces: Sequence[str]) -> list[TokenIds]:
+        return [_array(encoding.ids) for encoding in encode_together(self._tokenizer, pieces)]
 
     def _begun(
         self, text: str, known: TokenIds | None, pieces: list[str], special: bool, *, remembers: bool

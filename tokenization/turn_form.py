@@ -196,7 +196,12 @@ class _Uses:
                 return False
             case nodes.Getattr(node=nodes.Name(name=name), attr="first") if name == _LOOP:
                 return True
-            case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=0)) if name == MESSAGES:
+            case nodes.Test(
+                node=tested, name="sameas", args=[place], kwargs=[], dyn_args=None, dyn_kwargs=None
+            ) if _is_first(place):
+                # That tells whether it is the first, and nothing of what the first says.
+                return self._is_pure(tested, in_loop, loop_is_own)
+            case nodes.Getitem() if _is_first(node):
                 self.names_first = True
                 return True
             case nodes.Name(name="self" | "super" | "caller"):
@@ -208,6 +213,14 @@ class _Uses:
             case nodes.Name(name=name) if name == _LOOP:
                 return loop_is_own
         return all(self._is_pure(part, in_loop, own) for part, own in _parts(node, loop_is_own))
+
+
+def _is_first(node: nodes.Node) -> bool:
+    """Whether it is the first message by its place."""
+    match node:
+        case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=0)):
+            return bool(name == MESSAGES)
+    return False
 
 
 def _parts(node: nodes.Node, loop_is_own: bool) -> Iterator[tuple[nodes.Node, bool]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import Environment
 
+from tokenization.chat_messages import PlainMessage
 from tokenization.turn_form import FIRST, MESSAGES, TURNS, TurnForm, turn_form
 
 _CAPACITY_BYTES = 64 << 20
@@ -114,6 +115,19 @@ class Turns:
         """What stands in the place of messages behind the first; None where the whole has to be asked."""
         turns = self._shown(_keys(messages, shown.number), messages, shown.variables)
         return None if turns is None else "".join(turns)
+
+    def render_plain(self, messages: Sequence[PlainMessage], shown: Later) -> str | None:
+        """As `render_later`, where each message has no more than a role and a text in that role's frame."""
+        shown_as = self._form.shown_as
+        if shown_as is None:
+            return None
+        turns = []
+        for message in messages:
+            frame = self._frame(shown.number, message.role, shown.variables)
+            if frame is None or not message.content:
+                return None
+            turns.append(shown_as(message.content).join(frame))
+        return "".join(turns)
 
     def _shown(
         self,

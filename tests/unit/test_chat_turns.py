@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.unit.test_chat_templates import MISTRAL
 from tokenization import TINY_DIRECTORY, PromptError
+from tokenization.chat_messages import PlainMessage
 from tokenization.chat_template import ChatTemplate
 from tokenization.content_form import content_form
 from tokenization.turn_form import turn_form
@@ -150,6 +151,8 @@ def test_these_templates_are_taken_apart(name: str) -> None:
                 "strftime_now('%d')",
                 "messages.append(1)",
                 "self",
+                "loop.last is sameas messages[0]",
+                "message is sameas(messages[0], *cycler('a'))",
             )
         ),
         "{% for m in messages %}{% for p in [1] %}{{ p }}{% endfor %}{{ loop.last }}{% endfor %}",
@@ -188,6 +191,40 @@ def test_a_content_is_put_in_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text == "".join(f"{'u' if number % 2 else 'a'} {number}" for number in range(length))
     # The two ends, the first message, and each role.
     assert rendered == [0, 0, 1, 1, 1]
+
+
+def test_frames_are_shared_where_turns_ask_only_whether_they_are_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Conversations that begin differently share their frames, unless turns show what the first one says."""
+    body = "{{ message.role }}{{ message.content }}{% if message is sameas messages[0] %}!{% endif %}"
+    for shown, frames in (("", 1), ("{{ messages[0].content }}", 3)):
+        turns = Turns.of(ImmutableSandboxedEnvironment(), LOOPS.replace("{{ BODY }}", body + shown))
+        assert turns is not None
+        rendered = renderings(monkeypatch)
+        for first in "abc":
+            talk = [{"role": "user", "content": first}, {"role": "user", "content": "x"}]
+            second = "userx" + (first if shown else "")
+            assert turns.render({"messages": talk}, {}) == f"user{first}!{first if shown else ''}{second}"
+        # Each first message is rendered on its own.
+        assert sum(rendered) == 3 + frames
+        monkeypatch.undo()
+
+
+def test_plain_messages_are_shown_as_others_are() -> None:
+    """Later messages that have only a role and a text are shown at less cost, or not at all."""
+    messages = [{"role": "assistant", "content": " a "}, {"role": "user", "content": "b"}]
+    plain = [PlainMessage(**message) for message in messages]
+    for name, source in SOURCES.items():
+        template = ChatTemplate(source, TOKENS)
+        later = template.later(messages[1], add_generation_prompt=True, template_kwargs={})
+        assert (later is None) == (name == "varying")
+        if later is not None:
+            shown = template.render_plain(plain, later)
+            assert (shown is None) == (name not in SHOWN_AS)
+            assert shown in (None, template.render_later(messages, later))
+            assert template.render_plain([PlainMessage("user", "")], later) is None
+            assert template.render_plain([PlainMessage("r" * 300, "a")], later) is None
 
 
 @pytest.mark.parametrize(("roles", "chars"), [(1000, 3), (3, 1000), (3, 5000)])

@@ -16,7 +16,7 @@ from tests.unit.test_chat_turns import CHATML, FRAMED, TINY, TOKENS, VARYING
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer
 from tokenization.chat_template import ChatTemplate
 from tokenization.message_ends import MessagesEnd, last_message_end, message_ends
-from tokenization.openai_prompts import begin_chat
+from tokenization.openai_prompts import _CHAT_OPTIONS, begin_chat
 
 BY_FIRST = """\
 {{- bos_token }}{% if messages[0].role == 'system' %}<|im_start|>{{ enable_thinking }}<|im_end|>{% endif %}
@@ -132,11 +132,10 @@ def test_only_what_is_new_is_looked_at(name: str, new: int) -> None:
         begin_chat({"messages": raw(CONVERSATION[:end])}, tokenizer).ids()
     conversation = tokenizer.conversation(raw(CONVERSATION), OPTIONS)
     assert conversation is not None
-    encoding = conversation.begin(add_special_tokens=False)
-    assert encoding is not None
+    assert conversation.begin(add_special_tokens=False)
     whole = tokenizer.render_chat(CONVERSATION)
-    assert len(encoding.text) < (new + 2) * (len(LONG) + 40) <= len(whole)
-    assert encoding.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
+    assert conversation.missing_chars < (new + 2) * (len(LONG) + 40) <= len(whole)
+    assert conversation.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
     assert conversation.chars == len(whole)
 
 
@@ -151,6 +150,36 @@ def test_a_beginning_counts_only_where_it_ends_as_it_did() -> None:
         whole = tokenizer.render_chat(messages)
         found = begin_chat({"messages": raw(messages)}, tokenizer).ids().tolist()
         assert found == PLAIN.encode(whole, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("turns", [1, 9])
+def test_a_turn_too_long_to_be_one_piece_is_remembered_as_well(turns: int) -> None:
+    """Behind a long new turn, encoded piece by piece, the next one again costs only its own text."""
+    tokenizer = tokenizer_for(TINY)
+    messages = [message("user", LONG)]
+    for turn in range(turns):
+        begin_chat({"messages": raw(messages)}, tokenizer).ids()
+        answer = " ".join(f"{turn}.{word}" for word in range(300))
+        messages += message("assistant", answer), message("user", LONG)
+    begun = begin_chat({"messages": raw(messages)}, tokenizer)
+    assert len(answer) < begun.missing_chars < len(answer) + 2 * len(LONG)
+    whole = tokenizer.render_chat(messages)
+    assert begun.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
+    assert begin_chat({"messages": raw(messages)}, tokenizer).missing_chars == 0
+
+
+def test_only_options_that_are_looked_for_are_looked_at() -> None:
+    """A chat that names none of the fields that say how it becomes a prompt becomes one without them."""
+    looked_at: set[str] = set()
+
+    class Body(dict[str, Any]):
+        def get(self, name: str, default: object = None) -> Any:
+            looked_at.add(name)
+            return super().get(name, default)
+
+    begin_chat(Body(messages=raw(CONVERSATION), add_special_tokens=True), tokenizer_for(TINY))
+    answers = {"max_tokens", "max_completion_tokens"}
+    assert looked_at - answers == _CHAT_OPTIONS | {"messages"}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +207,8 @@ def test_what_is_wrong_behind_a_known_beginning_is_named(rest: bytes, said: str)
 def test_memory_is_bounded() -> None:
     """However many conversations come, what is remembered stays below its cap, the latest being kept."""
     tokenizer = tokenizer_for(TINY)
-    memory = tokenizer._conversations
-    assert memory is not None
+    assert tokenizer._conversations is not None
+    memory = tokenizer._conversations.beginnings
     memory._capacity_bytes = 50_000
     for number in range(100):
         messages = [message("user", f"{number} {LONG}"), *CONVERSATION]
