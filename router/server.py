@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -30,6 +29,7 @@ from router.flags.reference import told_in_vain
 from router.health import Health
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
+from router.memory import calm_collector, use_one_heap
 from router.metric_twins import MetricTwins
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
@@ -52,7 +52,6 @@ _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
 _REVIEW_EVERY_S = 5.0
 _LOOK_EVERY_S = 1.0
-_COLLECT_AFTER = (20_000, 20, 20)
 
 
 class RouterServer:
@@ -298,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _log.info("the gRPC port is without TLS; the reference's default is --secure-serving")
         stop = StopSignals()
         raise_open_files()
+        use_one_heap()
         return _serve(RouterServer(config), stop)
     except (ConfigError, IndexerConfigError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
@@ -309,18 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(server: RouterServer, stop: StopSignals) -> int:
     server.start()
-    _calm_collector()
+    calm_collector()
     stop.wait()
     _log.info("draining")
     server.drain()
     server.close()
     _log.info("ended")
     return 0
-
-
-def _calm_collector() -> None:
-    """Lets Python's cycle collector look less often, and never at what lives as long as the process."""
-    # Requests leave no cycles behind; what is looked for is only what went wrong.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
