@@ -7,6 +7,7 @@ the time to the first byte is not the time to the first token.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,15 +52,14 @@ class AccessLogDoor:
     ) -> als_pb2.StreamAccessLogsResponse:
         """Takes entries until Envoy closes the stream."""
         for message in messages:
-            for entry in message.http_logs.log_entry:
-                self._take(entry)
+            self._metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
         return als_pb2.StreamAccessLogsResponse()
 
-    def _take(self, entry: Any) -> None:
+    def _taken(self, entry: Any) -> str:
+        """Takes an entry; what it joined."""
         common = entry.common_properties
         if common.intermediate_log_entry:
-            self._metrics.logged("intermediate")
-            return
+            return "intermediate"
         address = common.upstream_remote_address.socket_address
         pod = pod_address(address.address, address.port_value)
         if common.response_flags.upstream_connection_failure:
@@ -67,8 +67,7 @@ class AccessLogDoor:
         # Decoded as ext_proc decodes the header, so that a strange id joins, too.
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
-            self._metrics.logged("no_request_id")
-            return
+            return "no_request_id"
         ended = self._outcomes.ended(
             request_id,
             ACCESS_LOG,
@@ -77,7 +76,7 @@ class AccessLogDoor:
             failed=_has_failed(entry),
             late_s=_late_s(common),
         )
-        self._metrics.logged("unknown" if ended is None else "joined")
+        return "unknown" if ended is None else "joined"
 
 
 def _has_failed(entry: Any) -> bool:

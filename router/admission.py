@@ -57,7 +57,7 @@ class Admission:
         Raises:
             SaturatedError: 429, when the request is sheddable and the candidates are saturated.
         """
-        priority = self.priority_of(headers)
+        priority = self.priority_of(headers) if self._priorities else 0
         if priority < 0 and (saturation := self.saturation(rows, now_s)) >= 1.0:
             raise SaturatedError(
                 f"the model servers are saturated ({saturation:.2f}) and the request's priority is {priority}"

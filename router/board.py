@@ -154,7 +154,10 @@ class PodBoard:
     def begin(self, pod: str, tokens: int, now_s: float) -> int:
         """A request was sent to the pod; answers the slot that names it while it awaits its first token."""
         with self.lock:
-            row, slot = self._row(pod), self._take_slot()
+            row = self._rows.get(pod)
+            if row is None:
+                row = self._row(pod)
+            slot = self._take_slot()
             queue = self._queues[row]
             _enter(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
             queue[slot] = None
@@ -164,12 +167,12 @@ class PodBoard:
     def end_prefill(self, slot: int, now_s: float) -> None:
         """The request in this slot has its first token and decodes; the slot is free."""
         with self.lock:
-            _count(self.pods, self._leave_queue(slot, now_s), 1.0, 0.0)
+            self._leave_queue(self._waiting.item(slot)[0], slot, now_s, 1.0, 0.0)
 
     def hand_over(self, pod: str, slot: int, decodes: str, tokens: int, now_s: float) -> None:
         """The request in this slot is prefilled on `pod`, and decodes on another from now on."""
         with self.lock:
-            _count(self.pods, self._leave_queue(slot, now_s), 0.0, -float(tokens))
+            self._leave_queue(self._rows[pod], slot, now_s, 0.0, -float(tokens))
             self._drop_idle(pod)
             # Only now: a new row may be one in a larger array.
             row = self._row(decodes)
@@ -178,10 +181,13 @@ class PodBoard:
     def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
         """The request is over; without a slot it was decoding."""
         with self.lock:
+            row = self._rows[pod]
             if slot is not None:
-                self._leave_queue(slot, now_s)
-            _count(self.pods, self._rows[pod], -1.0 if slot is None else 0.0, -float(tokens))
-            self._drop_idle(pod)
+                self._leave_queue(row, slot, now_s, 0.0, -float(tokens))
+            else:
+                _count(self.pods, row, -1.0, -float(tokens))
+            if pod not in self._declared:
+                self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:
         """The engine told its load."""
@@ -220,7 +226,7 @@ class PodBoard:
     def _compile(self) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
         _enter(self.pods, self._waiting, 0, 0, 0.0, 0.0, True)
-        _leave(self.pods, self._waiting, 0, True, _NOBODY, 0.0)
+        _leave(self.pods, self._waiting, 0, True, _NOBODY, 0.0, 0.0, 0.0)
         _count(self.pods, 0, 0.0, 0.0)
 
     def _judge_fleet(self) -> None:
@@ -260,15 +266,13 @@ class PodBoard:
         self._slots += 1
         return self._slots - 1
 
-    def _leave_queue(self, slot: int, now_s: float) -> int:
-        row = int(self._waiting[slot]["pod"])
+    def _leave_queue(self, row: int, slot: int, now_s: float, decoding: float, held_tokens: float) -> None:
         queue = self._queues[row]
         was_head = next(iter(queue)) == slot
         del queue[slot]
         following = next(iter(queue), _NOBODY) if was_head else _NOBODY
-        _leave(self.pods, self._waiting, slot, was_head, following, float(now_s))
+        _leave(self.pods, self._waiting, slot, was_head, following, float(now_s), decoding, held_tokens)
         self._free_slot(slot)
-        return row
 
     def _free_slot(self, slot: int) -> None:
         heapq.heappush(self._free_slots, slot)
@@ -311,11 +315,23 @@ def _enter(
 
 @kernel
 def _leave(
-    pods: NDArray[Any], waiting: NDArray[Any], slot: int, was_head: bool, following: int, now_s: float
+    pods: NDArray[Any],
+    waiting: NDArray[Any],
+    slot: int,
+    was_head: bool,
+    following: int,
+    now_s: float,
+    decoding: float,
+    held_tokens: float,
 ) -> None:
-    """A request waits no more; the one in `following` (-1: none) is computed after the head."""
+    """A request waits no more; the one in `following` (-1: none) is computed after the head.
+
+    And `_count` of its pod.
+    """
     request = waiting[slot]
     known = pods[request["pod"]]
+    known["decoding"] += decoding
+    known["held_tokens"] += held_tokens
     known["awaiting"] -= 1.0
     known["awaiting_tokens"] -= request["tokens"]
     request["pod"] = -1

@@ -6,7 +6,7 @@ Names are those of the endpoint picker protocol v1.0.0 (Gateway API Inference Ex
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -49,8 +49,10 @@ _SYSTEM_OWNED = frozenset(
 )
 
 
-def system_owned(incoming: Iterable[str]) -> tuple[str, ...]:
+def system_owned(incoming: Collection[str]) -> tuple[str, ...]:
     """Those of a request's header names that must not reach a pod."""
+    if _SYSTEM_OWNED.isdisjoint(incoming):
+        return ()
     return tuple(name for name in incoming if name in _SYSTEM_OWNED)
 
 

@@ -5,7 +5,7 @@ The forms are those of the endpoint picker protocol v1.0.0 (Gateway API Inferenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
@@ -31,7 +31,7 @@ def header_values(message: pb.HttpHeaders) -> dict[str, str]:
 
 
 def request_headers_answer(
-    destination: str, set_headers: Mapping[str, str], incoming: Iterable[str]
+    destination: str, set_headers: Mapping[str, str], incoming: Collection[str]
 ) -> pb.ProcessingResponse:
     """The routing result on the headers' answer, as header and as metadata."""
     return pb.ProcessingResponse(
@@ -49,7 +49,7 @@ def content_length_answer(body_bytes: int) -> pb.ProcessingResponse:
 
 
 def request_body_routed_answer(
-    destination: str, set_headers: Mapping[str, str], incoming: Iterable[str]
+    destination: str, set_headers: Mapping[str, str], incoming: Collection[str]
 ) -> pb.ProcessingResponse:
     """The routing result on the body's answer, where the headers had to be answered before the body came."""
     return pb.ProcessingResponse(
@@ -97,7 +97,7 @@ def immediate_answer(error: RequestError) -> pb.ProcessingResponse:
     )
 
 
-def _routed(destination: str, set_headers: Mapping[str, str], incoming: Iterable[str]) -> pb.CommonResponse:
+def _routed(destination: str, set_headers: Mapping[str, str], incoming: Collection[str]) -> pb.CommonResponse:
     mutation = pb.HeaderMutation(
         set_headers=[
             _set(DESTINATION_HEADER, destination),

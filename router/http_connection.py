@@ -136,8 +136,11 @@ class HttpConnection:
         Raises:
             OSError: The client is gone.
         """
-        with suppress(BlockingIOError):
-            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        try:
+            sent_bytes = self.socket.send(self._unsent)
+        except BlockingIOError:
+            sent_bytes = 0
+        self._unsent = self._unsent[sent_bytes:]
         if not self._is_last or self._unsent:
             return
         if self._is_refused:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from threading import Lock
 from typing import TypeVar
 
@@ -132,7 +132,8 @@ class Ledger:
         self._unknown_ended_s: OrderedDict[str, float] = OrderedDict()
         # By pod and key: the requests whose last prompt block that is, until it is announced.
         self._confirming: dict[str, dict[int, list[_Entry]]] = {}
-        self._due: list[tuple[float, int, bool]] = []
+        # When each prefill is taken for ended, and its entry's number.
+        self._due: list[tuple[float, int]] = []
         self._numbers = count()
         self._lock = Lock()
 
@@ -152,25 +153,25 @@ class Ledger:
         Returns:
             The requests that had to go: the oldest when the ledger is full, or when its id has too many.
         """
-        now_s = dispatch.dispatched_s
+        request_id, now_s, confirm_key = dispatch.request_id, dispatch.dispatched_s, dispatch.confirm_key
+        pod = dispatch.prefill_pod or dispatch.pod
         with self._lock:
-            namesakes = self._by_id.get(dispatch.request_id, [])
-            displaced = []
-            if len(namesakes) >= self._parameters.reuse:
-                displaced.append(self._remove(namesakes[0], now_s))
-            if len(self._entries) >= self._parameters.capacity:
-                displaced.append(self._remove(next(iter(self._entries.values())), now_s))
-            pod = dispatch.computed_on
+            displaced = self._make_room(request_id, now_s)
             slot = self._board.begin(pod, dispatch.uncached_tokens, now_s)
-            self.adapters.began(pod, dispatch.adapter)
-            entry = _Entry(dispatch, next(self._numbers), slot, pod, now_s, dispatch.confirm_key)
-            self._entries[entry.number] = entry
-            self._by_id.setdefault(dispatch.request_id, []).append(entry)
-            self._by_pod.setdefault(pod, {})[entry.number] = entry
-            if dispatch.confirm_key is not None:
-                confirming = self._confirming.setdefault(pod, {})
-                confirming.setdefault(dispatch.confirm_key, []).append(entry)
-            self._schedule(entry)
+            if dispatch.adapter is not None:
+                self.adapters.began(pod, dispatch.adapter)
+            number = next(self._numbers)
+            entry = _Entry(dispatch, number, slot, pod, now_s, confirm_key)
+            self._entries[number] = entry
+            _add_to(self._by_id, request_id, entry)
+            if (on_pod := self._by_pod.get(pod)) is None:
+                on_pod = self._by_pod[pod] = {}
+            on_pod[number] = entry
+            if confirm_key is not None:
+                if (confirming := self._confirming.get(pod)) is None:
+                    confirming = self._confirming[pod] = {}
+                _add_to(confirming, confirm_key, entry)
+            self._schedule(dispatch, number)
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
@@ -257,29 +258,36 @@ class Ledger:
         expired = Expired()
         with self._lock:
             while self._due and self._due[0][0] <= now_s:
-                _, number, is_life = heapq.heappop(self._due)
+                _, number = heapq.heappop(self._due)
                 entry = self._entries.get(number)
-                if entry is None:
-                    continue
-                if is_life:
-                    expired.lives.append(self._remove(entry, now_s))
-                elif entry.slot is not None:
+                if entry is not None and entry.slot is not None:
                     self._leave_queue(entry, entry.slot, now_s)
                     expired.prefills.append(entry.dispatch)
+            lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
+            over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
+            expired.lives.extend([self._remove(entry, now_s) for entry in list(over)])
         return expired
 
-    def _schedule(self, entry: _Entry) -> None:
-        known, dispatch = self._parameters, entry.dispatch
+    def _make_room(self, request_id: str, now_s: float) -> list[Dispatch]:
+        """Gives up what is in the way of one more request."""
+        displaced = []
+        namesakes = self._by_id.get(request_id)
+        if namesakes is not None and len(namesakes) >= self._parameters.reuse:
+            displaced.append(self._remove(namesakes[0], now_s))
+        if len(self._entries) >= self._parameters.capacity:
+            displaced.append(self._remove(next(iter(self._entries.values())), now_s))
+        return displaced
+
+    def _schedule(self, dispatch: Dispatch, number: int) -> None:
+        known = self._parameters
         expected_s = known.patience * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
         if dispatch.confirm_key is None:
             prefill_s = expected_s + known.slack_s
         else:
             prefill_s = 5 * expected_s + known.event_slack_s
-        start_s = dispatch.dispatched_s
-        heapq.heappush(self._due, (start_s + min(prefill_s, known.lifetime_s), entry.number, False))
-        heapq.heappush(self._due, (start_s + known.lifetime_s, entry.number, True))
+        heapq.heappush(self._due, (dispatch.dispatched_s + min(prefill_s, known.lifetime_s), number))
         # Ended requests leave their deadlines behind; now and then they are swept out.
-        if len(self._due) > 4 * len(self._entries) + 1024:
+        if len(self._due) > 2 * len(self._entries) + 512:
             self._due = [due for due in self._due if due[1] in self._entries]
             heapq.heapify(self._due)
 
@@ -309,8 +317,10 @@ class Ledger:
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
         self._board.end(entry.pod, entry.slot, dispatch.uncached_tokens, now_s)
-        self.adapters.ended(entry.pod, dispatch.adapter)
-        self._stop_confirming(entry)
+        if dispatch.adapter is not None:
+            self.adapters.ended(entry.pod, dispatch.adapter)
+        if entry.confirm_key is not None:
+            self._stop_confirming(entry, entry.confirm_key)
         return dispatch
 
     def _leave_pod(self, entry: _Entry) -> None:
@@ -319,12 +329,10 @@ class Ledger:
         if not on_pod:
             del self._by_pod[entry.pod]
 
-    def _stop_confirming(self, entry: _Entry) -> None:
-        if entry.confirm_key is None:
-            return
+    def _stop_confirming(self, entry: _Entry, confirm_key: int) -> None:
         pod = entry.dispatch.computed_on
         confirming = self._confirming[pod]
-        _remove_from(confirming, entry.confirm_key, entry)
+        _remove_from(confirming, confirm_key, entry)
         if not confirming:
             del self._confirming[pod]
 
@@ -332,6 +340,8 @@ class Ledger:
         entries = self._by_id.get(request_id)
         if entries is None:
             return None
+        if len(entries) == 1 or pod is None:
+            return entries[0]
         return next((entry for entry in entries if entry.dispatch.pod == pod), entries[0])
 
     def _remember(self, ended_s: OrderedDict[str, float], request_id: str, at_s: float) -> None:
@@ -341,8 +351,7 @@ class Ledger:
             ended_s.popitem(last=False)
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     """A request in flight: where, and since when.
 
     Attributes:
@@ -360,8 +369,17 @@ class _Entry:
     prefill_ended_s: float | None = None
 
 
+def _add_to(lists: dict[_Key, list[_Entry]], key: _Key, entry: _Entry) -> None:
+    entries = lists.get(key)
+    if entries is None:
+        lists[key] = [entry]
+    else:
+        entries.append(entry)
+
+
 def _remove_from(lists: dict[_Key, list[_Entry]], key: _Key, entry: _Entry) -> None:
     entries = lists[key]
-    entries.remove(entry)
-    if not entries:
+    if len(entries) == 1:
         del lists[key]
+    else:
+        entries.remove(entry)

@@ -6,7 +6,8 @@ ours. Per-pod gauges are read from the live state when scraped, so nothing has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from threading import Lock
 
@@ -22,6 +23,7 @@ from router.pods import PodSet
 from router.rates import PrefillRates
 
 _MODELS_MAX = 1000
+_PICKED_MAX = 32
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -34,8 +36,9 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        tallies = Tallies(registry)
+        tallies = Tallies(registry, self._catch_up)
         self._lock = tallies.lock
+        self._picked: deque[tuple[Decision, float]] = deque()
         self._make_picks(tallies)
         self._make_outcomes(tallies)
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
@@ -45,23 +48,10 @@ class RouterMetrics:
 
     def decided(self, decision: Decision, took_s: float) -> None:
         """Counts a pick."""
-        model = self._models.admit(decision.model or "")
-        best = decision.primary
-        client = decision.client_model
-        named = model if client is None else self._models.admit(client)
-        labels = _model_labels(named, model, decision.priority)
-        best_cached_tokens = decision.best_cached_tokens
-        with self._lock:
-            self._requests.add(labels)
-            # A pick that is older than the pod's end must not bring its series back for good.
-            if self._pods is None or best.pod in self._pods:
-                self._attempts.add(_attempt_labels(model, best.pod))
-            self._picking.observe(took_s)
-            self._picks.add((decision.degraded or "",))
-            if decision.degraded is None:
-                self._input.observe(decision.prompt_tokens, labels)
-                self._predicted.add(number=best.cached_tokens)
-                self._best.add(number=best_cached_tokens)
+        # Some at a time, and before anybody looks: one by one each finds cold caches and costs more.
+        self._picked.append((decision, took_s))
+        if len(self._picked) >= _PICKED_MAX:
+            self._catch_up()
 
     def refused(self, error: RequestError, took_s: float | None = None) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
@@ -74,6 +64,7 @@ class RouterMetrics:
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""
         kept = frozenset(pods)
+        self._catch_up()
         with self._lock:
             self._pods = kept
             self._attempts.drop(
@@ -85,10 +76,12 @@ class RouterMetrics:
         with self._lock:
             self._prefill_ends.observe(after_s, (source,))
 
-    def ended(self, source: str, *, failed: bool) -> None:
-        """Counts the end of a request."""
+    def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
+        """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
         with self._lock:
             self._ends.add((source, "failed" if failed else "done"))
+            if late_s is not None:
+                self._late.observe(max(0.0, late_s), ("end", source))
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
         """Notes how late a source told of an event."""
@@ -106,10 +99,11 @@ class RouterMetrics:
         with self._lock:
             self._dropped.add((door, reason))
 
-    def logged(self, join: str) -> None:
-        """Counts an access log entry."""
+    def logged(self, joins: Mapping[str, int]) -> None:
+        """Counts access log entries, by what they joined."""
         with self._lock:
-            self._logged.add((join,))
+            for join, entries in joins.items():
+                self._logged.add((join,), entries)
 
     def inside(self, door: str) -> Inside:
         """Counts a request as inside a door while the context lasts."""
@@ -119,6 +113,28 @@ class RouterMetrics:
                 inside = self._insides.setdefault(door, Inside())
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
+
+    def _catch_up(self) -> None:
+        """Counts the picks of late."""
+        with self._lock:
+            while self._picked:
+                self._count_pick(*self._picked.popleft())
+
+    def _count_pick(self, decision: Decision, took_s: float) -> None:
+        model = self._models.admit(decision.model or "")
+        best, client = decision.ranked.best, decision.client_model
+        named = model if client is None else self._models.admit(client)
+        labels = _model_labels(named, model, decision.priority)
+        self._requests.add(labels)
+        # A pick that is older than the pod's end must not bring its series back for good.
+        if self._pods is None or best.pod in self._pods:
+            self._attempts.add(_attempt_labels(model, best.pod))
+        self._picking.observe(took_s)
+        self._picks.add((decision.degraded or "",))
+        if decision.degraded is None:
+            self._input.observe(decision.prompt_tokens, labels)
+            self._predicted.add((), best.cached_tokens)
+            self._best.add((), decision.ranked.most_cached_tokens)
 
     def _make_picks(self, make: Tallies) -> None:
         self._requests = make.counter(

@@ -24,6 +24,9 @@ from router.rates import PrefillRates
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
 
+# An enum's members take ten times as long to look up, and every pick would.
+_EXACT = StreamState.EXACT.value
+
 
 class Outcomes:
     """Keeps the accounts of dispatched requests.
@@ -57,9 +60,9 @@ class Outcomes:
         """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
         self._explain.decided(decision)
         self._metrics.decided(decision, took_s)
-        best = decision.primary
+        best = decision.ranked.best
         # Where another pod prefills, the destination's cache tells what was transferred, too.
-        if best.view == StreamState.EXACT and decision.prefill_pod is None:
+        if best.cached_tokens and best.view == _EXACT and decision.prefill_pod is None:
             self.promises.made(decision.key, best.pod, best.cached_tokens)
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
@@ -112,17 +115,14 @@ class Outcomes:
             pod: Where, if known: it tells apart requests in flight under one id.
             late_s: How long ago it was over, if the source tells; else late by what another was earlier.
         """
-        known_s = self._ledger.ended_s(request_id)
         dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
         if dispatch is not None:
             if failed:
                 self._lost(dispatch, now_s)
             else:
-                self.promises.due(dispatch.key)
-                self._settle(dispatch.key, now_s)
-            self._metrics.ended(source, failed=failed)
-            self._metrics.told_late("end", source, late_s or 0.0)
-        elif known_s is not None:
+                self._answered(dispatch, now_s)
+            self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
+        elif (known_s := self._ledger.ended_s(request_id)) is not None:
             self._metrics.told_late("end", source, now_s - known_s)
         if cached_tokens is not None:
             predicted = self._explain.predicted(request_id, dispatch, pod)
@@ -167,6 +167,11 @@ class Outcomes:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
         self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
 
+    def _answered(self, dispatch: Dispatch, now_s: float) -> None:
+        request = dispatch.key
+        self.promises.due(request)
+        self._settle(request, now_s)
+
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""
         request = dispatch.key
@@ -175,7 +180,6 @@ class Outcomes:
         self._settle(request, now_s)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
-        self.promises.due(dispatch.key)
-        self._settle(dispatch.key, now_s)
+        self._answered(dispatch, now_s)
         self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
         self._explain.prefill_ended(dispatch, source, now_s)

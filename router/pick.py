@@ -14,7 +14,7 @@ from router.ranking import Candidate, Ranking
 
 def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str:
     """One sentence for a person: why the first of `ranked`."""
-    best = ranked[0]
+    best = ranked.best
     if degraded is not None:
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:

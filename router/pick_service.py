@@ -32,6 +32,8 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 _ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
+_READ = pb.PickEndpointRequest.FromString
+_CHAT, _COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
 _CHAT_OPTIONS = frozenset(
     {"chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
 )
@@ -48,9 +50,7 @@ class PickDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
-        pick: Any = grpc.unary_unary_rpc_method_handler(
-            self._pick, request_deserializer=pb.PickEndpointRequest.FromString
-        )
+        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
             request_deserializer=pb.ReportOutcomeRequest.FromString,
@@ -59,11 +59,11 @@ class PickDoor:
         methods = {"PickEndpoint": pick, "ReportOutcome": report}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
-    def _pick(self, request: pb.PickEndpointRequest, context: grpc.ServicerContext) -> bytes:
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
-                asked = route_request(request)
+                asked = route_request(*sized)
             except RequestError as error:
                 _abort(context, self._picks.refused(error))
             try:
@@ -94,40 +94,47 @@ class PickDoor:
         return pb.ReportOutcomeResponse(known=known)
 
 
-def route_request(request: pb.PickEndpointRequest) -> RouteRequest:
+def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequest:
     """Translates the call; without an input it is a pick by load among the model's pods.
+
+    Args:
+        size_bytes: The message's size as it came.
 
     Raises:
         RequestError: 400, naming the field.
     """
-    request_id = request.request_id or request.headers.get(REQUEST_ID_HEADER) or _made_up_id()
+    headers = request.headers
+    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _made_up_id()
     if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
     candidates = frozenset(request.candidates) or None
     body: dict[str, Any] = {"model": request.model, "cache_salt": request.cache_salt or None}
     match request.WhichOneof("input"):
-        case "prompt":
-            body["prompt"] = request.prompt
-        case "token_ids":
-            body["prompt"] = list(request.token_ids.ids)
         case "chat":
-            chat = request.chat
-            body |= _chat_options(chat.options_json)
+            kind, chat = _CHAT, request.chat
+            if options := chat.options_json:
+                body |= _chat_options(options)
             body["messages"] = _json(chat.messages_json, "chat.messages_json", _RAW)
-            body["tools"] = _json(chat.tools_json, "chat.tools_json") if chat.tools_json else None
+            body["tools"] = _json(tools, "chat.tools_json") if (tools := chat.tools_json) else None
+        case "prompt":
+            kind, body["prompt"] = _COMPLETIONS, request.prompt
+        case "token_ids":
+            kind, body["prompt"] = _COMPLETIONS, list(request.token_ids.ids)
         case _:
-            model = request.model or None
-            kind, size_bytes = RequestKind.PASSTHROUGH, request.ByteSize()
             return RouteRequest(
                 request_id,
-                kind,
-                model,
+                RequestKind.PASSTHROUGH,
+                request.model or None,
                 body_bytes=size_bytes,
                 candidates=candidates,
-                headers=request.headers,
+                headers=headers,
             )
-    kind = RequestKind.CHAT if "messages" in body else RequestKind.COMPLETIONS
-    return api_request(request_id, kind, body, request.ByteSize(), candidates, request.headers)
+    return api_request(request_id, kind, body, size_bytes, candidates, headers)
+
+
+def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
+    # To ask the message for its size would have it written once more.
+    return _READ(message), len(message)
 
 
 def _made_up_id() -> str:
@@ -136,8 +143,6 @@ def _made_up_id() -> str:
 
 
 def _chat_options(text: bytes) -> dict[str, Any]:
-    if not text:
-        return {}
     options = _json(text, "chat.options_json")
     if not isinstance(options, dict) or not options.keys() <= _CHAT_OPTIONS:
         raise RequestError(

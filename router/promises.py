@@ -34,7 +34,8 @@ class Promises:
         if not tokens:
             return
         with self._lock:
-            self._close(request)
+            if request in self._open:
+                self._close(request)
             self._open[request] = (pod, tokens)
             self._open_tokens[pod] = self._open_tokens.get(pod, 0) + tokens
             if len(self._open) > self._max_requests:

@@ -36,4 +36,6 @@ def tag(number: int) -> bytes:
 
 def field(number: int, data: bytes) -> bytes:
     """Such a field."""
+    if len(data) < 0x80:
+        return bytes((number << 3 | 2, len(data))) + data
     return tag(number) + varint(len(data)) + data

@@ -7,7 +7,8 @@ and the rest only for whoever wants to see them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, overload
 
 import msgspec
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import PodMatches, StreamState
+
+_NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -93,9 +96,10 @@ class Ranking(Sequence[Candidate]):
         self._matches = matches
         self.most_cached_tokens = most_cached_tokens
         # The states go on, as others; what is told later is what was true now.
-        self._states = matches[0].states if matches else {}
-        self.best = self._candidate(int(order[0]))
-        self._made = {0: self.best}
+        self._states = matches[0].states if matches else _NO_STATES
+        self.best = self._candidate(order.item(0))
+        # Most rankings are asked for their best alone.
+        self._made: dict[int, Candidate] | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -109,8 +113,10 @@ class Ranking(Sequence[Candidate]):
     def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
         if isinstance(at, slice):
             return [self[place] for place in range(*at.indices(len(self)))]
-        if (made := self._made.get(at)) is None:
-            made = self._made[at] = self._candidate(int(self.order[at]))
+        if (known := self._made) is None:
+            known = self._made = {0: self.best}
+        if (made := known.get(at)) is None:
+            made = known[at] = self._candidate(int(self.order[at]))
         return made
 
     @property
@@ -123,12 +129,12 @@ class Ranking(Sequence[Candidate]):
     @property
     def views(self) -> tuple[str, ...]:
         """Of each pod, in the order of `pods`: what its Candidate says."""
-        states = tuple(map(self._states.get, self.pods))
-        return tuple(map(self._view, self.pods)) if None in states else states  # type: ignore[return-value]
+        return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
     def cost_s(self, at: int) -> float:
         """The cost of the candidate of this rank."""
-        return float(self.prices["cost_s"][self.order[at]])
+        cost_s: float = self.prices.item(self.order.item(at))[0]
+        return cost_s
 
     def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
         """Prompt tokens whose blocks this candidate best holds in which tier.
@@ -149,8 +155,8 @@ class Ranking(Sequence[Candidate]):
         pod = self.pods[place]
         cached_tokens, host_tokens = self.credits.item(place)
         price = self.prices.item(place)
-        cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s, *known = price
-        slowdown, awaiting, decoding, age_s = known
+        cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s = price[:7]
+        slowdown, awaiting, decoding, age_s = price[7:]
         return Candidate(
             pod,
             cost_s,
@@ -167,12 +173,9 @@ class Ranking(Sequence[Candidate]):
             int(awaiting),
             int(decoding),
             age_s if age_s != math.inf else None,
-            self._view(pod),
+            self._states.get(pod) or self._view(pod),
         )
 
     def _view(self, pod: str) -> str:
-        if not self._matches:
-            return StreamState.STALE.value
-        if (known := self._states.get(pod)) is not None:
-            return known.value
-        return self._matches[0].state(pod).value
+        """Of a pod whose stream was not opened."""
+        return self._matches[0].state(pod) if self._matches else StreamState.STALE

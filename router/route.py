@@ -202,12 +202,12 @@ class Router:
         decision, displaced = self._scheduler.schedule(
             prompted, lineup, self._pods.snapshot(), matches, decided_s
         )
-        if prompted.keys:
-            every_key = prompted.keys[0] if len(prompted.keys) == 1 else np.concatenate(prompted.keys)
-            pod = decision.primary.pod
+        if keys := prompted.keys:
+            key, pod = decision.key, decision.ranked.best.pod
+            every_key = keys[0] if len(keys) == 1 else np.concatenate(keys)
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
-            prompt = prompted.sent_to(pod, matches[0]) if len(prompted.keys) == 1 else None
-            self._index.speculate(decision.key, pod, every_key, decided_s, prompt)
+            prompt = prompted.sent_to(pod, matches[0]) if len(keys) == 1 else None
+            self._index.speculate(key, pod, every_key, decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
-                self._index.speculate(decision.key, prefill, every_key, decided_s, None)
+                self._index.speculate(key, prefill, every_key, decided_s, None)
         return decision, displaced

@@ -34,7 +34,10 @@ from router.sessions import Sessions
 
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
-_NO_EXTRA = np.zeros(0)
+_NO_EXTRA, _NOBODY = np.zeros(0), np.zeros(0, np.int64)
+_NO_BLOCKS, _NO_TIERS = np.zeros(0, np.int32), np.zeros((0, 1), np.int32)
+# An enum's members take ten times as long to look up, and every pick would.
+_EXACT = StreamState.EXACT.value
 # Copies and adapters that take longer than this share of a prefill would be learnt as a slow one.
 _OTHER_SHARE = 0.1
 
@@ -67,9 +70,10 @@ class Prompted(msgspec.Struct, frozen=True):
         """What a pod should make of the first prompt; None where that is not known."""
         if self.base_model is None:
             return None
-        row = matches.rows[pod]
-        cached_blocks = int(matches.cached_blocks[row])
-        assumed_blocks = int(matches.blocks_by_tier[row, matches.tiers.number(SPECULATIVE_TIER)])
+        table = matches.table
+        row = table.rows[pod]
+        cached_blocks: int = table.blocks.item(row)
+        assumed_blocks: int = table.blocks_by_tier.item(row, table.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
         return DispatchedPrompt(
             self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks, held_blocks
@@ -100,7 +104,7 @@ class Scheduler:
     ) -> None:
         self._board = board
         self._ledger = ledger
-        self._random = random
+        self._draw = random.bit_generator.random_raw
         self._block_tokens = block_tokens
         # An array costs a kernel's caller less than a named tuple.
         cost = cost or CostParameters()
@@ -130,44 +134,39 @@ class Scheduler:
         Returns:
             The decision, and requests that the ledger had to give up for it.
         """
-        request = prompted.request
-        base = lineup.candidates.base_model
-        session = self._sessions.id_of(request.headers) if self._sessions is not None else None
-        session_pod = self._sessions.pod_of(session, now_s, base) if self._sessions and session else None
+        request, candidates, sessions = prompted.request, lineup.candidates, self._sessions
+        session = sessions.id_of(request.headers) if sessions is not None else None
+        session_pod = None
+        if sessions is not None and session is not None:
+            session_pod = sessions.pod_of(session, now_s, candidates.base_model)
         adapters_s = self._adapters_s(lineup, pods, now_s)
-        extra_s = self._less_stay(adapters_s, lineup, session_pod)
+        extra_s = adapters_s if session_pod is None else self._less_stay(adapters_s, lineup, session_pod)
         prompt_tokens = prompted.prompt_tokens
-        credits = np.zeros(len(lineup.rows), CREDIT)
-        prices, order, most_cached_tokens = self._weigh(prompted, lineup, matches, credits, extra_s, now_s)
+        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, matches, extra_s, now_s)
         routing = None
         if self._ranker is not None:
             order, routing = self._rank(self._ranker, prompted, lineup, pods, matches, prices, credits, now_s)
+        block_tokens, addresses = self._block_tokens, lineup.addresses
+        # By place, not by name: that costs half as much.
         decision = Decision(
-            request_id=request.request_id,
-            kind=request.kind.value,
-            model=request.model,
-            ranked=Ranking(
-                lineup.addresses,
-                prices,
-                credits,
-                order,
-                prompt_tokens,
-                self._block_tokens,
-                matches,
-                most_cached_tokens,
+            request.request_id,
+            request.kind,
+            request.model,
+            Ranking(
+                addresses, prices, credits, order, prompt_tokens, block_tokens, matches, most_cached_tokens
             ),
-            excluded=lineup.candidates.excluded,
-            prompt_tokens=prompt_tokens,
-            degraded=prompted.degraded,
-            decided_s=now_s,
-            priority=prompted.priority,
-            session_pod=session_pod,
-            client_model=request.client_model,
-            routing=routing,
-            partial=prompted.partial,
+            candidates.excluded,
+            prompt_tokens,
+            prompted.degraded,
+            now_s,
+            prompted.priority,
+            session_pod,
+            request.client_model,
+            routing,
+            prompted.partial,
         )
-        if self._sessions is not None and session is not None:
-            self._sessions.moved(session, decision.primary.pod, now_s, base)
+        if sessions is not None and session is not None:
+            sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
 
     def _rank(
@@ -205,48 +204,54 @@ class Scheduler:
         prompted: Prompted,
         lineup: Lineup,
         matches: Sequence[PodMatches],
-        credits: NDArray[Any],
         extra_s: NDArray[np.float64],
         now_s: float,
-    ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-        """Prices, their order, and the most cached tokens; writes credits."""
-        for match, prompt in zip(matches, prompted.prompts, strict=True):
-            if match.tiers is not self._tiers:
-                self._tiers = match.tiers
-                self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
-            add_credit(
-                match.cached_blocks,
-                match.blocks_by_tier,
-                self._device_tiers,
-                lineup.places(match.rows),
-                len(prompt),
-                self._block_tokens,
-                credits,
-            )
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
+        """Credits, prices, their order, and the most cached tokens."""
+        credits = np.zeros(len(lineup.rows), CREDIT)
+        blocks, blocks_by_tier, places, servable_tokens = _NO_BLOCKS, _NO_TIERS, _NOBODY, 0
+        for at, match in enumerate(matches):
+            if at:
+                device_tiers, block_tokens = self._device_tiers, self._block_tokens
+                add_credit(
+                    blocks, blocks_by_tier, device_tiers, places, servable_tokens, block_tokens, credits
+                )
+            table, servable_tokens = match.table, len(prompted.prompts[at])
+            blocks, blocks_by_tier, places = table.blocks, table.blocks_by_tier, lineup.places(table.rows)
+            if table.tiers is not self._tiers:
+                self._tiers = table.tiers
+                self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
         board = self._board
         with board.lock:
-            return _priced_in_order(
+            prices, order, most_cached_tokens = _weighed(
+                blocks,
+                blocks_by_tier,
+                self._device_tiers,
+                places,
+                servable_tokens,
+                self._block_tokens,
+                credits,
                 board.pods,
                 board.waiting,
                 lineup.rows,
-                credits,
                 extra_s,
                 float(prompted.prompt_tokens),
                 float(now_s),
                 float(board.fleet_tokens_per_s),
                 float(board.mean_tokens),
                 self._constants,
-                self._random.bit_generator.random_raw() >> 1,
+                self._draw() >> 1,
             )
+        return credits, prices, order, most_cached_tokens
 
     def _compile(self, board: PodBoard) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
-        nobody, credits = np.zeros(0, np.int64), np.zeros(0, CREDIT)
-        blocks = np.zeros((0, 1), np.int32)
-        add_credit(blocks[:, 0].copy(), blocks, nobody, nobody, 0, self._block_tokens, credits)
+        credits = np.zeros(0, CREDIT)
+        served = (_NO_BLOCKS, _NO_TIERS, _NOBODY, _NOBODY, 0, self._block_tokens, credits)
+        add_credit(*served)
         with board.lock:
             pods, waiting, constants = board.pods, board.waiting, self._constants
-            _priced_in_order(pods, waiting, nobody, credits, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
+            _weighed(*served, pods, waiting, _NOBODY, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
@@ -281,35 +286,43 @@ class Scheduler:
     ) -> Sequence[Dispatch]:
         if not decision.prompt_tokens:
             return ()
-        prefill = decision.prefill_pod
-        # Who prefills is who is charged, and whose blocks tell that it is done.
-        works = decision.primary
+        works, prefill = decision.ranked.best, None
+        if decision.routing is not None:
+            prefill = decision.routing.prefill
+        pod = works.pod
         if prefill is not None:
+            # Who prefills is who is charged, and whose blocks tell that it is done.
             works = decision.ranked.at_place(lineup.addresses.index(prefill))
         loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
         return self._ledger.dispatch(
             Dispatch(
-                request_id=decision.request_id,
-                pod=decision.primary.pod,
-                uncached_tokens=works.uncached_tokens,
-                queued_prefill_s=works.queued_prefill_s,
-                own_prefill_s=works.own_prefill_s,
-                confirm_key=_confirm_key(keys, works.view, matches, works.pod),
-                lesson=_lesson(decision, works, loading_s),
-                dispatched_s=decision.decided_s,
-                decoding=works.decoding,
-                prefill_pod=prefill,
-                adapter=lineup.candidates.lora_name,
+                decision.request_id,
+                pod,
+                works.uncached_tokens,
+                works.queued_prefill_s,
+                works.own_prefill_s,
+                _confirm_key(keys, works.view, matches, works.pod),
+                _lesson(decision, works, loading_s),
+                decision.decided_s,
+                works.decoding,
+                prefill,
+                lineup.candidates.lora_name,
             )
         )
 
 
 @kernel_with_arrays
-def _priced_in_order(
+def _weighed(
+    cached_blocks: NDArray[np.int32],
+    blocks_by_tier: NDArray[np.int32],
+    device_tiers: NDArray[np.int64],
+    places: NDArray[np.int64],
+    servable_tokens: int,
+    block_tokens: int,
+    credits: NDArray[Any],
     pods: NDArray[Any],
     waiting: NDArray[Any],
     rows: NDArray[np.int64],
-    credits: NDArray[Any],
     extra_s: NDArray[np.float64],
     prompt_tokens: float,
     now_s: float,
@@ -318,7 +331,7 @@ def _priced_in_order(
     constants: NDArray[np.float64],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """`price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
+    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
 
     Args:
         constants: float64 [fields of CostParameters].
@@ -335,6 +348,7 @@ def _priced_in_order(
         constants[7],
         constants[8],
     )
+    add_credit(cached_blocks, blocks_by_tier, device_tiers, places, servable_tokens, block_tokens, credits)
     prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
     most_cached_tokens = 0
     for credit in credits["cached_tokens"]:
@@ -355,12 +369,12 @@ def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
         return Lesson.NOTHING
     if works.copy_s + loading_s > _OTHER_SHARE * works.own_prefill_s:
         return Lesson.NOTHING
-    return Lesson.RATE if works.view == StreamState.EXACT else Lesson.AT_MOST
+    return Lesson.RATE if works.view == _EXACT else Lesson.AT_MOST
 
 
 def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:
     """The key whose announcement ends the prefill: the last full block's, where the pod will announce it."""
-    if len(keys) != 1 or not len(keys[0]) or view != StreamState.EXACT.value:
+    if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
-    cached_blocks = matches[0].cached_blocks[matches[0].rows[pod]]
-    return int(keys[0][-1]) if cached_blocks < len(keys[0]) else None
+    table = matches[0].table
+    return keys[0].item(-1) if table.blocks.item(table.rows[pod]) < blocks else None

@@ -6,6 +6,7 @@ of gRPC but that a header block means something to `read_head`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from router.h2 import frames
 from router.h2.errors import H2Code, H2Error
 from router.h2.frames import FrameType, Setting
 from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks
-from router.h2.received_frames import FrameReader, expect_size, unpadded
+from router.h2.received_frames import FrameReader, check_unused, expect_size, unpadded
 from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
 # All streams of a connection together may have so much on its way. It is given back as it comes, for messages
@@ -90,6 +91,8 @@ class H2Connection:
                 self._data(flags, stream_id, payload)
             elif (handle := _HANDLERS.get(kind)) is not None:
                 handle(self, flags, stream_id, payload)
+            else:
+                check_unused(kind, stream_id, payload)
         return self._events
 
     def take_out(self) -> list[bytes | memoryview]:
@@ -109,12 +112,13 @@ class H2Connection:
         if stream.is_closed or not data:
             return
         size = len(data)
-        room_bytes = min(stream.send_window_bytes, self._send_window_bytes, self._peer_frame_bytes)
-        if not stream.pending and size <= room_bytes:
+        if not stream.pending and size <= self._room(stream):
             self.out += (frames.data_head(size << 8, 0, stream.id), data)
             stream.send_window_bytes -= size
             self._send_window_bytes -= size
             return
+        if stream.pending is None:
+            stream.pending = deque()
         stream.pending.append(memoryview(data))
         stream.pending_bytes += size
         self._send_pending(stream)
@@ -127,6 +131,17 @@ class H2Connection:
             stream.trailers = block
         else:
             self._say_headers(stream, block, ends=True)
+
+    def send_answer(self, stream: Stream, headers: bytes, data: bytes, trailers: bytes) -> None:
+        """Sends headers, data and trailers, as the three above do, in one piece where there is room."""
+        if stream.is_remote_closed and not stream.is_closed and 0 < len(data) <= self._room(stream):
+            self.out += frames.answer_frames(stream.id, headers, data, trailers)
+            self._send_window_bytes -= len(data)
+            self._close(stream)
+            return
+        self.send_headers(stream, headers)
+        self.send_data(stream, data)
+        self.send_trailers(stream, trailers)
 
     def reset(self, stream: Stream, code: H2Code) -> None:
         """Gives a stream up."""
@@ -274,7 +289,8 @@ class H2Connection:
             self._answer_control(frames.frame(FrameType.PING, frames.ACK, 0, payload))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        expect_size(payload, 4, "WINDOW_UPDATE")
+        if len(payload) != 4:
+            expect_size(payload, 4, "WINDOW_UPDATE")
         more = int.from_bytes(payload, "big") & frames.WINDOW_BYTES_MOST
         if stream_id:
             stream = self.streams.get(stream_id)
@@ -290,18 +306,6 @@ class H2Connection:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "the connection's window is out of its range")
         for stream in [stream for stream in self.streams.values() if stream.pending]:
             self._resume(stream)
-
-    def _push_promise(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
-        raise _broken("a client does not push")
-
-    def _goaway(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) < 8:
-            raise _broken("GOAWAY without its numbers, or of a stream")
-
-    def _priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        expect_size(payload, 5, "PRIORITY")
-        if not stream_id:
-            raise _broken("PRIORITY of no stream")
 
     def _give_up(self, stream: Stream, code: H2Code) -> None:
         self.reset(stream, code)
@@ -342,9 +346,8 @@ class H2Connection:
         return min(stream.send_window_bytes, self._send_window_bytes, self._peer_frame_bytes)
 
     def _say_headers(self, stream: Stream, block: bytes, *, ends: bool) -> None:
-        flags = frames.END_HEADERS | (frames.END_STREAM if ends else 0)
         # Blocks of ours are small; the least that a peer takes is 16 KiB.
-        self.out.append(frames.frame(FrameType.HEADERS, flags, stream.id, block))
+        self.out.append(frames.headers_frame(stream.id, block, ends=ends))
         if not ends:
             return
         if not stream.is_remote_closed:
@@ -354,7 +357,7 @@ class H2Connection:
 
     def _close(self, stream: Stream) -> None:
         stream.is_closed = stream.is_remote_closed = True
-        stream.pending.clear()
+        stream.pending = None
         stream.pending_bytes = 0
         self._unread_bytes -= stream.unread_bytes
         self.streams.pop(stream.id, None)
@@ -389,12 +392,9 @@ def _broken(message: str) -> H2Error:
 
 _HANDLERS: dict[int, Callable[[H2Connection, int, int, bytes], None]] = {
     FrameType.HEADERS: H2Connection._headers,
-    FrameType.PRIORITY: H2Connection._priority,
     FrameType.RST_STREAM: H2Connection._rst_stream,
     FrameType.SETTINGS: H2Connection._settings,
-    FrameType.PUSH_PROMISE: H2Connection._push_promise,
     FrameType.PING: H2Connection._ping,
-    FrameType.GOAWAY: H2Connection._goaway,
     FrameType.WINDOW_UPDATE: H2Connection._window_update,
     FrameType.CONTINUATION: H2Connection._continuation,
 }

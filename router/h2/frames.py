@@ -43,6 +43,9 @@ class FrameType(IntEnum):
     CONTINUATION = 9
 
 
+_HEADERS, _LAST = int(FrameType.HEADERS), END_HEADERS | END_STREAM
+
+
 class Setting(IntEnum):
     """Names of settings."""
 
@@ -62,6 +65,23 @@ def head(size: int, kind: int, flags: int, stream_id: int) -> bytes:
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """A whole frame."""
     return head(len(payload), kind, flags, stream_id) + payload
+
+
+def headers_frame(stream_id: int, block: bytes, *, ends: bool) -> bytes:
+    """HEADERS with a whole block; `ends`: nothing follows it."""
+    return head(len(block), _HEADERS, _LAST if ends else END_HEADERS, stream_id) + block
+
+
+def answer_frames(
+    stream_id: int, headers: bytes, data: bytes, trailers: bytes
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """HEADERS, the two parts of DATA, and the HEADERS that end the stream."""
+    return (
+        headers_frame(stream_id, headers, ends=False),
+        _DATA_HEAD.pack(len(data) << 8, 0, stream_id),
+        data,
+        headers_frame(stream_id, trailers, ends=True),
+    )
 
 
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:

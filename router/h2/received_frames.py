@@ -79,6 +79,22 @@ class FrameReader:
         self._has_settings = True
 
 
+def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
+    """Checks a frame from which nothing follows here.
+
+    Raises:
+        H2Error: It is not as it must be, or none that a client may send.
+    """
+    if kind == FrameType.PUSH_PROMISE:
+        raise H2Error(H2Code.PROTOCOL_ERROR, "a client does not push")
+    if kind == FrameType.GOAWAY and (stream_id or len(payload) < 8):
+        raise H2Error(H2Code.PROTOCOL_ERROR, "GOAWAY without its numbers, or of a stream")
+    if kind == FrameType.PRIORITY:
+        expect_size(payload, 5, "PRIORITY")
+        if not stream_id:
+            raise H2Error(H2Code.PROTOCOL_ERROR, "PRIORITY of no stream")
+
+
 def unpadded(payload: bytes) -> bytes:
     """A padded frame's payload.
 

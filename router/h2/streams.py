@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 
-@dataclass(slots=True, eq=False)
-class Stream:
+class Stream(msgspec.Struct, eq=False):
     """An open stream.
 
     Attributes:
@@ -20,7 +19,7 @@ class Stream:
         receive_window_bytes: How much the peer may send now.
         unread_bytes: Received, and not yet taken by the call.
         consumed_bytes: Taken by the call, and not yet given back to the peer's window.
-        pending: What waits for the peer's window, in order.
+        pending: What waits for the peer's window, in order; None: nothing did yet.
         pending_bytes: Its size.
         trailers: The block that ends it, once everything before it is sent.
         is_remote_closed: Whether the peer has sent its last.
@@ -36,7 +35,7 @@ class Stream:
     receive_window_bytes: int
     unread_bytes: int = 0
     consumed_bytes: int = 0
-    pending: deque[memoryview] = field(default_factory=deque)
+    pending: deque[memoryview] | None = None
     pending_bytes: int = 0
     trailers: bytes | None = None
     is_remote_closed: bool = False

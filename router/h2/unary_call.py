@@ -30,7 +30,9 @@ class UnaryCall(Call):
         self._context = CallContext(stream.head, link.peer, self.cancel)
 
     def _message(self, message: bytes, size: int) -> None:
-        self._link.consumed(self._stream, size)
+        # One that is all and answered at once is given back with its stream.
+        if size > self._limits.inline_bytes_max or not self._stream.is_remote_closed:
+            self._link.consumed(self._stream, size)
         if self._request is not None:
             raise not_one_message(self._stream.head.path)
         self._request = message

@@ -203,7 +203,7 @@ class Both(RuleBasedStateMachine):
         for stream in server.streams.values():
             assert 0 <= stream.receive_window_bytes <= _WINDOW_BYTES
             assert 0 <= stream.unread_bytes <= _WINDOW_BYTES
-            assert stream.pending_bytes == sum(map(len, stream.pending))
+            assert stream.pending_bytes == sum(map(len, stream.pending or ()))
         assert server._unread_bytes == sum(stream.unread_bytes for stream in server.streams.values())
 
     def teardown(self) -> None:

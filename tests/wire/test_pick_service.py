@@ -169,7 +169,7 @@ def test_hostile_calls_are_requests_or_400s(messages: bytes, tools: bytes, optio
     chat = pb.ChatInput(messages_json=messages, tools_json=tools, options_json=options)
     status = 400
     try:
-        route_request(pb.PickEndpointRequest(model="m", chat=chat))
+        route_request(pb.PickEndpointRequest(model="m", chat=chat), size_bytes=100)
     except RequestError as error:
         status = error.status
     assert status == 400
