@@ -32,6 +32,8 @@ _CLIENTS = 32
 # A few streams at a time, so that Envoy hands on every chunk by itself.
 _STREAM_CLIENTS = 4
 _IDLE_PODS = 100
+# Stretches until the words of the new turns have come once, as they have in a router that serves for a while.
+_STRETCHES_OF_WORDS = 12
 _DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
@@ -63,6 +65,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
     """One door's CPU at each prompt size and its throughput, also under events; with the first also unary."""
     setting = StackSetting(door=_DOORS[name])
     with gateway_stack(setting, bodies["all"], directory) as stack:
+        stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         for size in SIZES:
             rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
             shown = _shown(setting, rounds, prompt=size)
@@ -82,6 +85,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
+            stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
             rounds = _rounds(effort, partial(stack.pick_load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]
             report.figure("pick_unary_cpu_ms", "ms", cpu, **_shown(setting, rounds, door="PickEndpoint"))
@@ -107,6 +111,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     """Both phases of ext_proc, and what one more chunk of a stream adds."""
     setting = StackSetting(door="ext_proc", responses="full")
     with gateway_stack(setting, bodies["all"], directory) as stack:
+        stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
         cpu = [one.cpu_ms["router"] for one in rounds]
         report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
