@@ -56,13 +56,15 @@ class Pair:
         """Carries bytes until neither side has any; `cut`: in pieces of so many."""
         while True:
             out = self.client.data_to_send() + b""
-            back = b"".join(self.server.take_out())
+            back = [bytes(part) for part in self.server.take_out()]
             if not out and not back:
                 return
             for piece in _pieces(out, cut):
                 self._server_receives(piece)
-            for piece in _pieces(back, cut):
-                self._client_receives(piece)
+            # Frame by frame: the library looks at its new largest frame only when it is handed further bytes.
+            for part in back:
+                for piece in _pieces(part, cut):
+                    self._client_receives(piece)
 
     def open(self, *, ends: bool = False, more: tuple[tuple[str, str], ...] = ()) -> Stream:
         """A new stream, at once known to both."""
