@@ -86,13 +86,22 @@ def parse_payloads(
             at = _read_batch_tail(data, at, limit, elements, batch)
         if at != limit:
             row = first_row
-            found[rows.BROKEN_BATCHES] += 1
-        for number in range(first_row, row):
-            found[events[number, rows.KIND]] += 1
-        batch[rows.STATUS] = rows.OK if at == limit else rows.BROKEN_BATCH
-        batch[rows.EVENT_COUNT] = row - first_row
+        _end_batch(at == limit, events[first_row:row], batch, found)
         start = limit
     return row
+
+
+@inlined
+def _end_batch(
+    is_whole: bool, events: NDArray[np.int64], batch: NDArray[np.int64], found: NDArray[np.int64]
+) -> None:
+    """Counts what was read of a batch: its events, or that it is broken."""
+    if not is_whole:
+        found[rows.BROKEN_BATCHES] += 1
+    for number in range(len(events)):
+        found[events[number, rows.KIND]] += 1
+    batch[rows.STATUS] = rows.OK if is_whole else rows.BROKEN_BATCH
+    batch[rows.EVENT_COUNT] = len(events)
 
 
 @inlined

@@ -154,10 +154,7 @@ class PodBoard:
     def begin(self, pod: str, tokens: int, now_s: float) -> int:
         """A request was sent to the pod; answers the slot that names it while it awaits its first token."""
         with self.lock:
-            row = self._rows.get(pod)
-            if row is None:
-                row = self._row(pod)
-            slot = self._take_slot()
+            row, slot = self._row(pod), self._take_slot()
             queue = self._queues[row]
             _enter(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
             queue[slot] = None
@@ -186,8 +183,7 @@ class PodBoard:
                 self._leave_queue(row, slot, now_s, 0.0, -float(tokens))
             else:
                 _count(self.pods, row, -1.0, -float(tokens))
-            if pod not in self._declared:
-                self._drop_idle(pod)
+            self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:
         """The engine told its load."""

@@ -19,7 +19,7 @@ from indexer.tallies import Tallies
 from router.decision import Decision
 from router.errors import RequestError
 from router.ledger import Ledger
-from router.pods import PodSet
+from router.pods import Pod, PodSet
 from router.rates import PrefillRates
 
 _MODELS_MAX = 1000
@@ -245,8 +245,6 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Reads the state."""
         pods = self._pods.snapshot()
-        works = {address: self._ledger.work(address) for address in pods}
-        loads = {address: pod.load for address, pod in pods.items() if pod.load is not None}
         ready = GaugeMetricFamily(
             "llm_d_epp_ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
@@ -256,6 +254,13 @@ class StateCollector(Collector):
         yield _per_pod(
             "pod_ready", "1 if the pod may be given requests.", {a: p.ready for a, p in pods.items()}
         )
+        yield from self._work(pods)
+        yield from self._speeds(pods)
+        yield from self._loads(pods)
+
+    def _work(self, pods: Collection[str]) -> Iterable[Metric]:
+        """What is in flight at each pod."""
+        works = {address: self._ledger.work(address) for address in pods}
         yield _per_pod(
             "pod_awaiting", "Requests awaiting a first token.", {a: w.awaiting for a, w in works.items()}
         )
@@ -265,6 +270,9 @@ class StateCollector(Collector):
             {a: w.awaiting_tokens for a, w in works.items()},
         )
         yield _per_pod("pod_decoding", "Requests past it.", {a: w.decoding for a, w in works.items()})
+
+    def _speeds(self, pods: Collection[str]) -> Iterable[Metric]:
+        """What was learnt."""
         yield _per_pod(
             "pod_prefill_tokens_per_second", "Learnt speed.", {a: self._rates.tokens_per_s(a) for a in pods}
         )
@@ -278,6 +286,10 @@ class StateCollector(Collector):
             "Speed believed of a pod of which nothing is known.",
             value=self._rates.fleet_tokens_per_s,
         )
+
+    def _loads(self, pods: Mapping[str, Pod]) -> Iterable[Metric]:
+        """What the engines tell."""
+        loads = {address: pod.load for address, pod in pods.items() if pod.load is not None}
         yield _per_pod(
             "pod_kv_usage",
             "Scraped share of the KV cache in use.",

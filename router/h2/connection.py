@@ -289,8 +289,7 @@ class H2Connection:
             self._answer_control(frames.frame(FrameType.PING, frames.ACK, 0, payload))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            expect_size(payload, 4, "WINDOW_UPDATE")
+        expect_size(payload, 4, "WINDOW_UPDATE")
         more = int.from_bytes(payload, "big") & frames.WINDOW_BYTES_MOST
         if stream_id:
             stream = self.streams.get(stream_id)
