@@ -36,8 +36,10 @@ _log = logging.getLogger(__name__)
 
 _MAX_SOCKETS = 4 * PODS_MAX
 _LONGEST_WAIT_S = 60.0
-# A look at the sockets waits for the interpreter several times: in a flow of events it comes this much later.
-_GATHER_S = 0.004
+# A look at the sockets waits for the interpreter several times, and finds cold caches: in a flow of events it
+# comes this much later, and still later the more there is to be taken, up to a bound.
+_GATHER_S, _GATHER_MOST_S = 0.004, 0.015
+_GATHER_FOR_TURN = 10.0
 
 
 class Subscriber:
@@ -94,6 +96,7 @@ class Subscriber:
         self._inbox: Inbox | None = None
         # When the last turn ended, and when something is due next.
         self._turned_s = self._due_s = -math.inf
+        self._gather_s = _GATHER_S
         try:
             if config.events_bind is not None:
                 self._inbox = Inbox(config, sink, self)
@@ -235,11 +238,13 @@ class Subscriber:
 
         What follows a turn at once waits, so that more of it is taken together; what is due does not.
         """
-        gather_s = min(self._due_s, self._turned_s + _GATHER_S) - self._clock()
+        gather_s = min(self._due_s, self._turned_s + self._gather_s) - self._clock()
         if gather_s > 0:
             time.sleep(gather_s)
         wait_s = min(_LONGEST_WAIT_S, max(0.0, self._due_s - self._clock()))
-        for ready, _ in self._poller.poll(math.ceil(wait_s * 1000)):
+        readable = self._poller.poll(math.ceil(wait_s * 1000))
+        begun_s = self._clock()
+        for ready, _ in readable:
             if isinstance(ready, zmq.Socket):
                 # An earlier turn may have closed it.
                 if ready in self._watched:
@@ -251,6 +256,7 @@ class Subscriber:
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self._clock()
+        self._gather_s = min(_GATHER_MOST_S, max(_GATHER_S, _GATHER_FOR_TURN * (now_s - begun_s)))
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
             for owner in tuple(self._owners()):

@@ -26,7 +26,7 @@ Serve = Callable[[HttpRequest, bool, Callable[[], bool]], bytes]
 # refuse(error): the answer to what is no request.
 Refuse = Callable[[HttpRequestError], bytes]
 
-_DESKS = 2
+_DESKS = 4
 _STOP_S = 2.0
 
 

@@ -27,6 +27,7 @@ from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.flags.reference import told_in_vain
 from router.health import Health
+from router.home_core import keep_home_core
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, use_one_heap
@@ -298,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = StopSignals()
         raise_open_files()
         use_one_heap()
-        return _serve(RouterServer(config), stop)
+        return _serve(RouterServer(config), stop, home_core=flags.home_core)
     except (ConfigError, IndexerConfigError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
         return 2
@@ -307,9 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _serve(server: RouterServer, stop: StopSignals) -> int:
+def _serve(server: RouterServer, stop: StopSignals, *, home_core: bool) -> int:
     server.start()
     calm_collector()
+    if home_core:
+        keep_home_core()
     stop.wait()
     _log.info("draining")
     server.drain()

@@ -25,6 +25,15 @@ def add_process_flags(group: argparse._ArgumentGroup) -> None:
         metavar="BOOL",
         help="send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
     )
+    group.add_argument(
+        "--home-core",
+        type=boolean,
+        nargs="?",
+        const=True,
+        default=True,
+        metavar="BOOL",
+        help="keep the threads that need Python's lock on one core, the idlest (default: %(default)s)",
+    )
     group.add_argument("-v", "--v", type=count, default=0, metavar="LEVEL", help="1 and above: every detail")
     group.add_argument(
         "--zap-log-level",
