@@ -112,6 +112,8 @@ class TokenizerServer:
         except RequestError as error:
             refusal = tokenizer_pb2.Refusal(message=str(error), param=error.param or "")
             return tokenizer_pb2.TokenizeResponse(refusal=refusal)
+        # The answer has no place for what tells one image's ids from another's.
+        tokens = tokens.without_media()
         return tokenizer_pb2.TokenizeResponse(
             prompts=[ids.astype("<u4", copy=False).tobytes() for ids in tokens.prompts],
             total=tokens.total,
