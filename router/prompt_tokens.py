@@ -239,12 +239,16 @@ def _begin_prefix(request: RouteRequest, tokenizer: PromptTokenizer) -> Begun:
 
 
 def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
-    """A chat's ids up to its first image that has no name, or begins within another: as `known_part` does."""
+    """A chat's ids up to its first image that has no name, and the items within them.
+
+    An image may share its first id with the last one of the image in front: newlines that became one. A block
+    with that id ends no earlier than the image in front does, so vLLM's events name both images in it.
+    """
     items: list[MultimodalItem] = []
     end = 0
     ids = prompt.ids
     for image in prompt.images:
-        if image.uuid is None or image.offset < end:
+        if image.uuid is None or image.offset < end - 1:
             ids = ids[: image.offset]
             break
         end = image.offset + image.length

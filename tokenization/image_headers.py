@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+# Segments, blocks or filling bytes in front of the size; many times what metadata have.
+_STEPS_MAX = 1 << 14
 # Twice Pillow's MAX_IMAGE_PIXELS: it opens nothing larger, and so nor do engines.
 _PIXELS_MAX = 2 * ((1 << 30) // 4 // 3)
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -65,7 +67,7 @@ def _size(data: bytes) -> tuple[int, int] | None:
 
 def _jpeg(data: bytes) -> tuple[int, int] | None:
     at = 2
-    while True:
+    for _ in range(_STEPS_MAX):
         at = data.find(b"\xff", at)
         marker = data[at + 1] if at >= 0 else None
         if marker is None:
@@ -84,24 +86,30 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
             return (width, height) if bits == 8 and layers in _LAYERS else None
         else:
             return None
+    return None
 
 
 def _gif(data: bytes) -> tuple[int, int] | None:
     """The screen, made larger where the first image lies partly outside of it."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
-    while data[at] == _GIF_EXTENSION:
-        if not data[at + 2] and data[at + 1] != _GIF_COMMENT:
-            # Decoders do not agree on what follows.
+    in_extension = False
+    for _ in range(_STEPS_MAX):
+        kind = data[at]
+        if in_extension:
+            # A block's length, or the extension's end.
+            in_extension = kind > 0
+            at += 1 + kind
+        elif kind == _GIF_EXTENSION and (data[at + 2] or data[at + 1] == _GIF_COMMENT):
+            in_extension = True
+            at += 2
+        elif kind == _GIF_IMAGE:
+            left, top, columns, rows = struct.unpack_from("<HHHH", data, at + 1)
+            return max(width, left + columns), max(height, top + rows)
+        else:
+            # Also an extension that is empty: decoders do not agree on what follows.
             return None
-        at += 2
-        while data[at]:
-            at += 1 + data[at]
-        at += 1
-    if data[at] != _GIF_IMAGE:
-        return None
-    left, top, columns, rows = struct.unpack_from("<HHHH", data, at + 1)
-    return max(width, left + columns), max(height, top + rows)
+    return None
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:

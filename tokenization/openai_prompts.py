@@ -194,7 +194,7 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
     """
     # No text holds it by chance, so where it is first seen the first media part stands.
     mark = secrets.token_hex(16)
-    rendered, special = _rendered_media(body, tokenizer, MediaForm(mark, mark))
+    rendered, special = _rendered_media(body, decoded(body.get("messages")), tokenizer, MediaForm(mark, mark))
     text = tokenizer.closed_prefix(rendered.partition(mark)[0])
     if special and tokenizer.affix_tokens[1]:
         raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
@@ -214,23 +214,24 @@ def begin_image_chat(
     rule = tokenizer.image_rule
     if rule is None or any(body.get(name) for name in _PROCESSING):
         return None
-    parts = image_parts(decoded(body.get("messages")))
+    messages = decoded(body.get("messages"))
+    parts = image_parts(messages)
     if parts is None:
         return None
-    text, special = _rendered_media(body, tokenizer, MediaForm(rule.placeholder_text))
+    text, special = _rendered_media(body, messages, tokenizer, MediaForm(rule.placeholder_text))
     _check_length(len(text), "messages", WHOLE, limits)
     return ImagePrompt(rule, tokenizer.begin(text, add_special_tokens=special), parts)
 
 
-def _rendered_media(body: Body, tokenizer: PromptTokenizer, media: MediaForm) -> tuple[str, bool]:
+def _rendered_media(
+    body: Body, messages: object, tokenizer: PromptTokenizer, media: MediaForm
+) -> tuple[str, bool]:
     """The text of a chat with media, and whether special tokens are added to it."""
     if truncation_of(body, None, 0) is not WHOLE:
         raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
     options = _template_options(body)
-    messages = chat_messages(
-        decoded(body.get("messages")), wants_parts=_wants_parts(tokenizer, options), media=media
-    )
-    return tokenizer.render_chat(messages, **options), _flag(body, "add_special_tokens", False)
+    shown = chat_messages(messages, wants_parts=_wants_parts(tokenizer, options), media=media)
+    return tokenizer.render_chat(shown, **options), _flag(body, "add_special_tokens", False)
 
 
 def _template_options(body: Body) -> dict[str, Any]:

@@ -104,6 +104,17 @@ def test_anything_has_a_size_or_none(data: bytes) -> None:
         assert size is None or min(size) > 0
 
 
+@pytest.mark.parametrize("filling", [b"\xff", b"\xff\0", b"\xff\xd0", b"\xff\xfe\0\2"])
+def test_a_head_is_no_maze(filling: bytes) -> None:
+    """Whatever is repeated in front of the size, the search ends; so does that for a GIF's first image."""
+    jpeg, gif = file("JPEG", 9, 7), file("GIF", 9, 7, "P")
+    at = gif.index(b"\x2c", 13 + 3 * (2 << gif[10] % 8))
+    for count, expected in ((1000, (9, 7)), (1 << 20, None)):
+        assert image_size(jpeg[:2] + filling * count + jpeg[2:]) == expected
+        comment = b"!\xfe" + b"\1x" * count + b"\0"
+        assert image_size(gif[:at] + comment + gif[at:]) == expected
+
+
 def test_a_bomb_has_no_size() -> None:
     """What Pillow refuses to open for its size has none here, and costs nothing."""
     data = bytearray(file("PNG", 1, 1))

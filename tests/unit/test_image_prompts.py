@@ -268,13 +268,21 @@ def test_images_of_other_apis_count_exactly(tokenizer: Callable[..., PromptToken
         assert tokens.prompts[0].tolist() == expected.prompts[0][: expected.media[0][0].offset].tolist()
 
 
+SIDE_BY_SIDE = [{"role": "user", "content": [ONE, OTHER, THIRD, text("Which?")]}]
+
+
+@pytest.mark.parametrize("chat", [CHAT, SIDE_BY_SIDE], ids=["with text between", "side by side"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_an_image_are_found_by_its_name(
-    family: str, tokenizer: Callable[..., PromptTokenizer]
+    family: str, chat: list[dict[str, Any]], tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """Keys are those of a store whose extra keys have the name: all blocks, and none behind another's."""
-    tokens = tokens_of(tokenizer(family))
+    """Keys are those of a store whose extra keys have the name: all blocks, and none behind another's.
+
+    Also where two of Gemma's images share the newlines between them.
+    """
+    tokens = tokens_of(tokenizer(family), chat)
     (ids,), (items,) = tokens.prompts, tokens.media
+    assert (len(items), tokens.partial) == (3, None)
     blocks = len(ids) // 4
     extra_keys = [
         [[item.identifier, item.offset - start] for item in items if overlaps(item, start)] or None
@@ -286,12 +294,12 @@ def test_blocks_of_an_image_are_found_by_its_name(
         assert not pod.apply(event).skipped
         (extras,) = tokens.extras(4)
         assert pod.match(pod.keys(ids.tolist(), extras=extras)).blocks == blocks
-        for at, item in enumerate(items):
-            chat = json.loads(json.dumps(CHAT).replace(item.identifier, "another"))
-            other = tokens_of(tokenizer(family), chat)
+        for item in items:
+            renamed = json.loads(json.dumps(chat).replace(item.identifier, "another"))
+            other = tokens_of(tokenizer(family), renamed)
             assert other.prompts[0].tolist() == ids.tolist()
             (extras,) = other.extras(4)
-            assert pod.match(pod.keys(ids.tolist(), extras=extras)).blocks == items[at].offset // 4
+            assert pod.match(pod.keys(ids.tolist(), extras=extras)).blocks == item.offset // 4
 
 
 def overlaps(item: MultimodalItem, start: int) -> bool:
