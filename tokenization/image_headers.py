@@ -7,6 +7,7 @@ unpacked, so the work is bounded by the bytes that are given. Knows no URLs and 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # Segments, blocks or filling bytes in front of the size; many times what metadata have.
@@ -21,8 +22,10 @@ _GIFS = (b"GIF87a", b"GIF89a")
 _FRAMES = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
 _SEGMENTS = frozenset((0xC4, 0xCC, 0xDB, 0xDC, 0xDD, 0xDF, *range(0xE0, 0xF0), 0xFE))
 _ALONE = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))
-_FILL, _ESCAPED = 0xFF, 0x00
+_SCAN, _FILL, _ESCAPED = 0xDA, 0xFF, 0x00
 _LAYERS = (1, 3, 4)
+# EXIF or XMP data are there.
+_WEBP_METADATA = 0x0C
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_COMMENT = 0x2C, 0x21, 0xFE
 
 
@@ -45,12 +48,24 @@ def image_size(data: bytes) -> ImageSize | None:
     return ImageSize(*size)
 
 
-def may_be_turned(data: bytes) -> bool:
-    """Whether a whole file may say that it is to be shown turned.
+def may_be_turned(data: bytes, *, whole: bool) -> bool:
+    """Whether an image may say that it is to be shown turned, by EXIF or XMP data.
 
-    Some releases of vLLM turn images by their EXIF or XMP data, others do not; these may stand anywhere.
+    Some releases of vLLM then turn it, others do not. PNG and GIF may say so anywhere, so their whole file
+    has to be seen; JPEG says it in front of its pixels, and WebP in its head that it has such data.
+
+    Args:
+        data: What the file begins with.
+        whole: Whether that is all of it.
     """
-    return b"exif" in data.lower() or b"adobe" in data or b"rientation" in data
+    try:
+        if data.startswith(_JPEG):
+            return _jpeg_may_be_turned(data)
+        if data[:4] == b"RIFF":
+            return data[12:16] == b"VP8X" and data[20] & _WEBP_METADATA != 0
+    except (struct.error, IndexError):
+        return True
+    return not whole or _tells_turn(data)
 
 
 def _size(data: bytes) -> tuple[int, int] | None:
@@ -66,27 +81,47 @@ def _size(data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg(data: bytes) -> tuple[int, int] | None:
+    for marker, at in _markers(data):
+        if marker in _FRAMES:
+            bits, height, width, layers = struct.unpack_from(">BHHB", data, at + 2)
+            return (width, height) if bits == 8 and layers in _LAYERS else None
+    return None
+
+
+def _jpeg_may_be_turned(data: bytes) -> bool:
+    for marker, at in _markers(data):
+        if marker == _SCAN:
+            return False
+        if marker in _SEGMENTS and _tells_turn(data[at : at + struct.unpack_from(">H", data, at)[0]]):
+            return True
+    return True
+
+
+def _markers(data: bytes) -> Iterator[tuple[int, int]]:
+    """A JPEG's segments up to its first scan, each with where its length stands."""
     at = 2
     for _ in range(_STEPS_MAX):
         at = data.find(b"\xff", at)
-        marker = data[at + 1] if at >= 0 else None
-        if marker is None:
-            return None
+        if at < 0:
+            return
+        marker = data[at + 1]
         if marker == _FILL:
             at += 1
         elif marker == _ESCAPED or marker in _ALONE:
             at += 2
-        elif marker in _SEGMENTS:
+        elif marker in _SEGMENTS or marker in _FRAMES or marker == _SCAN:
+            yield marker, at + 2
             length: int = struct.unpack_from(">H", data, at + 2)[0]
-            if length < 2:
-                return None
+            if marker == _SCAN or length < 2:
+                return
             at += 2 + length
-        elif marker in _FRAMES:
-            bits, height, width, layers = struct.unpack_from(">BHHB", data, at + 4)
-            return (width, height) if bits == 8 and layers in _LAYERS else None
         else:
-            return None
-    return None
+            return
+
+
+def _tells_turn(data: bytes) -> bool:
+    """Whether there is what EXIF and XMP data begin with, in any of their forms."""
+    return b"exif" in data.lower() or b"adobe" in data or b"rientation" in data
 
 
 def _gif(data: bytes) -> tuple[int, int] | None:

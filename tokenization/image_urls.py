@@ -30,15 +30,15 @@ def size_of_url(url: object, *, upright: bool) -> ImageSize | None:
     if comma < 0 or not url[:comma].endswith(_BASE64):
         return None
     for chars in _HEADS_CHARS:
-        size = image_size(_decoded(url[comma + 1 : comma + 1 + chars]))
-        if size is not None or len(url) <= comma + 1 + chars:
+        head = _decoded(url[comma + 1 : comma + 1 + chars])
+        whole = len(url) <= comma + 1 + chars
+        size = image_size(head)
+        known = size is not None and (
+            not upright or size.width == size.height or not may_be_turned(head, whole=whole)
+        )
+        if known or whole:
             break
-    if size is None or not upright or size.width == size.height:
-        return size
-    chars = _HEADS_CHARS[-1]
-    if len(url) > comma + 1 + chars or may_be_turned(_decoded(url[comma + 1 :])):
-        return None
-    return size
+    return size if known else None
 
 
 def _decoded(text: str) -> bytes:

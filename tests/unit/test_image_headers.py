@@ -9,7 +9,7 @@ import warnings
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tokenization.image_headers import ImageSize, image_size, may_be_turned
 from tokenization.image_urls import size_of_url
@@ -182,11 +182,28 @@ def test_the_size_behind_much_metadata_is_found_in_bounds() -> None:
 def test_an_image_that_may_be_turned_has_no_sides(form: str) -> None:
     """vLLM's releases do not agree on EXIF orientation, so where it matters such an image is not known."""
     data = file(form, 30, 20, exif=turned(6))
-    assert may_be_turned(data)
-    assert not may_be_turned(file(form, 30, 20))
+    assert may_be_turned(data, whole=True)
+    assert not may_be_turned(file(form, 30, 20), whole=True)
     assert size_of_url(url(data), upright=True) is None
     assert size_of_url(url(data), upright=False) == ImageSize(30, 20)
     assert size_of_url(url(file(form, 20, 20, exif=turned(6))), upright=True) == (20, 20)
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 8), st.data())
+@settings(deadline=None)
+def test_what_turns_an_image_is_never_overlooked(form: str, orientation: int, data: st.DataObject) -> None:
+    """Where Pillow turns an image, in any cut of its file, the image may be turned."""
+    options = {} if form == "GIF" else {"exif": turned(orientation)}
+    if data.draw(st.booleans()) and form in ("JPEG", "WEBP"):
+        options = {"xmp": b'<x:xmpmeta><rdf tiff:Orientation="%d"/></x:xmpmeta>' % orientation}
+    made = file(form, 30, 20, **options)
+    with Image.open(io.BytesIO(made)) as image:
+        shown = ImageOps.exif_transpose(image).size
+    cut = made[: data.draw(st.integers(0, len(made)))]
+    for part, whole in ((made, True), (cut, False)):
+        if image_size(part) is not None and not may_be_turned(part, whole=whole):
+            assert shown == (30, 20)
+    assert may_be_turned(made, whole=True) == (form != "GIF")
 
 
 def test_metadata_behind_the_pixels_counts() -> None:
