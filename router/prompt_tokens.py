@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from indexer.extras import extras_of_prompt
+from indexer.extras import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
 from router.prompt_media import MediaFeatures, PromptMedia, known_part
 from router.request import RequestKind, RouteRequest
@@ -26,11 +26,13 @@ from tokenization import (
 )
 from tokenization.anthropic_messages import messages_as_chat
 from tokenization.chat_template import ChatTemplate
+from tokenization.image_prompts import ExpandedPrompt, ImagePrompt
 from tokenization.openai_prompts import (
     PendingPrompt,
     PromptLimits,
     begin_chat,
     begin_completions,
+    begin_image_chat,
     chat_prefix,
 )
 from tokenization.openai_responses import responses_as_chat
@@ -76,6 +78,16 @@ class PromptTokens(msgspec.Struct, frozen=True):
             extras_of_prompt(items, block_tokens, len(ids))
             for ids, items in zip(self.prompts, self.media, strict=True)
         ]
+
+    def without_media(self) -> PromptTokens:
+        """The same, known up to the first of `media` alone; the total stays what it is."""
+        if not self.media:
+            return self
+        prompts = tuple(
+            ids[: items[0].offset] if items else ids
+            for ids, items in zip(self.prompts, self.media, strict=True)
+        )
+        return PromptTokens(prompts, self.total, self.degraded, MEDIA)
 
 
 def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteRequest:
@@ -125,7 +137,34 @@ class Begun:
         return PromptTokens(tokens.prompts, tokens.total + _MEDIA_TOKENS, partial=MEDIA)
 
 
-def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> Begun:
+class BegunImages:
+    """A chat with images whose number of tokens is known, read and looked up.
+
+    Attributes:
+        missing_chars: Characters that `tokens` has to encode, where all is as it should be.
+    """
+
+    __slots__ = ("_images", "_request", "_tokenizer", "missing_chars")
+
+    def __init__(self, images: ImagePrompt, request: RouteRequest, tokenizer: PromptTokenizer) -> None:
+        self._images = images
+        self._request = request
+        self._tokenizer = tokenizer
+        self.missing_chars = images.missing_chars
+
+    def tokens(self) -> PromptTokens:
+        """Encodes what is missing, and puts the images in.
+
+        Raises:
+            PromptError: The prompt is not what the API allows.
+        """
+        expanded = self._images.expanded()
+        if expanded is None:
+            return _begin_prefix(self._request, self._tokenizer).tokens()
+        return _with_images(expanded)
+
+
+def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> Begun | BegunImages:
     """Reads a request's prompts.
 
     Raises:
@@ -136,7 +175,10 @@ def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimit
     try:
         return Begun([begin_chat(request.body, tokenizer, limits, request.message_ends)])
     except MediaPromptError:
-        return Begun([chat_prefix(request.body, tokenizer)], media=True)
+        images = begin_image_chat(request.body, tokenizer, limits)
+        return (
+            _begin_prefix(request, tokenizer) if images is None else BegunImages(images, request, tokenizer)
+        )
 
 
 def given(request: RouteRequest) -> PromptTokens | None:
@@ -190,6 +232,29 @@ def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
         # The engine, which knows that API, will say so better than we.
         return unknown(request, "unsupported_prompt")
     raise RequestError(400, str(error), error.param) from error
+
+
+def _begin_prefix(request: RouteRequest, tokenizer: PromptTokenizer) -> Begun:
+    return Begun([chat_prefix(request.body, tokenizer)], media=True)
+
+
+def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
+    """A chat's ids up to its first image that has no name, and the items within them.
+
+    An image may share its first id with the last one of the image in front: newlines that became one. A block
+    with that id ends no earlier than the image in front does, so vLLM's events name both images in it.
+    """
+    items: list[MultimodalItem] = []
+    end = 0
+    ids = prompt.ids
+    for image in prompt.images:
+        if image.uuid is None or image.offset < end - 1:
+            ids = ids[: image.offset]
+            break
+        end = image.offset + image.length
+        items.append(MultimodalItem(image.uuid, image.offset, image.length))
+    total = len(prompt.ids) + prompt.text_tokens + _MEDIA_TOKENS * prompt.unknown_images
+    return known_parts([(ids, tuple(items))], total)
 
 
 def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptTokens:

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
+from router.prompt_media import PromptMedia
 from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizeOptions, TokenizerRegistry
 
@@ -112,12 +113,25 @@ class TokenizerServer:
         except RequestError as error:
             refusal = tokenizer_pb2.Refusal(message=str(error), param=error.param or "")
             return tokenizer_pb2.TokenizeResponse(refusal=refusal)
+        if not message.reads_media:
+            # Nothing else tells one image's ids from another's.
+            tokens = tokens.without_media()
         return tokenizer_pb2.TokenizeResponse(
             prompts=[ids.astype("<u4", copy=False).tobytes() for ids in tokens.prompts],
             total=tokens.total,
             degraded=tokens.degraded or "",
             partial=tokens.partial or "",
+            media=[_media(items) for items in tokens.media],
         )
+
+
+def _media(items: PromptMedia) -> tokenizer_pb2.PromptMedia:
+    return tokenizer_pb2.PromptMedia(
+        items=[
+            tokenizer_pb2.MediaItem(identifier=item.identifier, offset=item.offset, length=item.length)
+            for item in items
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

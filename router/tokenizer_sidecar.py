@@ -13,6 +13,7 @@ import grpc
 import msgspec
 import numpy as np
 
+from indexer.extras import MultimodalItem
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
@@ -75,6 +76,7 @@ class SidecarTokenizer:
             api=_APIS[request.kind],
             body=msgspec.json.encode(request.body),
             context_tokens=context_tokens or 0,
+            reads_media=True,
         )
         try:
             answer = self._tokenize(message, timeout=timeout_s)
@@ -85,7 +87,11 @@ class SidecarTokenizer:
         if answer.degraded:
             return unknown(request, answer.degraded)
         prompts = tuple(np.frombuffer(prompt, "<u4") for prompt in answer.prompts)
-        return PromptTokens(prompts, answer.total, partial=answer.partial or None)
+        media = tuple(
+            tuple(MultimodalItem(item.identifier, item.offset, item.length) for item in prompt.items)
+            for prompt in answer.media
+        )
+        return PromptTokens(prompts, answer.total, partial=answer.partial or None, media=media)
 
     def close(self) -> None:
         """Closes the connection."""

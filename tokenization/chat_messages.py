@@ -6,7 +6,7 @@ Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,19 @@ class PlainMessage(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=
     content: str
 
 
+class MediaForm(NamedTuple):
+    """How messages with images, sounds and films are shown.
+
+    Attributes:
+        text: Stands in front of a message's text for each of them, where the template takes no parts; empty:
+            nothing does.
+        mark: Text in front of each of them, where it takes parts; empty: none.
+    """
+
+    text: str
+    mark: str = ""
+
+
 _PLAIN_MESSAGES = msgspec.json.Decoder(list[PlainMessage])
 
 
@@ -63,7 +76,7 @@ def plain_messages(text: bytes) -> Sequence[PlainMessage] | None:
 
 
 def chat_messages(
-    messages: object, *, wants_parts: bool, media_mark: str | None = None
+    messages: object, *, wants_parts: bool, media: MediaForm | None = None
 ) -> list[dict[str, Any]]:
     """Checks OpenAI messages and brings them into the form chat templates expect.
 
@@ -73,18 +86,29 @@ def chat_messages(
     Args:
         messages: The request's `messages`.
         wants_parts: Whether the template loops over a message's parts.
-        media_mark: Text to put in front of each image, sound or film; None refuses messages that hold one.
+        media: How images, sounds and films are shown; None refuses messages that hold one.
 
     Raises:
         PromptError: Naming the message that is wrong.
-        MediaPromptError: A message holds a part other than text, and there is no `media_mark`.
+        MediaPromptError: A message holds a part other than text, and `media` is None.
     """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a non-empty list", "messages")
     return [
-        _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media_mark)
+        _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media)
         for at, message in enumerate(messages)
     ]
+
+
+def medium_of(part: object) -> str | None:
+    """What a template calls an image, sound or film; None for any other part."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    if kind is None:
+        # Engines then go by the field that holds it.
+        kind = next((name for name in part if name in _MEDIA_TYPES), None)
+    return _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
 
 
 def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
@@ -104,13 +128,13 @@ def _is_plain(role: str, content: str) -> bool:
     return role != "developer" and (role != "system" or not content.startswith(_BILLING))
 
 
-def _message(message: object, where: str, wants_parts: bool, media_mark: str | None) -> dict[str, Any]:
+def _message(message: object, where: str, wants_parts: bool, media: MediaForm | None) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"{where} must be an object with a role", where)
     content = message.get("content")
     if role == "system":
         content = _without_billing(content)
-    content = _content(content, where, wants_parts, media_mark)
+    content = _content(content, where, wants_parts, media)
     if role == "tool" and isinstance(content, list) and all(part["type"] == "text" for part in content):
         # A tool's answer is a string to every template.
         content = "\n".join([part["text"] for part in content])
@@ -134,7 +158,7 @@ def _message(message: object, where: str, wants_parts: bool, media_mark: str | N
     return known
 
 
-def _content(content: object, where: str, wants_parts: bool, media_mark: str | None) -> object:
+def _content(content: object, where: str, wants_parts: bool, media: MediaForm | None) -> object:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if wants_parts else content
     if content is None:
@@ -143,20 +167,21 @@ def _content(content: object, where: str, wants_parts: bool, media_mark: str | N
         raise PromptError(f"{where}.content must be a string or a list of parts", f"{where}.content")
     where = f"{where}.content"
     parts: list[dict[str, str]] = []
-    media = False
+    in_front: list[str] = []
     for at, part in enumerate(content):
-        if (medium := _medium(part)) is not None:
-            if media_mark is None:
+        if (medium := medium_of(part)) is not None:
+            if media is None:
                 raise MediaPromptError(f"{where}[{at}]: media parts have no token ids here", where)
-            media = True
-            parts += {"type": "text", "text": media_mark}, {"type": medium}
+            in_front.append(media.text)
+            if media.mark and wants_parts:
+                parts.append({"type": "text", "text": media.mark})
+            parts.append({"type": medium})
         elif (text := _part_text(part, f"{where}[{at}]")) is not None:
             parts.append({"type": "text", "text": text})
     if wants_parts:
         return parts
-    texts = "\n".join(part["text"] for part in parts if part.get("text"))
     # Engines put the places of media in front of the message's text.
-    return f"{media_mark}{texts}" if media else texts
+    return "\n".join(filter(None, [*in_front, *(part.get("text") for part in parts)]))
 
 
 def _without_billing(content: object) -> object:
@@ -174,17 +199,6 @@ def _without_billing(content: object) -> object:
         elif rest := text.partition("\n")[2]:
             kept.append({**part, "text": rest} if is_text else rest)
     return kept
-
-
-def _medium(part: object) -> str | None:
-    """What a template calls an image, sound or film; None for any other part."""
-    if not isinstance(part, dict):
-        return None
-    kind = part.get("type")
-    if kind is None:
-        # Engines then go by the field that holds it.
-        kind = next((name for name in part if name in _MEDIA_TYPES), None)
-    return _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
 
 
 def _part_text(part: object, where: str) -> str | None:

@@ -15,9 +15,12 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tekken.json",
     "tokenizer.model.v*",
 )

@@ -16,10 +16,12 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from tokenization.chat_messages import chat_messages, decoded
+from tokenization.chat_messages import MediaForm, chat_messages, decoded
 from tokenization.chat_tools import chat_tools
 from tokenization.conversations import Conversation
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
+from tokenization.image_parts import image_parts
+from tokenization.image_prompts import ImagePrompt
 from tokenization.message_ends import MessagesEnd
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding
@@ -30,6 +32,8 @@ Body = Mapping[str, Any]
 
 # The API's default length of a completion.
 _COMPLETION_OUTPUT_TOKENS = 16
+# What a chat's body may say of how its images are read and processed.
+_PROCESSING = ("mm_processor_kwargs", "media_io_kwargs")
 # What a chat's body may say, beside its messages, of how they become a prompt.
 _CHAT_OPTIONS = frozenset(
     {
@@ -188,20 +192,46 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> PendingPrompt:
         PromptError: As for `begin_chat`.
         UnsupportedPromptError: The prompt's beginning depends on its end.
     """
-    if truncation_of(body, None, 0) is not WHOLE:
-        raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
     # No text holds it by chance, so where it is first seen the first media part stands.
     mark = secrets.token_hex(16)
-    options = _template_options(body)
-    messages = chat_messages(
-        decoded(body.get("messages")), wants_parts=_wants_parts(tokenizer, options), media_mark=mark
-    )
-    rendered = tokenizer.render_chat(messages, **options)
+    rendered, special = _rendered_media(body, decoded(body.get("messages")), tokenizer, MediaForm(mark, mark))
     text = tokenizer.closed_prefix(rendered.partition(mark)[0])
-    special = _flag(body, "add_special_tokens", False)
     if special and tokenizer.affix_tokens[1]:
         raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
     return PendingPrompt(tokenizer.begin(text, add_special_tokens=special))
+
+
+def begin_image_chat(
+    body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS
+) -> ImagePrompt | None:
+    """A chat with images; None where what becomes of these is the engine's own affair.
+
+    That is so for other media, models without a rule, and where the request says how to process images.
+
+    Raises:
+        PromptError: As for `begin_chat`.
+    """
+    rule = tokenizer.image_rule
+    if rule is None or any(body.get(name) for name in _PROCESSING):
+        return None
+    messages = decoded(body.get("messages"))
+    parts = image_parts(messages)
+    if parts is None:
+        return None
+    text, special = _rendered_media(body, messages, tokenizer, MediaForm(rule.placeholder_text))
+    _check_length(len(text), "messages", WHOLE, limits)
+    return ImagePrompt(rule, tokenizer.begin(text, add_special_tokens=special), parts)
+
+
+def _rendered_media(
+    body: Body, messages: object, tokenizer: PromptTokenizer, media: MediaForm
+) -> tuple[str, bool]:
+    """The text of a chat with media, and whether special tokens are added to it."""
+    if truncation_of(body, None, 0) is not WHOLE:
+        raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
+    options = _template_options(body)
+    shown = chat_messages(messages, wants_parts=_wants_parts(tokenizer, options), media=media)
+    return tokenizer.render_chat(shown, **options), _flag(body, "add_special_tokens", False)
 
 
 def _template_options(body: Body) -> dict[str, Any]:

@@ -6,11 +6,17 @@ Compiles and renders nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenization.errors import TokenizerLoadError
+
 _DEFAULT, _TOOLS = "default", "tool_use"
+# An older form of a processor's template, beside the files that make a model have a processor.
+_PROCESSORS_TEMPLATE = "chat_template.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _FILES = {_DEFAULT: "chat_template.jinja", _TOOLS: "additional_chat_templates/tool_use.jinja"}
 # As in vLLM 0.32; whatever template these have is not what it shows.
 _OWN_MODEL_TYPE = "gpt_oss"
@@ -48,6 +54,9 @@ def template_sources(
         directory: The model's.
         settings: Of its tokenizer_config.json.
         config: Of its config.json.
+
+    Raises:
+        TokenizerLoadError: A file is broken.
     """
     if _is_written_by_code(config):
         return TemplateSources(None, None)
@@ -64,7 +73,23 @@ def template_sources(
     default, tools = (
         source if isinstance(source := named.get(name), str) else None for name in (_DEFAULT, _TOOLS)
     )
+    processors = _processors_template(directory)
+    if processors is not None:
+        # vLLM asks the processor first, and for chats with tools the tokenizer alone.
+        return TemplateSources(processors, tools or default)
     return TemplateSources(default, tools)
+
+
+def _processors_template(directory: Path) -> str | None:
+    path = directory / _PROCESSORS_TEMPLATE
+    if not path.is_file() or not any((directory / name).is_file() for name in _PROCESSORS):
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
+    source = told.get("chat_template") if isinstance(told, dict) else None
+    return source if isinstance(source, str) else None
 
 
 def _is_written_by_code(config: Mapping[str, Any]) -> bool:

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+from tokenization.image_families import ImageFiles, image_rule
+from tokenization.image_rules import ImageRule
 from tokenization.message_ends import MessagesEnd
 from tokenization.mistral_files import mistral_form
 from tokenization.own_texts import OwnTexts, own_texts
@@ -39,6 +41,7 @@ class PromptTokenizer:
         eos_token_ids: Ids that end a generation.
         special_token_ids: Ids that decoding leaves out unless it is told not to.
         chat_template: None for a model that has no chat template, or whose engines use none.
+        image_rule: What images become in its prompts; None where that is not known.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class PromptTokenizer:
         eos_token_ids: frozenset[int],
         tool_template: ChatTemplate | None = None,
         read_otherwise: re.Pattern[str] | None = None,
+        image_files: ImageFiles | None = None,
     ) -> None:
         # Engines cut and pad for themselves; a setting left in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
@@ -56,6 +60,9 @@ class PromptTokenizer:
         self.chat_template = chat_template
         self._tool_template = tool_template
         self._read_otherwise = read_otherwise
+        self.image_rule: ImageRule | None = None
+        if image_files is not None:
+            self.image_rule = image_rule(image_files, tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -69,7 +76,7 @@ class PromptTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
-        """Loads tokenizer.json, tokenizer_config.json, config.json, generation_config.json, chat templates.
+        """Loads tokenizer.json, chat templates, and what config.json and the files like it say.
 
         Args:
             directory: The model's.
@@ -92,9 +99,10 @@ class PromptTokenizer:
             name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
         }
         mistral = mistral_form(directory) if mistral_common else None
-        sources, read_otherwise = TemplateSources(None, None), None
+        sources, read_otherwise, images = TemplateSources(None, None), None, None
         if mistral is None:
-            sources = template_sources(directory, settings, _read_json(directory / "config.json"))
+            images = _image_files(directory, settings)
+            sources = template_sources(directory, settings, images.config)
         else:
             added = tokenizer.get_added_tokens_decoder().values()
             read_otherwise = mistral.read_otherwise(token.content for token in added)
@@ -102,7 +110,7 @@ class PromptTokenizer:
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
             eos_token_ids = _eos_token_ids(directory, tokenizer, special)
-            return cls(tokenizer, default, eos_token_ids, tools, read_otherwise)
+            return cls(tokenizer, default, eos_token_ids, tools, read_otherwise, images)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
@@ -217,6 +225,12 @@ class PromptTokenizer:
             template_kwargs=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False)
+
+
+def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
+    names = ("config.json", "preprocessor_config.json", "processor_config.json")
+    config, preprocessor, processor = (_read_json(directory / name) for name in names)
+    return ImageFiles(config, preprocessor, processor, settings)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

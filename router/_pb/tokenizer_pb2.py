@@ -24,21 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arouter/_pb/tokenizer.proto\x12\nkvroute.v1\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x03\x61pi\x18\x02 \x01(\x0e\x32\x0f.kvroute.v1.Api\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\"{\n\x10TokenizeResponse\x12\x0f\n\x07prompts\x18\x01 \x03(\x0c\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\t\x12\x0f\n\x07partial\x18\x04 \x01(\t\x12$\n\x07refusal\x18\x05 \x01(\x0b\x32\x13.kvroute.v1.Refusal\")\n\x07Refusal\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t*b\n\x03\x41pi\x12\x13\n\x0f\x41PI_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41PI_CHAT\x10\x01\x12\x13\n\x0f\x41PI_COMPLETIONS\x10\x02\x12\x11\n\rAPI_RESPONSES\x10\x03\x12\x10\n\x0c\x41PI_MESSAGES\x10\x04\x32R\n\tTokenizer\x12\x45\n\x08Tokenize\x12\x1b.kvroute.v1.TokenizeRequest\x1a\x1c.kvroute.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arouter/_pb/tokenizer.proto\x12\nkvroute.v1\"y\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x03\x61pi\x18\x02 \x01(\x0e\x32\x0f.kvroute.v1.Api\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x13\n\x0breads_media\x18\x05 \x01(\x08\"\xa3\x01\n\x10TokenizeResponse\x12\x0f\n\x07prompts\x18\x01 \x03(\x0c\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\t\x12\x0f\n\x07partial\x18\x04 \x01(\t\x12$\n\x07refusal\x18\x05 \x01(\x0b\x32\x13.kvroute.v1.Refusal\x12&\n\x05media\x18\x06 \x03(\x0b\x32\x17.kvroute.v1.PromptMedia\"3\n\x0bPromptMedia\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.kvroute.v1.MediaItem\"?\n\tMediaItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\")\n\x07Refusal\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t*b\n\x03\x41pi\x12\x13\n\x0f\x41PI_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41PI_CHAT\x10\x01\x12\x13\n\x0f\x41PI_COMPLETIONS\x10\x02\x12\x11\n\rAPI_RESPONSES\x10\x03\x12\x10\n\x0c\x41PI_MESSAGES\x10\x04\x32R\n\tTokenizer\x12\x45\n\x08Tokenize\x12\x1b.kvroute.v1.TokenizeRequest\x1a\x1c.kvroute.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'router._pb.tokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_API']._serialized_start=312
-  _globals['_API']._serialized_end=410
+  _globals['_API']._serialized_start=492
+  _globals['_API']._serialized_end=590
   _globals['_TOKENIZEREQUEST']._serialized_start=42
-  _globals['_TOKENIZEREQUEST']._serialized_end=142
-  _globals['_TOKENIZERESPONSE']._serialized_start=144
-  _globals['_TOKENIZERESPONSE']._serialized_end=267
-  _globals['_REFUSAL']._serialized_start=269
-  _globals['_REFUSAL']._serialized_end=310
-  _globals['_TOKENIZER']._serialized_start=412
-  _globals['_TOKENIZER']._serialized_end=494
+  _globals['_TOKENIZEREQUEST']._serialized_end=163
+  _globals['_TOKENIZERESPONSE']._serialized_start=166
+  _globals['_TOKENIZERESPONSE']._serialized_end=329
+  _globals['_PROMPTMEDIA']._serialized_start=331
+  _globals['_PROMPTMEDIA']._serialized_end=382
+  _globals['_MEDIAITEM']._serialized_start=384
+  _globals['_MEDIAITEM']._serialized_end=447
+  _globals['_REFUSAL']._serialized_start=449
+  _globals['_REFUSAL']._serialized_end=490
+  _globals['_TOKENIZER']._serialized_start=592
+  _globals['_TOKENIZER']._serialized_end=674
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,10 @@ from tokenization import TINY_DIRECTORY
 COMMIT = hashlib.sha1(b"commit").hexdigest()
 FILES = {
     path.name: path.read_bytes() for path in TINY_DIRECTORY.iterdir() if path.suffix in (".json", ".jinja")
-} | {"model.safetensors": b"weights"}
+} | {"model.safetensors": b"weights", "video.json": b"{}"}
+# What tells of images.
+OF_IMAGES = ("chat_template.json", "preprocessor_config.json", "processor_config.json")
+FILES |= dict.fromkeys(OF_IMAGES, b"{}")
 # Loads in a process of its own: the client reads its environment once.
 LOAD = """
 import sys
@@ -122,7 +125,9 @@ def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path:
     assert loaded.startswith("4096 ")
     assert "tokenizer.json" in loaded
     assert "chat_template.jinja" in loaded
+    assert all(name in loaded for name in OF_IMAGES)
     assert "safetensors" not in loaded
+    assert "video" not in loaded
     assert load("owner/model", COMMIT, tmp_path, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1") == loaded
     assert load("owner/model", COMMIT, tmp_path, HF_ENDPOINT="http://127.0.0.1:1") == loaded
 

@@ -1,21 +1,26 @@
 """Requests with images, from a renderer's answer to the pick, where two pods have told of their caches.
 
-The renderer speaks HTTP, the pods speak ZMQ; both say what vLLM's own classes make of the prompts.
+The renderer speaks HTTP, the pods speak ZMQ; both say what vLLM's own classes make of the prompts. Without a
+renderer the images have names, and the model's files tell the rest.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from router.decision import Decision
 from router.request import RequestKind, api_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
+from tests.unit.image_support import image_part, write_model
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, engine_hashes, payloads
 from tests.unit.router_support import Bench, ready_pod
-from tests.wire.engine_publisher import EnginePublisher, wait_until
+from tests.wire.engine_publisher import EnginePublisher, batch, stored, wait_until
 from tests.wire.render_support import CHAT, Renderer, running_renderer
+from tests.wire.router_wire_support import body, doors, headers
 from tests.wire.subscribe_support import OTHER, POD, Watched, stream
 
 MODEL = "qwen2-vl"
@@ -75,3 +80,56 @@ def test_a_prompt_goes_where_its_images_were_seen(name: str, renderer: Renderer,
     }
     assert {candidate.pod: candidate.cached_tokens for candidate in decision.ranked} == cached
     assert cached[decision.primary.pod] == max(cached.values())
+
+
+def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> None:
+    """Through the door: of two pods the one that stored the named image is picked, to the last full block.
+
+    The same image without a name is known up to where it stands, with the whole prompt's length.
+    """
+    tokenizers = TokenizerRegistry.load({MODEL: write_model(tmp_path, "qwen")}, TokenizeOptions(300))
+    said = {"type": "text", "text": "What is it, and where? " * 9}
+
+    def request(uuid: str | None) -> dict[str, object]:
+        content = [said, image_part(300, 200, uuid), said]
+        return {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+
+    tokens = tokenizers.prompt_tokens(api_request("r", RequestKind.CHAT, request("cat"), 400), MODEL)
+    (ids,), ((item,),) = tokens.prompts, tokens.media
+    blocks = len(ids) // BLOCK_TOKENS
+    starts = range(0, blocks * BLOCK_TOKENS, BLOCK_TOKENS)
+    within = [start < item.offset + item.length and item.offset < start + BLOCK_TOKENS for start in starts]
+    extra_keys = [
+        [["cat", item.offset - start]] if has else None for start, has in zip(starts, within, strict=True)
+    ]
+    with EnginePublisher() as engine:
+        running = Watched(block_tokens=BLOCK_TOKENS)
+        running.follow(stream(engine, POD, MODEL))
+        engine.wait_for_subscriber()
+        ids_stored = ids[: blocks * BLOCK_TOKENS].tolist()
+        event = stored(list(range(1, blocks + 1)), ids_stored, None, BLOCK_TOKENS, extra_keys=extra_keys)
+        engine.publish_payload(batch(event))
+        wait_until("all blocks are known", lambda: sum(keys for _, keys in running.stored) == blocks)
+        bench = Bench(index=running.indexer, tokenizers=tokenizers)  # type: ignore[arg-type]
+        bench.with_pods(*(ready_pod(pod, model=MODEL) for pod in HELD))
+        with doors(bench) as served:
+            for name in ("cat", "dog", None):
+                served.exchange(
+                    headers(path="/v1/chat/completions", x_request_id=str(name)),
+                    body(json.dumps(request(name)).encode()),
+                )
+        told = {name: bench.explain.one(str(name)) for name in ("cat", "dog", None)}
+        running.indexer.close()
+    tokenizers.close()
+    for name, cached in (
+        ("cat", blocks),
+        ("dog", item.offset // BLOCK_TOKENS),
+        (None, item.offset // BLOCK_TOKENS),
+    ):
+        shown = told[name]
+        assert shown is not None
+        held = {candidate["pod"]: candidate["cached_tokens"] for candidate in shown["candidates"]}
+        assert (held[POD], shown["prompt_tokens"]) == (cached * BLOCK_TOKENS, len(ids)), name
+        assert (shown["degraded"], shown["partial"]) == (None, None if name else "media")
+    assert told["cat"] is not None
+    assert (told["cat"]["pod"], told["cat"]["candidates"][1]["cached_tokens"]) == (POD, 0)

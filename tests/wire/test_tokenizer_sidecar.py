@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -19,6 +20,7 @@ from router.errors import ConfigError, ListenError, RequestError
 from router.request import RequestKind, RouteRequest
 from router.tokenizer_server import SERVICE, TokenizerServer
 from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
+from tests.unit.image_support import image_part, write_model
 from tests.unit.router_support import TOKENIZER, completion
 from tokenization import TINY_DIRECTORY
 from tokenization.anthropic_messages import messages_as_chat
@@ -103,6 +105,31 @@ def test_refusals_and_reasons_come_through(registry: TokenizerRegistry) -> None:
     assert registry.prompt_tokens(chat(messages=image), MODEL).partial == "media"
     assert registry.prompt_tokens(completion("id", "x" * 10_000), MODEL, 8).degraded == "longer_than_context"
     assert registry.prompt_tokens(chat(), "other").degraded == "tokenizer_unavailable"
+
+
+def test_images_come_through_with_their_names(socket: Path, tmp_path: Path) -> None:
+    """A router that reads what ids stand for has all of them; one that does not has those in front."""
+    (tmp_path / "model").mkdir()
+    model = write_model(tmp_path / "model", "qwen")
+    content = [image_part(60, 60, "a"), {"type": "text", "text": "or"}, image_part(90, 30, "b")]
+    request = chat(messages=[{"role": "user", "content": content}])
+    here = TokenizerRegistry.load({MODEL: model}).prompt_tokens(request, MODEL)
+    served = TokenizerServer(socket, {MODEL: str(model)}, threads=1)
+    served.start()
+    sidecar = TokenizerRegistry.load({MODEL: f"unix:{socket}"}, TokenizeOptions(deadline_s=DEADLINE_S))
+    there = sidecar.prompt_tokens(request, MODEL)
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        body = msgspec.json.encode(request.body)
+        message = tokenizer_pb2.TokenizeRequest(model=MODEL, api=tokenizer_pb2.API_CHAT, body=body)
+        older = tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(message, timeout=DEADLINE_S)
+    sidecar.close()
+    served.close()
+    (ids,), (items,) = here.prompts, here.media
+    assert there.prompts[0].tolist() == ids.tolist()
+    assert (there.media, there.total, there.partial) == (here.media, len(ids), None)
+    assert [item.identifier for item in items] == ["a", "b"]
+    assert (older.prompts[0], older.total) == (ids[: items[0].offset].tobytes(), len(ids))
+    assert (older.partial, len(older.media)) == ("media", 0)
 
 
 def test_a_restart_costs_only_the_requests_meanwhile(registry: TokenizerRegistry, socket: Path) -> None:
