@@ -33,8 +33,14 @@ def keep_home_core() -> None:
     """Keeps this process' Python threads on one core from now on; where there is no choice, does nothing."""
     if not hasattr(os, "sched_setaffinity") or not _STAT.exists():
         return
-    if len(os.sched_getaffinity(0)) > 1:
-        threading.Thread(target=_keep, args=(HomeCore(),), name="home-core", daemon=True).start()
+    if len(os.sched_getaffinity(0)) < 2:
+        return
+    try:
+        home = HomeCore()
+    except OSError as error:
+        _log.info("may not choose a core, so threads run on any: %s", error)
+        return
+    threading.Thread(target=_keep, args=(home,), name="home-core", daemon=True).start()
 
 
 class HomeCore:
@@ -71,6 +77,8 @@ class HomeCore:
     def _pin(self) -> None:
         try:
             self._place(self._cores, {self.core})
+        except PermissionError:
+            raise
         except OSError:
             # Cores were taken from the process: what is left tells the kernel.
             everywhere = set(range(os.cpu_count() or 1))

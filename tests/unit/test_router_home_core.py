@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.home_core import HomeChoice, busy_share, core_usage
+from router.home_core import HomeChoice, busy_share, core_usage, keep_home_core
 
 _NO_CHOICE = not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2
 
@@ -54,6 +55,19 @@ def test_python_threads_share_a_core_and_others_roam(how: str) -> None:
     assert (main, threads) == (1, [1, allowed, allowed, 1])
     assert library
     assert set(library) == {allowed}
+
+
+@pytest.mark.skipif(_NO_CHOICE, reason="needs Linux and two cores")
+def test_a_sandbox_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system lets nobody choose cores, the threads stay as they are and the process goes on."""
+
+    def forbidden(_number: int, _cores: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    before = threading.active_count()
+    keep_home_core()
+    assert threading.active_count() == before
 
 
 def test_a_home_is_left_when_others_keep_it_busy() -> None:
