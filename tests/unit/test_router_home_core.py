@@ -58,6 +58,17 @@ def test_python_threads_share_a_core_and_others_roam(how: str) -> None:
 
 
 @pytest.mark.skipif(_NO_CHOICE, reason="needs Linux and two cores")
+def test_a_core_that_was_taken_away_is_left() -> None:
+    """Where the home is no core of this process any more, the next look finds one, for all threads."""
+    program = (
+        "import os; from router.home_core import HomeCore; allowed = os.sched_getaffinity(0);"
+        "home = HomeCore(); home.core = 4000; home.look(); home.look();"
+        "print(home.core in allowed, os.sched_getaffinity(0) == {home.core})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True True\n"
+
+
+@pytest.mark.skipif(_NO_CHOICE, reason="needs Linux and two cores")
 def test_a_sandbox_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system lets nobody choose cores, the threads stay as they are and the process goes on."""
 
