@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from router.flags.values import boolean, count, duration, log_level
+from router.flags.values import add_switch, count, duration, log_level
 
 
 def add_process_flags(group: argparse._ArgumentGroup) -> None:
@@ -16,23 +16,17 @@ def add_process_flags(group: argparse._ArgumentGroup) -> None:
         metavar="DURATION",
         help="how long SIGTERM waits for the requests inside the doors (default: %(default)s)",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--tracing",
-        type=boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BOOL",
-        help="send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
+        False,
+        "send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--home-core",
-        type=boolean,
-        nargs="?",
-        const=True,
-        default=True,
-        metavar="BOOL",
-        help="keep the threads that need Python's lock on one core, the idlest (default: %(default)s)",
+        True,
+        "keep the threads that need Python's lock on one core that others leave free (default: %(default)s)",
     )
     group.add_argument("-v", "--v", type=count, default=0, metavar="LEVEL", help="1 and above: every detail")
     group.add_argument(
@@ -47,12 +41,9 @@ def add_process_flags(group: argparse._ArgumentGroup) -> None:
         default="console",
         help="json: a log line is a JSON object (default: %(default)s)",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--print-config",
-        type=boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BOOL",
-        help="print what these flags and files come to, and end",
+        False,
+        "print what these flags and files come to, and end",
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 from router.config_file import COMPAT
-from router.flags.values import boolean, positive_duration
+from router.flags.values import add_switch, positive_duration
 
 _UNNEEDED = {
     "--allow-experimental-plugins": "no plugin here is held back",
@@ -32,11 +33,7 @@ _REFUSED = (
 
 def add_reference_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of this group."""
-
-    def switch(name: str, default: bool, text: str) -> None:
-        group.add_argument(
-            name, type=boolean, nargs="?", const=True, default=default, metavar="BOOL", help=text
-        )
+    switch = partial(add_switch, group)
 
     group.add_argument(
         "--compat",

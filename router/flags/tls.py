@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from router.flags.values import boolean
+from router.flags.values import add_switch
 
 
 def add_tls_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of this group."""
-
-    def switch(name: str, default: bool, text: str) -> None:
-        group.add_argument(
-            name, type=boolean, nargs="?", const=True, default=default, metavar="BOOL", help=text
-        )
+    switch = partial(add_switch, group)
 
     switch(
         "--secure-serving",

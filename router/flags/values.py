@@ -68,6 +68,11 @@ def boolean(text: str) -> bool:
     return _BOOLEANS[text.lower()]
 
 
+def add_switch(group: argparse._ArgumentGroup, name: str, default: bool, text: str) -> None:
+    """Adds a flag that is true or false; named without a value it is true, as with Go's flags."""
+    group.add_argument(name, type=boolean, nargs="?", const=True, default=default, metavar="BOOL", help=text)
+
+
 def size_bytes(text: str) -> int:
     """A size such as 4194304, 10MiB or 25MB; the B may be missing."""
     try:
