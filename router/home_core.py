@@ -40,6 +40,7 @@ def keep_home_core() -> None:
     except OSError as error:
         _log.info("may not choose a core, so threads run on any: %s", error)
         return
+    _log.info("threads that need Python's lock keep to core %d", home.core)
     threading.Thread(target=_keep, args=(home,), name="home-core", daemon=True).start()
 
 
