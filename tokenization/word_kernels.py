@@ -1,8 +1,9 @@
 """Words of a text and the table of their ids, compiled: UTF-8 bytes in, ids out, and the words that lack.
 
 A line of the table is what a processor reads from memory at once: a word's text and its ids. Lines stand in
-sets of four; the hash of a word tells its set, its text which line it is. Where a word ends is `cuts` written
-out (see there for why it is exact). Knows no tokenizer.
+sets of four; the hash of a word tells its set, its text which line it is. Words for which such a line is too
+short have a table of longer ones. Where a word ends is `cuts` written out (see there for why it is exact).
+Knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from compiled.jit import inlined, kernel
 WAYS = 4
 """Lines of a set."""
 
-LINE_WORDS = 16
+LINE_WORDS, LONG_LINE_WORDS = 16, 64
 """32-bit numbers of a line: the hash's upper half, the sizes, then the text and, from the end, the ids."""
 
 # What else the second number holds: whether the line was asked for since its set was last full.
@@ -23,11 +24,14 @@ _ASKED = np.uint32(1 << 31)
 _SIZE_BITS = np.uint32(16)
 _SIZE = np.uint32((1 << 15) - 1)
 _HEAD = 2
+# A line has room for shorter words, unless they have more ids than bytes.
+_LONG_BYTES_MIN = 12
 
 # A node of the special tokens' tree: its byte, its first child, its next sibling, whether a token ends there.
 _BYTE, _CHILD, _SIBLING, _IS_END = range(4)
 
 _HALF = np.uint64(32)
+_LOWER = np.uint64((1 << 32) - 1)
 _MIX = np.uint64(29)
 _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
@@ -38,6 +42,7 @@ _TAB, _LINE_FEED, _RETURN, _BLANK = 9, 10, 13, 32
 def encode_words(
     data: NDArray[np.uint8],
     table: NDArray[np.uint32],
+    long_table: NDArray[np.uint32],
     specials: NDArray[np.int32],
     seed: np.uint64,
     has_lines: bool,
@@ -47,7 +52,8 @@ def encode_words(
 
     Args:
         data: uint8 [bytes], a text in UTF-8.
-        table: uint32 [sets * WAYS, LINE_WORDS]; sets are a power of two.
+        table: uint32 [sets * WAYS, LINE_WORDS].
+        long_table: uint32 [sets * WAYS, LONG_LINE_WORDS].
         specials: int32 [nodes, 4], the tree of special tokens: each is a word, whatever stands beside it.
         seed: Of the hash.
         has_lines: Whether a line's end is a word of its own in front of a letter or digit.
@@ -70,11 +76,10 @@ def encode_words(
                 until += 1
         while at < until + special:
             stop = word_end(data, at, until, has_lines) if at < until else until + special
-            line = _find(data, at, stop, table, seed)
-            if line >= 0:
-                count = np.int64(table[line, 1] & _SIZE)
-                for position in range(count):
-                    room[ids + position] = table[line, LINE_WORDS - 1 - position]
+            count = _known_ids(data, at, stop, table, seed, room, ids)
+            if count < 0 and stop - at >= _LONG_BYTES_MIN:
+                count = _known_ids(data, at, stop, long_table, seed, room, ids)
+            if count >= 0:
                 ids += count
             else:
                 missing += 1
@@ -87,27 +92,43 @@ def encode_words(
 
 
 @kernel
-def remember_words(
+def put_words(
     data: NDArray[np.uint8],
-    ids: NDArray[np.uint32],
-    spans: NDArray[np.int64],
+    room: NDArray[np.uint32],
+    fresh: NDArray[np.uint32],
+    counts: NDArray[np.int64],
     table: NDArray[np.uint32],
+    long_table: NDArray[np.uint32],
     seed: np.uint64,
+    ids: NDArray[np.uint32],
 ) -> None:
-    """Puts words into the table, in the places of such as were not asked for lately where a set is full.
+    """Writes the ids of a text's words, those that lacked in their places, and puts these into the tables.
+
+    There they get the places of such as were not asked for lately where a set is full. Those for which a long
+    line is too short are passed over, see `fits`.
 
     Args:
         data: uint8 [bytes].
-        ids: uint32 [ids].
-        spans: int64 [words, 4]: of each the start and end of its text and of its ids. Those that are more
-            than a line holds are passed over, see `fits`.
-        table: See `encode_words`.
-        seed: Of the hash.
+        room: As `encode_words` has written it.
+        fresh: uint32 [ids], of the words that lacked, in their order.
+        counts: int64 [words], how many of them each has.
+        table: See `encode_words`, as for `long_table` and `seed`.
+        ids: uint32 [ids of known words + fresh], written.
     """
-    for word in range(len(spans)):
-        start, end, first, last = spans[word]
-        if _fits(end - start, last - first) and _find(data, start, end, table, seed) < 0:
-            _write(data[start:end], ids[first:last], table, seed)
+    known = first = 0
+    for word in range(len(counts)):
+        entry = len(room) - 3 * (word + 1)
+        while known < room[entry]:
+            ids[first + known] = room[known]
+            known += 1
+        last = first + counts[word]
+        for position in range(first, last):
+            ids[position + known] = fresh[position]
+        _remember(data[room[entry + 1] : room[entry + 2]], fresh[first:last], table, long_table, seed)
+        first = last
+    while first + known < len(ids):
+        ids[first + known] = room[known]
+        known += 1
 
 
 @kernel
@@ -131,8 +152,9 @@ def word_ends(data: NDArray[np.uint8], has_lines: bool, ends: NDArray[np.int64])
 
 
 def fits(word_bytes: int, ids: int) -> bool:
-    """Whether a word and its ids fit into a line."""
-    return bool(_fits(word_bytes, ids))
+    """Whether a word and its ids fit into a line of either table."""
+    is_long = word_bytes >= _LONG_BYTES_MIN and _fits(word_bytes, ids, LONG_LINE_WORDS)
+    return bool(is_long or _fits(word_bytes, ids, LINE_WORDS))
 
 
 @inlined
@@ -224,10 +246,30 @@ def _special_bytes(data: NDArray[np.uint8], at: int, end: int, specials: NDArray
 
 
 @inlined
+def _known_ids(
+    data: NDArray[np.uint8],
+    at: int,
+    stop: int,
+    table: NDArray[np.uint32],
+    seed: np.uint64,
+    room: NDArray[np.uint32],
+    ids: int,
+) -> int:
+    """Writes the ids of this word behind others and tells how many they are; -1 if no line holds it."""
+    line = _find(data, at, stop, table, seed)
+    if line < 0:
+        return -1
+    count = np.int64(table[line, 1] & _SIZE)
+    for position in range(count):
+        room[ids + position] = table[line, table.shape[1] - 1 - position]
+    return count
+
+
+@inlined
 def _find(data: NDArray[np.uint8], at: int, stop: int, table: NDArray[np.uint32], seed: np.uint64) -> int:
     """The line that holds this word, which is marked as asked for; -1 if none does."""
     number = _hash(data, at, stop, seed)
-    first = np.int64(number & np.uint64(len(table) // WAYS - 1)) * WAYS
+    first = _first_line(number, table)
     size = stop - at
     for line in range(first, first + WAYS):
         if table[line, 0] != np.uint32(number >> _HALF):
@@ -247,8 +289,26 @@ def _find(data: NDArray[np.uint8], at: int, stop: int, table: NDArray[np.uint32]
 
 
 @inlined
-def _fits(word_bytes: int, ids: int) -> bool:
-    return word_bytes > 0 and (word_bytes + 3) // 4 + ids <= LINE_WORDS - _HEAD
+def _fits(word_bytes: int, ids: int, line_words: int) -> bool:
+    return word_bytes > 0 and (word_bytes + 3) // 4 + ids <= line_words - _HEAD
+
+
+@inlined
+def _remember(
+    word: NDArray[np.uint8],
+    ids: NDArray[np.uint32],
+    table: NDArray[np.uint32],
+    long_table: NDArray[np.uint32],
+    seed: np.uint64,
+) -> None:
+    size = len(word)
+    is_long = not _fits(size, len(ids), LINE_WORDS)
+    if is_long and not (size >= _LONG_BYTES_MIN and _fits(size, len(ids), LONG_LINE_WORDS)):
+        return
+    where = long_table if is_long else table
+    # The same word may have lacked twice in one text.
+    if _find(word, 0, size, where, seed) < 0:
+        _write(word, ids, where, seed)
 
 
 @inlined
@@ -257,13 +317,20 @@ def _write(
 ) -> None:
     size = len(word)
     number = _hash(word, 0, size, seed)
-    line = _line_for(table, np.int64(number & np.uint64(len(table) // WAYS - 1)) * WAYS)
+    line = _line_for(table, _first_line(number, table))
     table[line, 0] = np.uint32(number >> _HALF)
     table[line, 1] = np.uint32(len(ids)) | (np.uint32(size) << _SIZE_BITS)
     for position in range((size + 3) // 4):
         table[line, _HEAD + position] = _four_bytes(word, 4 * position, size)
     for position in range(len(ids)):
-        table[line, LINE_WORDS - 1 - position] = ids[position]
+        table[line, table.shape[1] - 1 - position] = ids[position]
+
+
+@inlined
+def _first_line(number: np.uint64, table: NDArray[np.uint32]) -> int:
+    """The first line of the set that the lower half of a hash tells, however many there are."""
+    sets = np.uint64(len(table) // WAYS)
+    return np.int64((number & _LOWER) * sets >> _HALF) * WAYS
 
 
 @inlined

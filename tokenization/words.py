@@ -7,9 +7,9 @@ what lies between exact cuts (see `cuts`), so their ids are those that they have
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,15 @@ from tokenizers import Encoding, Tokenizer
 from tokenization.cuts import WordCuts, split_words
 from tokenization.segment_memory import TokenIds
 from tokenization.shares import encode_together
-from tokenization.word_kernels import LINE_WORDS, WAYS, encode_words, remember_words
+from tokenization.word_kernels import LINE_WORDS, LONG_LINE_WORDS, WAYS, encode_words, put_words
 
 WORDS_CHARS_MAX = 8 << 10
 """Of more at once only what is mostly known: the library is as fast with the rest, and gives up the GIL."""
 _KNOWN_SHARE = 0.75
 # So little that another thread's taking the GIL meanwhile would cost more.
 _INLINE_CHARS = 128
-_LINE_BYTES = 4 * LINE_WORDS
+# One in so many bytes is for words too long for a line of the others.
+_LONG_SHARE = 8
 _NO_IDS: TokenIds = np.zeros(0, np.uint32)
 
 
@@ -49,9 +50,10 @@ class WordEncoder:
         self._tokenizer = tokenizer
         self._has_lines = cuts is WordCuts.LINES
         self._specials = special_tree(specials)
-        sets = 1 << max(0, (capacity_bytes // (WAYS * _LINE_BYTES)).bit_length() - 1)
-        self._table = np.zeros((sets * WAYS, LINE_WORDS), np.uint32)
-        self.used_bytes = self._table.nbytes
+        long_bytes = capacity_bytes // _LONG_SHARE
+        self._table = _table(LINE_WORDS, capacity_bytes - long_bytes)
+        self._long_table = _table(LONG_LINE_WORDS, long_bytes)
+        self.used_bytes = self._table.nbytes + self._long_table.nbytes
         # Unknown to clients, who could else have one set serve all of their words.
         self._seed = np.uint64(secrets.randbits(64))
         compile_words()
@@ -70,49 +72,40 @@ class WordEncoder:
         """The ids of a text of which at least this share is known; None for any other."""
         if not text:
             return _NO_IDS
-        data = bytearray(text, "utf-8")
+        utf8 = bytearray(text, "utf-8")
+        data = np.frombuffer(utf8, np.uint8)
         # No byte makes more than three ids: that is as much longer as the normal form makes a text.
-        room = np.empty(4 * len(data), np.uint32)
+        room = np.empty(4 * len(utf8), np.uint32)
         ids, missing = encode_words(
-            np.frombuffer(data, np.uint8), self._table, self._specials, self._seed, self._has_lines, room
+            data, self._table, self._long_table, self._specials, self._seed, self._has_lines, room
         )
         if not missing:
             return room[:ids].copy()
         places = room[len(room) - 3 * missing :].reshape(missing, 3)[::-1]
-        if share and int((places[:, 2] - places[:, 1]).sum()) > (1 - share) * len(data):
+        if share and int((places[:, 2] - places[:, 1]).sum()) > (1 - share) * len(utf8):
             return None
-        return self._with_fresh(data, room[:ids], places.tolist())
+        words = [utf8[start:end].decode() for _, start, end in places.tolist()]
+        return self._with_fresh(data, room, ids, words)
 
     def _with_fresh(
-        self, data: bytearray, known: TokenIds, places: Sequence[tuple[int, int, int]]
+        self, data: NDArray[np.uint8], room: TokenIds, known: int, words: Sequence[str]
     ) -> TokenIds:
         """The ids of a text of which words lack, which are remembered.
 
         Args:
-            known: Ids of the other words.
-            places: For each word that lacks the number of ids in front of it, its start and its end.
+            room: As `encode_words` has written it.
+            known: How many ids the other words have.
+            words: Those that lack, in their order.
         """
-        text = bytes(data)
-        words = {text[start:end]: (start, end) for _, start, end in places}
-        fresh = array("I")
-        spans = []
-        for (start, end), encoding in zip(
-            words.values(), self._encode([word.decode() for word in words]), strict=True
-        ):
-            first = len(fresh)
-            fresh.extend(encoding.ids)
-            spans.append((start, end, first, len(fresh)))
-        ids = np.array(fresh, np.uint32)
-        remember_words(np.frombuffer(data, np.uint8), ids, np.array(spans), self._table, self._seed)
-        ids_of = {word: ids[first:last] for word, (_, _, first, last) in zip(words, spans, strict=True)}
-        parts: list[TokenIds] = []
-        at = 0
-        for before, start, end in places:
-            parts += (known[at:before], ids_of[text[start:end]])
-            at = before
-        parts.append(known[at:])
-        # Writable: kernels are compiled anew for arrays that are not.
-        return np.frombuffer(bytearray().join(parts), np.uint32)  # type: ignore[arg-type]  # they are buffers
+        apart = list(dict.fromkeys(words))
+        fresh = [encoding.ids for encoding in self._encode(apart)]
+        if len(apart) < len(words):
+            ids_of = dict(zip(apart, fresh, strict=True))
+            fresh = [ids_of[word] for word in words]
+        counts, fresh_ids = np.array(list(map(len, fresh))), np.array(list(chain(*fresh)), np.uint32)
+        ids = np.empty(known + len(fresh_ids), np.uint32)
+        put_words(data, room, fresh_ids, counts, self._table, self._long_table, self._seed, ids)
+        return ids
 
     def _encode(self, words: Sequence[str]) -> list[Encoding]:
         if sum(map(len, words)) > _INLINE_CHARS:
@@ -123,11 +116,17 @@ class WordEncoder:
 @cache
 def compile_words() -> None:
     """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
-    table, seed = np.zeros((WAYS, LINE_WORDS), np.uint32), np.uint64(0)
-    data, room = np.zeros(1, np.uint8), np.zeros(4, np.uint32)
-    encode_words(data, table, special_tree(()), seed, True, room)
-    remember_words(data, room, np.array([(0, 1, 0, 1)]), table, seed)
+    tables, seed = (_table(LINE_WORDS, 0), _table(LONG_LINE_WORDS, 0)), np.uint64(0)
+    data, room, ids = np.zeros(1, np.uint8), np.zeros(4, np.uint32), np.zeros(1, np.uint32)
+    encode_words(data, *tables, special_tree(()), seed, True, room)
+    put_words(data, room, ids, np.array([1]), *tables, seed, ids)
     split_words("a", WordCuts.LINES)
+
+
+def _table(line_words: int, capacity_bytes: int) -> NDArray[np.uint32]:
+    """A table with room for one set of words at least."""
+    sets = max(1, capacity_bytes // (4 * line_words * WAYS))
+    return np.zeros((sets * WAYS, line_words), np.uint32)
 
 
 def special_tree(tokens: Iterable[str]) -> NDArray[np.int32]:

@@ -202,9 +202,9 @@ def test_words_that_are_asked_for_stay() -> None:
     assert asked < 20
 
 
-def test_a_word_too_long_for_a_line_is_never_remembered() -> None:
+def test_a_word_too_long_for_any_line_is_never_remembered() -> None:
     """It is encoded each time, and rightly; a word that just fits is remembered."""
-    for length in range(40, 64):
+    for length in (*range(40, 64), *range(90, 250, 7)):
         tokenizer, text = Counting(tiny()), " " + "q" * (length - 1)
         encoder = WordEncoder(tokenizer, WordCuts.LINES, (), 1 << 20)  # type: ignore[arg-type]
         ids = tiny().encode(text, add_special_tokens=False).ids
