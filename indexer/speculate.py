@@ -35,6 +35,14 @@ class _Request:
     # One for each pod.
     runs: tuple[_Run, ...] = ()
 
+    def release(self, pod: str | None) -> tuple[_Run, ...]:
+        """Gives up the runs of one pod, or of all."""
+        runs, self.runs = self.runs, ()
+        if pod is None:
+            return runs
+        self.runs = tuple([run for run in runs if run[0] != pod])
+        return tuple([run for run in runs if run[0] == pod])
+
 
 class Speculation:
     """Blocks that are assumed, by the requests that they are assumed for. Thread-safe.
@@ -90,17 +98,12 @@ class Speculation:
                 self._look_later(self._fresh, now_s + self._ttl_s, request_id)
             request.renewed_s = now_s
             if request.runs:
-                for _, old_keys, _ in self._release(request_id, request, pod):
-                    self._index.remove(pod, SPECULATIVE_TIER, old_keys)
+                for run in request.release(pod):
+                    self._forget(request_id, run)
+                    self._index.remove(pod, SPECULATIVE_TIER, run[1])
             request.runs += ((pod, keys, last),)
             self._entries += len(keys)
-            awaited = self._awaited.get(pod)
-            if awaited is None:
-                awaited = self._awaited[pod] = {}
-            if last in awaited:
-                awaited[last].append(request_id)
-            else:
-                awaited[last] = [request_id]
+            self._awaited.setdefault(pod, {}).setdefault(last, []).append(request_id)
             self._index.add(pod, SPECULATIVE_TIER, keys)
             if self._entries > self._max_entries:
                 self._expire(now_s)
@@ -180,31 +183,31 @@ class Speculation:
 
     def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
         """Ends what is assumed for requests, of one pod or of all; with its last pod the request."""
-        ended: list[_Run] = []
+        pods: list[str] = []
+        ended: list[Keys] = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None:
-                ended += self._release(request_id, request, pod)
-                if not request.runs:
-                    del self._requests[request_id]
-        if ended:
-            pods, runs, _ = zip(*ended, strict=True)
-            self._index.remove_all(SPECULATIVE_TIER, pods, runs)
-
-    def _release(self, request_id: Hashable, request: _Request, pod: str | None) -> Iterable[_Run]:
-        """Forgets what is assumed for a request, of one pod or of all: runs that are to leave the index."""
-        runs, request.runs = request.runs, ()
-        if pod is not None:
-            request.runs = tuple([run for run in runs if run[0] != pod])
-            runs = tuple([run for run in runs if run[0] == pod])
-        for holder, keys, last in runs:
-            self._entries -= len(keys)
-            awaited = self._awaited[holder]
-            if len(awaited[last]) > 1:
-                awaited[last].remove(request_id)
+            if request is None:
                 continue
-            del awaited[last]
-            if not awaited:
-                del self._awaited[holder]
-                self._stored_s.pop(holder, None)
-        return runs
+            for run in request.release(pod):
+                self._forget(request_id, run)
+                pods.append(run[0])
+                ended.append(run[1])
+            if not request.runs:
+                del self._requests[request_id]
+        if ended:
+            self._index.remove_all(SPECULATIVE_TIER, pods, ended)
+
+    def _forget(self, request_id: Hashable, run: _Run) -> None:
+        """A run that is to leave the index is not awaited any more."""
+        pod, keys, last = run
+        self._entries -= len(keys)
+        awaited = self._awaited[pod]
+        waiting = awaited[last]
+        if len(waiting) > 1:
+            waiting.remove(request_id)
+            return
+        del awaited[last]
+        if not awaited:
+            del self._awaited[pod]
+            self._stored_s.pop(pod, None)

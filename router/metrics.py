@@ -6,10 +6,11 @@ ours. Per-pod gauges are read from the live state when scraped, so nothing has t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from threading import Lock
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -28,6 +29,9 @@ _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 
 _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
+
+# What picks that are counted together have in common: model, the client's name for it, priority, degraded.
+_Alike: TypeAlias = tuple[str | None, str | None, int, str | None]
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
@@ -115,26 +119,41 @@ class RouterMetrics:
         return inside
 
     def _catch_up(self) -> None:
-        """Counts the picks of late."""
+        """Counts the picks of late, alike ones together."""
         with self._lock:
-            while self._picked:
-                self._count_pick(*self._picked.popleft())
+            alike: dict[_Alike, list[Decision]] = {}
+            for decision, took_s in [self._picked.popleft() for _ in range(len(self._picked))]:
+                self._picking.observe(took_s)
+                kind = decision.model, decision.client_model, decision.priority, decision.degraded
+                if (decisions := alike.get(kind)) is None:
+                    decisions = alike[kind] = []
+                decisions.append(decision)
+            for kind, decisions in alike.items():
+                self._count_picks(*kind, decisions)
 
-    def _count_pick(self, decision: Decision, took_s: float) -> None:
-        model = self._models.admit(decision.model or "")
-        best, client = decision.ranked.best, decision.client_model
+    def _count_picks(
+        self,
+        of_model: str | None,
+        client: str | None,
+        priority: int,
+        degraded: str | None,
+        decisions: Sequence[Decision],
+    ) -> None:
+        model = self._models.admit(of_model or "")
         named = model if client is None else self._models.admit(client)
-        labels = _model_labels(named, model, decision.priority)
-        self._requests.add(labels)
-        # A pick that is older than the pod's end must not bring its series back for good.
-        if self._pods is None or best.pod in self._pods:
-            self._attempts.add(_attempt_labels(model, best.pod))
-        self._picking.observe(took_s)
-        self._picks.add((decision.degraded or "",))
-        if decision.degraded is None:
-            self._input.observe(decision.prompt_tokens, labels)
-            self._predicted.add((), best.cached_tokens)
-            self._best.add((), decision.ranked.most_cached_tokens)
+        labels = _model_labels(named, model, priority)
+        self._requests.add(labels, len(decisions))
+        self._picks.add((degraded or "",), len(decisions))
+        best = [decision.ranked.best for decision in decisions]
+        for pod, picks in Counter([candidate.pod for candidate in best]).items():
+            # A pick that is older than the pod's end must not bring its series back for good.
+            if self._pods is None or pod in self._pods:
+                self._attempts.add(_attempt_labels(model, pod), picks)
+        if degraded is None:
+            for decision in decisions:
+                self._input.observe(decision.prompt_tokens, labels)
+            self._predicted.add((), sum([candidate.cached_tokens for candidate in best]))
+            self._best.add((), sum([decision.ranked.most_cached_tokens for decision in decisions]))
 
     def _make_picks(self, make: Tallies) -> None:
         self._requests = make.counter(

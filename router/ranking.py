@@ -129,6 +129,9 @@ class Ranking(Sequence[Candidate]):
     @property
     def views(self) -> tuple[str, ...]:
         """Of each pod, in the order of `pods`: what its Candidate says."""
+        known = tuple(filter(None, map(self._states.get, self.pods)))
+        if len(known) == len(self.pods):
+            return known
         return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
     def cost_s(self, at: int) -> float:
