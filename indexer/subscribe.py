@@ -42,6 +42,11 @@ _GATHER_S, _GATHER_MOST_S = 0.004, 0.015
 _GATHER_FOR_TURN = 10.0
 
 
+def gather_s(turn_s: float) -> float:
+    """How long what comes is left to gather behind a turn that took so many seconds."""
+    return min(_GATHER_MOST_S, max(_GATHER_S, _GATHER_FOR_TURN * turn_s))
+
+
 class Subscriber:
     """Follows a declared set of streams.
 
@@ -238,9 +243,9 @@ class Subscriber:
 
         What follows a turn at once waits, so that more of it is taken together; what is due does not.
         """
-        gather_s = min(self._due_s, self._turned_s + self._gather_s) - self._clock()
-        if gather_s > 0:
-            time.sleep(gather_s)
+        rest_s = min(self._due_s, self._turned_s + self._gather_s) - self._clock()
+        if rest_s > 0:
+            time.sleep(rest_s)
         wait_s = min(_LONGEST_WAIT_S, max(0.0, self._due_s - self._clock()))
         readable = self._poller.poll(math.ceil(wait_s * 1000))
         begun_s = self._clock()
@@ -256,7 +261,7 @@ class Subscriber:
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self._clock()
-        self._gather_s = min(_GATHER_MOST_S, max(_GATHER_S, _GATHER_FOR_TURN * (now_s - begun_s)))
+        self._gather_s = gather_s(now_s - begun_s)
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
             for owner in tuple(self._owners()):

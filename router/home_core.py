@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -29,26 +30,28 @@ _ROAMING = ("tokenize", "encode")
 _STAT, _THREADS = Path("/proc/stat"), Path("/proc/self/task")
 
 
-def keep_home_core() -> None:
-    """Keeps this process' Python threads on one core from now on; where there is no choice, does nothing."""
+def keep_home_core() -> HomeCore | None:
+    """Keeps this process' Python threads on one core from now on; None: there is no choice."""
     if not hasattr(os, "sched_setaffinity") or not _STAT.exists():
-        return
+        return None
     if len(os.sched_getaffinity(0)) < 2:
-        return
+        return None
     try:
         home = HomeCore()
     except OSError as error:
         _log.info("may not choose a core, so threads run on any: %s", error)
-        return
+        return None
     _log.info("threads that need Python's lock keep to core %d", home.core)
     threading.Thread(target=_keep, args=(home,), name="home-core", daemon=True).start()
+    return home
 
 
 class HomeCore:
-    """The core of the moment. Not thread-safe.
+    """The core of the moment. Not thread-safe, but for looks at its attributes.
 
     Attributes:
         core: Its number.
+        is_kept: Whether threads keep to it; not any more after `leave`.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class HomeCore:
         self._usage = core_usage(_STAT.read_text())
         self._own_s, self._then_s = time.process_time(), time.monotonic()
         self.core = random.choice(tuple(self._cores))
+        self.is_kept = True
         self._pin()
 
     def look(self) -> None:
@@ -74,6 +78,15 @@ class HomeCore:
             _log.info("core %d is busy with others: moved to core %d", self.core, core)
             self.core = core
         self._pin()
+
+    def leave(self) -> None:
+        """Lets all threads run on any core.
+
+        Raises:
+            OSError: The system does not allow it.
+        """
+        self.is_kept = False
+        self._place(self._cores, self._cores)
 
     def _pin(self) -> None:
         try:
@@ -150,5 +163,7 @@ def _keep(home: HomeCore) -> None:
             home.look()
         except Exception:
             # Where it runs is of less weight than that it runs.
-            _log.exception("cannot keep to one core; threads stay where they are")
+            _log.exception("cannot keep to one core; threads run on any from now on")
+            with suppress(OSError):
+                home.leave()
             return

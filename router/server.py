@@ -119,6 +119,11 @@ class RouterServer:
         self._doors.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
+    def keep_home_core(self) -> None:
+        """Keeps this process' Python threads on one core from now on; after `start`."""
+        if (home := keep_home_core()) is not None:
+            self._metrics.keeps_to(home)
+
     def drain(self) -> None:
         """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
         self._stop_housekeeping()
@@ -312,7 +317,7 @@ def _serve(server: RouterServer, stop: StopSignals, *, home_core: bool) -> int:
     server.start()
     calm_collector()
     if home_core:
-        keep_home_core()
+        server.keep_home_core()
     stop.wait()
     _log.info("draining")
     server.drain()

@@ -69,6 +69,24 @@ def test_a_core_that_was_taken_away_is_left() -> None:
 
 
 @pytest.mark.skipif(_NO_CHOICE, reason="needs Linux and two cores")
+def test_a_home_that_cannot_be_looked_after_is_left() -> None:
+    """When a look fails, the threads run on any core again, and the metric says so."""
+    program = (
+        "import os, time, router.home_core as home_core; from prometheus_client import CollectorRegistry;"
+        "from router.metrics import RouterMetrics; registry = CollectorRegistry();"
+        "metrics = RouterMetrics(registry); allowed = os.sched_getaffinity(0);"
+        "shown = lambda: registry.get_sample_value('kvroute_router_home_core');"
+        "home_core._LOOK_EVERY_S = 0.3; before = shown();"
+        "home = home_core.keep_home_core(); metrics.keeps_to(home);"
+        "kept = shown() == home.core and os.sched_getaffinity(0) == {home.core};"
+        "home_core.core_usage = None; time.sleep(1.0);"
+        "print(before, kept, shown(), os.sched_getaffinity(0) == allowed)"
+    )
+    argv = [sys.executable, "-c", program]
+    assert subprocess.check_output(argv, text=True, stderr=subprocess.DEVNULL) == "-1.0 True -1.0 True\n"
+
+
+@pytest.mark.skipif(_NO_CHOICE, reason="needs Linux and two cores")
 def test_a_sandbox_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system lets nobody choose cores, the threads stay as they are and the process goes on."""
 
@@ -77,7 +95,7 @@ def test_a_sandbox_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
     before = threading.active_count()
-    keep_home_core()
+    assert keep_home_core() is None
     assert threading.active_count() == before
 
 
