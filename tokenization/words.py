@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from tokenization.cuts import WordCuts, split_words
+from tokenization.plain_words import PlainWords
 from tokenization.segment_memory import TokenIds
 from tokenization.shares import encode_together
 from tokenization.word_kernels import LINE_WORDS, LONG_LINE_WORDS, WAYS, encode_words, put_words
@@ -48,6 +49,7 @@ class WordEncoder:
         self, tokenizer: Tokenizer, cuts: WordCuts, specials: Iterable[str], capacity_bytes: int
     ) -> None:
         self._tokenizer = tokenizer
+        self._plain = PlainWords.of(tokenizer)
         self._has_lines = cuts is WordCuts.LINES
         self._specials = special_tree(specials)
         long_bytes = capacity_bytes // _LONG_SHARE
@@ -98,7 +100,7 @@ class WordEncoder:
             words: Those that lack, in their order.
         """
         apart = list(dict.fromkeys(words))
-        fresh = [encoding.ids for encoding in self._encode(apart)]
+        fresh = self._encode(apart)
         if len(apart) < len(words):
             ids_of = dict(zip(apart, fresh, strict=True))
             fresh = [ids_of[word] for word in words]
@@ -107,10 +109,16 @@ class WordEncoder:
         put_words(data, room, fresh_ids, counts, self._table, self._long_table, self._seed, ids)
         return ids
 
-    def _encode(self, words: Sequence[str]) -> list[Encoding]:
+    def _encode(self, words: Sequence[str]) -> list[list[int]]:
         if sum(map(len, words)) > _INLINE_CHARS:
-            return encode_together(self._tokenizer, words)
-        return [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
+            return [encoding.ids for encoding in encode_together(self._tokenizer, words)]
+        return list(map(self._encode_one, words))
+
+    def _encode_one(self, word: str) -> list[int]:
+        if self._plain is not None and (ids := self._plain.ids(word)) is not None:
+            return ids
+        encoding: Encoding = self._tokenizer.encode(word, add_special_tokens=False)
+        return encoding.ids
 
 
 @cache

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, Token, Tokenizer, normalizers, pre_tokenizers
 
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3, of_family, tekken
 from tokenization import TINY_DIRECTORY
 from tokenization.cuts import WordCuts, exact_cuts, exact_words, split_words
+from tokenization.plain_words import PlainWords
 from tokenization.segments import SegmentEncoder
 from tokenization.word_kernels import fits
 from tokenization.words import WordEncoder
@@ -168,6 +169,39 @@ def test_running_text_falls_into_words(name: str) -> None:
     assert len(split_words(text, word_cuts(TOKENIZERS[name]()))) >= 8
 
 
+@pytest.mark.parametrize("name", CUT)
+def test_plain_words_have_the_librarys_ids(name: str) -> None:
+    """Letters and the punctuation behind them are the same ids to the model alone and to the library."""
+    tokenizer = TOKENIZERS[name]()
+    plain = PlainWords.of(tokenizer)
+    assert plain is not None
+
+    @given(st.from_regex(r" ?[A-Z]?[a-z]+[!-/:-@\[-`{-~]*", fullmatch=True))
+    @settings(max_examples=500, deadline=None)
+    def ids_are_the_librarys(word: str) -> None:
+        assert plain.ids(word) == tokenizer.encode(word, add_special_tokens=False).ids
+
+    ids_are_the_librarys()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["", " ", "two words", "don't", "WordS", "x1", "1", "-a", "a b", "a\n", "\na", "é", "aé", "."],
+)
+def test_no_other_word_is_plain(word: str) -> None:
+    """Where a family's regex may cut otherwise, or another character composes, the library is asked."""
+    plain = PlainWords.of(tiny())
+    assert plain is not None
+    assert plain.ids(word) is None
+
+
+@pytest.mark.parametrize("content", ["word", " a", "Re", "...", "a)", "o", " "])
+def test_an_added_token_in_plain_words_leaves_them_to_the_library(content: str) -> None:
+    """The library finds added tokens first, wherever they stand; those in no plain word do not matter."""
+    assert PlainWords.of(with_token(AddedToken(content, normalized=False))) is None
+    assert PlainWords.of(with_token(AddedToken(f"<x{content}x>", normalized=False))) is not None
+
+
 def test_known_words_need_no_library() -> None:
     """What was seen is not encoded again in another text; what was forgotten is."""
     tokenizer = Counting(tiny())
@@ -236,6 +270,22 @@ class Counting:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.seen: list[str] = []
+
+    @property
+    def model(self) -> Counting:
+        """Counts, too."""
+        return self
+
+    def tokenize(self, piece: str) -> list[Token]:
+        """See the library's model's."""
+        self.seen.append(piece.replace("\u0120", " "))
+        tokens: list[Token] = self._tokenizer.model.tokenize(piece)
+        return tokens
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """See the library's."""
+        added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
+        return added
 
     def encode(self, text: str, **options: bool) -> Encoding:
         """See the library's."""
