@@ -18,16 +18,17 @@ _TURN = b'}, {"role": "assistant", "content": "%b"}, {"role": "user", "content":
 _STRIDE_CHARS = 97
 
 
-def next_turns(chats: Sequence[bytes]) -> Iterator[bytes]:
+def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[bytes]:
     """The chats in turn, for ever, each time with another turn at the end.
 
     Args:
         chats: JSON objects whose last list of objects is that of the messages.
+        seed: Of where in the prose the turns begin; None: somewhere else each time.
     """
     prose = _prose()
     last = len(prose) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
     # Where processes begin must differ: a turn that comes again is not new.
-    at = Random().randrange(last)
+    at = Random(seed).randrange(last)
     for before, _, behind in cycle([chat.rpartition(b"}]") for chat in chats]):
         at = (at + _STRIDE_CHARS) % last
         answer_end = prose.index(b" ", at + ANSWER_CHARS)

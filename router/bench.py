@@ -18,6 +18,7 @@ _BENCHMARKS = {
     "tokens": "token ids of a prompt",
     "pick": "a pick behind a real Envoy, door by door",
     "pick_inside": "the router's own part of a pick, step by step",
+    "pick_counts": "its instructions and cache misses, counted by valgrind",
     "schedule": "a scheduling cycle, from matches to the pod",
     "queues": "first tokens behind each way to price a queue, in virtual time",
     "startup": "the router's start until it is ready",

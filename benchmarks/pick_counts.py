@@ -1,0 +1,127 @@
+"""What a pick takes, where clocks say little: its instructions and cache misses, counted by valgrind.
+
+`python -m benchmarks.pick_counts [--json] [--quick]`. The requests of `pick_inside`, small ones with a new
+turn each, from their bytes to the answers' and to their ends, on a simulated processor with the caches of one
+core of a server (Zen 3: 32 KiB, 32 KiB and 512 KiB). Two runs of the same code are within 2 %, whatever else
+the machine does; what a miss costs is for the machine to say. Needs valgrind (Debian: `apt-get install
+valgrind`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from benchmarks.conversations import write_bodies
+from benchmarks.next_turns import next_turns
+from benchmarks.pick_inside import Inside
+from benchmarks.report import Report, read_options
+
+_INSIDE = "inside"
+_BURST, _BURSTS = 32, 6
+# So that most words of the prose have come once.
+_WARM_BURSTS, _WARM_BURSTS_QUICK = 150, 2
+# Bytes, ways, bytes of a line.
+_CACHES = ("--I1=32768,8,64", "--D1=32768,8,64", "--LL=524288,8,64")
+_VALGRIND = (
+    "valgrind",
+    "--tool=callgrind",
+    "--instr-atstart=no",
+    "--cache-sim=yes",
+    "--smc-check=all-non-file",
+)
+# Of callgrind's events; reads and writes.
+_FIGURES = {
+    "instructions": ("Ir",),
+    "l1i_misses": ("I1mr",),
+    "l1d_misses": ("D1mr", "D1mw"),
+    "l2_misses": ("ILmr", "DLmr", "DLmw"),
+}
+
+
+def serve(warm_bursts: int) -> None:
+    """The requests, under valgrind."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
+        bodies = write_bodies(Path(name))
+        inside = Inside(bodies["all"])
+        try:
+            chats = bodies["small"].read_bytes().splitlines()
+            _burst(inside, inside.requests(iter(chats), len(chats)))
+            lines = next_turns(chats, seed=1)
+            for _ in range(warm_bursts):
+                _burst(inside, inside.requests(lines, _BURST))
+            bursts = [inside.requests(lines, _BURST) for _ in range(_BURSTS)]
+            # As in the router, which puts what stays out of the collector's sight.
+            gc.collect()
+            gc.freeze()
+            _callgrind("--instr=on")
+            for requests in bursts:
+                _burst(inside, requests)
+            _callgrind("--instr=off")
+            _callgrind("--dump")
+        finally:
+            inside.close()
+
+
+def _burst(inside: Inside, requests: list[tuple[str, bytes]]) -> None:
+    for _, received in requests:
+        inside.answer(received)
+    for request_id, _ in requests:
+        inside.end(request_id)
+
+
+def _callgrind(command: str) -> None:
+    subprocess.run(["callgrind_control", command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(report: Report, warm_bursts: int) -> None:
+    """Counts, and prints the figures.
+
+    Raises:
+        SystemExit: There is no valgrind, or what it ran failed.
+    """
+    if shutil.which(_VALGRIND[0]) is None:
+        raise SystemExit("there is no valgrind; on Debian and Ubuntu: apt-get install valgrind")
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
+        out = Path(name, "counts")
+        argv = [*_VALGRIND, *_CACHES, f"--callgrind-out-file={out}", sys.executable, "-m", __spec__.name]
+        # Kernels are compiled for the processor, and would be anew for the one that valgrind plays.
+        features = llvm.get_host_cpu_features().flatten()
+        processor = {"NUMBA_CPU_NAME": llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": features}
+        environment = {**os.environ, **processor, "PYTHONHASHSEED": "0"}
+        argv += [_INSIDE, str(warm_bursts)]
+        ran = subprocess.run(argv, env=environment, capture_output=True, text=True)
+        if ran.returncode:
+            raise SystemExit(f"under valgrind it failed:\n{ran.stderr[-2000:]}")
+        counts = _totals(out.with_name(f"{out.name}.1"))
+    for figure, events in _FIGURES.items():
+        each = sum(counts[event] for event in events) / (_BURST * _BURSTS)
+        report.figure(f"request_small_{figure}", "count", [each], requests=_BURST * _BURSTS, caches=_CACHES)
+
+
+def _totals(dump: Path) -> dict[str, int]:
+    """The sums of a dump by event."""
+    lines = dict(line.split(": ", 1) for line in dump.read_text("utf-8").splitlines() if ": " in line)
+    return dict(zip(lines["events"].split(), map(int, lines["totals"].split()), strict=False))
+
+
+def main() -> int:
+    """Counts and prints."""
+    if sys.argv[1:2] == [_INSIDE]:
+        serve(int(sys.argv[2]))
+        return 0
+    read = read_options(__doc__)
+    read.report.machine()
+    measure(read.report, read.of_size(_WARM_BURSTS, _WARM_BURSTS_QUICK))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
