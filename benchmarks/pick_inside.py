@@ -161,6 +161,9 @@ class Inside:
                 raise TimeoutError("the pods' events did not come")
             before = self.index.stats().holdings
             time.sleep(1.0)
+        if self._events.poll() is not None:
+            # Another run's pods may have answered in their place.
+            raise RuntimeError("the pods ended at once: is another benchmark running?")
 
     def _is_exact(self, pods: list[str]) -> bool:
         states = self.index.states()
