@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import threading
 import time
@@ -78,7 +79,7 @@ class _Pod:
 
 
 def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
-    """Publishes until it is killed."""
+    """Publishes until it is killed or its standard input ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * number + 64)
     pods = [_Pod(context, events_port + at, replay_port + at) for at in range(number)]
@@ -135,6 +136,8 @@ class _Replays:
 def _read_rates(rate: list[float]) -> None:
     for line in sys.stdin:
         rate[0] = float(line)
+    # Who began this is gone, perhaps without a word: nobody else's index should follow these pods.
+    signal.raise_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":
