@@ -158,9 +158,9 @@ class FlatApplier:
                 scope=self._scope,
             )
             engine.index.sweep_for(len(done.keys))
-            ended = apply_rows(
-                tuple(engine.index.arrays),
-                tuple(pod),
+            ended = apply_rows.call(
+                engine.index.arrays,
+                pod,
                 parsed.events,
                 last,
                 parsed.hashes,
@@ -168,7 +168,7 @@ class FlatApplier:
                 engine.hasher.multipliers,
                 engine.tier_numbers,
                 awaited,
-                tuple(done),
+                done,
             )
         self._harvest(parsed, applied)
         return ended

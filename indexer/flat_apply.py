@@ -7,11 +7,12 @@ the plain cases of what `PodView` does, and nothing else.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer import event_rows as rows
 from indexer.cache_groups import FULL_ATTENTION
@@ -109,10 +110,11 @@ def progress(room: int) -> Progress:
     )
 
 
+@DirectKernel
 @kernel
 def apply_rows(
-    arrays: tuple[Any, ...],
-    pod: tuple[Any, ...],
+    arrays: FlatArrays,
+    pod: PlainPod,
     events: NDArray[np.int64],
     last: int,
     hashes: NDArray[np.uint64],
@@ -120,29 +122,23 @@ def apply_rows(
     multipliers: NDArray[np.uint64],
     tiers: NDArray[np.int64],
     awaited: NDArray[np.uint64],
-    done: tuple[Any, ...],
+    done: Progress,
 ) -> int:
     """Applies events from row `done.counts[ROW]` on, up to row `last`.
 
-    A run may end within a removal: its hashes do not depend on one another. Named tuples come as plain ones:
-    numba needs as long to recognize a named one as the kernel for some blocks.
+    A run may end within a removal: its hashes do not depend on one another.
 
     Args:
-        arrays: Of `FlatArrays`; room is made for `len(done.keys)` more blocks, and as many further copies.
-        pod: Of `PlainPod`.
+        arrays: Room is made for `len(done.keys)` more blocks, and as many further copies.
         tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
         awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
-        done: Of `Progress`.
 
     Returns:
         ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored, copied or removed as many blocks as there was
             room for.
     """
-    flat, written = FlatArrays(*arrays), Progress(*done)
-    for_blocks(flat, len(written.keys))
-    return _apply_rows(
-        flat, PlainPod(*pod), events, last, hashes, tokens, multipliers, tiers, awaited, written
-    )
+    for_blocks(arrays, len(done.keys))
+    return _apply_rows(arrays, pod, events, last, hashes, tokens, multipliers, tiers, awaited, done)
 
 
 @inlined

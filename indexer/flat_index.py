@@ -26,6 +26,7 @@ from indexer.flat_layout import (
     PODS_MAX,
     RUN_MAX,
     SLOTS_USED,
+    BlockArrays,
     FlatArrays,
     allocate,
 )
@@ -125,7 +126,7 @@ class FlatIndex:
             with self.lock:
                 if (holder := self._numbers.get(pod)) is None:
                     return ended
-                ended += remove_blocks(self._plain_arrays, holder, number, turn)
+                ended += remove_blocks.call(self.arrays, holder, number, turn)
         return ended
 
     def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
@@ -140,7 +141,7 @@ class FlatIndex:
         keys, number = np.concatenate(runs), self.tiers.number(tier)
         with self.lock:
             holders = np.array([self._numbers.get(pod, -1) for pod in pods], np.int64)
-            return remove_runs(self._plain_arrays, holders, ends, number, keys)
+            return remove_runs.call(self.arrays, holders, ends, number, keys)
 
     def clear_pod(self, pod: str) -> int:
         """See `Index.clear_pod`. Takes the pod's number away; its holdings are swept out turn by turn."""
@@ -163,8 +164,8 @@ class FlatIndex:
             counts = np.zeros((len(numbers), len(self.tiers.names)), np.int32)
             if len(keys) > len(self._chain):
                 self._chain = np.empty(2 * len(keys), np.int64)
-            longest = match_blocks(
-                *self._block_arrays, self._scratch, keys, numbers, self._chain, counts, blocks
+            longest = match_blocks.call(
+                self._block_arrays, self._scratch, keys, numbers, self._chain, counts, blocks
             )
         return MatchTable(pod_set.rows, self.tiers, blocks, counts, longest)
 
@@ -311,9 +312,10 @@ class FlatIndex:
 
     def _take(self, arrays: FlatArrays) -> None:
         self.arrays = arrays
-        self._plain_arrays = tuple(arrays)
-        self._block_arrays = (arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters)
-        self._scratch = tuple(scratch(arrays.rows))
+        self._block_arrays = BlockArrays(
+            arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters
+        )
+        self._scratch = scratch(arrays.rows)
 
     def _add(self, pod: str, tier: int, keys: Keys, copies: NDArray[np.int32]) -> None:
         """Adds no more blocks than one turn's. Call it under the lock."""
@@ -321,7 +323,7 @@ class FlatIndex:
         if holder is None:
             holder = self.number(pod)
         self.sweep_for(len(keys))
-        growth.add_with_room(self._plain_arrays, holder, tier, keys, copies, self._chain)
+        growth.add_with_room.call(self.arrays, holder, tier, keys, copies, self._chain)
 
     def _add_in_turns(
         self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float

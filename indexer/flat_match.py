@@ -7,11 +7,12 @@ block has no row, four at most are left, and followed one by one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer.flat_ahead import look_ahead
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
@@ -67,14 +68,11 @@ def scratch(rows: NDArray[np.uint64]) -> Scratch:
     )
 
 
+@DirectKernel
 @kernel
 def match_blocks(
-    slots: NDArray[np.uint32],
-    slot_keys: NDArray[np.uint64],
-    buckets: NDArray[np.uint64],
-    rows: NDArray[np.uint64],
-    counters: NDArray[np.int64],
-    plain_memory: tuple[Any, ...],
+    arrays: BlockArrays,
+    memory: Scratch,
     keys: NDArray[np.uint64],
     pods: NDArray[np.int64],
     chain: NDArray[np.int64],
@@ -84,8 +82,7 @@ def match_blocks(
     """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
 
     Args:
-        slots: The first five: see `BlockArrays`.
-        plain_memory: Overwritten; a Scratch as a plain tuple, which numba recognizes sooner.
+        memory: Overwritten.
         keys: uint64 [blocks].
         pods: int64 [pods], their numbers; -1 for one that holds nothing.
         chain: int64 [blocks or more], written: slots.
@@ -95,9 +92,7 @@ def match_blocks(
     Returns:
         Length of the longest prefix.
     """
-    arrays = BlockArrays(slots, slot_keys, buckets, rows, counters)
-    memory = Scratch(*plain_memory)
-    tiers = counters[TIERS_USED]
+    tiers = arrays.counters[TIERS_USED]
     # Nobody asked for uses no block.
     longest = len(keys) if _line_up(memory, pods, tiers) else 0
     look_ahead(arrays, keys, chain)

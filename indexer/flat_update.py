@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer.flat_buckets import delete, hash_bits, insert
 from indexer.flat_further import count_further
@@ -195,19 +194,17 @@ def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
             return
 
 
+@DirectKernel
 @kernel
-def remove_blocks(plain_arrays: tuple[Any, ...], pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
-    """Counts a copy less of each block; tells how many holdings ended with it.
-
-    Args:
-        plain_arrays: FlatArrays as a plain tuple, which numba recognizes sooner.
-    """
-    return _remove_run(FlatArrays(*plain_arrays), pod, tier, keys, 0, len(keys))
+def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
+    """Counts a copy less of each block; tells how many holdings ended with it."""
+    return _remove_run(arrays, pod, tier, keys, 0, len(keys))
 
 
+@DirectKernel
 @kernel
 def remove_runs(
-    plain_arrays: tuple[Any, ...],
+    arrays: FlatArrays,
     pods: NDArray[np.int64],
     ends: NDArray[np.int64],
     tier: int,
@@ -219,7 +216,6 @@ def remove_runs(
         pods: int64 [runs], their numbers; -1 for one that holds nothing.
         ends: int64 [runs], where in `keys` they end.
     """
-    arrays = FlatArrays(*plain_arrays)
     ended = 0
     start = np.int64(0)
     for run in range(len(pods)):

@@ -8,11 +8,13 @@ candidate. The fields are those of proto/kvroute/v1/endpoint_picker.proto, in it
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from router.cost import CREDIT, PRICE
 from router.decision import Decision
@@ -74,8 +76,8 @@ class PickAnswers:
         ranked = decision.ranked
         texts = self._texts_of(ranked)
         endpoints = np.empty(len(texts.fields) + _NUMBERS_BYTES_MAX * len(ranked), np.uint8)
-        bits, cached_tokens = ranked.prices.view(np.uint64), ranked.credits["cached_tokens"]
-        end = _write_endpoints(ranked.order, bits, cached_tokens, texts.fields, texts.ends, endpoints)
+        bits, credits = ranked.prices.view(np.uint64), ranked.credits
+        end = _write_endpoints.call(ranked.order, bits, credits, texts.fields, texts.ends, endpoints)
         degraded = decision.degraded
         return b"".join(
             (
@@ -107,14 +109,13 @@ class PickAnswers:
             for address, name, view in zip(addresses, names, views, strict=True)
         ]
         ends = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
-        # Of a bytearray, for kernels are compiled anew for arrays that cannot be written to.
-        return _Texts(views, np.frombuffer(bytearray().join(texts), np.uint8), ends)
+        return _Texts(views, np.frombuffer(b"".join(texts), np.uint8), ends)
 
     def _compile(self) -> None:
         """Compiles the kernel (or loads it from its cache), so that the first request need not wait."""
         nobody, none = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         prices, credits = np.zeros(0, PRICE), np.zeros(0, CREDIT)
-        _write_endpoints(nobody, prices.view(np.uint64), credits["cached_tokens"], none, nobody, none)
+        _write_endpoints.call(nobody, prices.view(np.uint64), credits, none, nobody, none)
 
 
 @inlined
@@ -137,11 +138,12 @@ def _varint_bytes(value: int) -> int:
     return size
 
 
+@DirectKernel
 @kernel
 def _write_endpoints(
     order: NDArray[np.int64],
     prices: NDArray[np.uint64],
-    cached_tokens: NDArray[np.int64],
+    credits: NDArray[Any],
     texts: NDArray[np.uint8],
     ends: NDArray[np.int64],
     out: NDArray[np.uint8],
@@ -151,14 +153,14 @@ def _write_endpoints(
     Args:
         order: int64 [ranked], places in what follows.
         prices: uint64 [candidates x fields of cost.PRICE], the bits of the numbers.
-        cached_tokens: int64 [candidates].
+        credits: CREDIT [candidates].
         texts: uint8 [bytes], as `_Texts.fields`.
         ends: int64 [candidates + 1], as `_Texts.ends`.
         out: uint8 [bytes], room enough.
     """
     at = 0
     for place in order:
-        start, end, cached = ends[place], ends[place + 1], cached_tokens[place]
+        start, end, cached = ends[place], ends[place + 1], credits[place]["cached_tokens"]
         out[at] = _ENDPOINT
         at = _put_varint(end - start + _SECONDS_BYTES + 1 + _varint_bytes(cached), out, at + 1)
         for place_of_byte in range(start, end):

@@ -1,0 +1,62 @@
+"""Kernels that are called by a request, past numba's dispatch: arguments in, their results out.
+
+numba looks at every argument of every call to find the code for its type, which costs a small kernel more
+than its work. Here the first call's types are taken to be all others', too. Nothing looks whether they are,
+except with KVROUTE_CHECK_KERNELS=1, which the tests set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from numba import types
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+CHECK_VARIABLE = "KVROUTE_CHECK_KERNELS"
+
+
+class DirectKernel(Generic[_Parameters, _Result]):
+    """Decorates what `jit.kernel` and its kin make, for callers that always give arguments of the same types.
+
+    Attributes:
+        call: Calls it; to be looked up for each call. The first one finds or compiles the code.
+    """
+
+    __slots__ = ("_kernel", "call")
+
+    def __init__(self, kernel: Callable[_Parameters, _Result]) -> None:
+        self._kernel: Any = kernel
+        self.call: Callable[_Parameters, _Result] = self._first
+        if not hasattr(kernel, "overloads"):  # it runs as plain Python
+            self.call = kernel
+
+    def _first(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
+        result: _Result = self._kernel(*args)
+        if os.environ.get(CHECK_VARIABLE) == "1":
+            self.call = self._checked
+        else:
+            (compiled,) = self._kernel.overloads.values()
+            self.call = compiled.entry_point
+        return result
+
+    def _checked(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
+        result: _Result = self._kernel(*args)
+        first, *others = self._kernel.signatures
+        if any(_as_read(one) != _as_read(first) for one in others):
+            raise TypeError(
+                f"{self._kernel.__name__} was called with arguments of several types: {first}, then "
+                f"{others[-1]}; give it one, or do without DirectKernel"
+            )
+        return result
+
+
+def _as_read(kind: Any) -> Any:
+    """Types without whether arrays may be written to: numba compiles no writes to those that may not."""
+    if isinstance(kind, types.Array):
+        return kind.copy(readonly=False)
+    several: Any = kind if isinstance(kind, tuple | types.BaseTuple) else None
+    return kind if several is None else tuple(map(_as_read, several))

@@ -1,0 +1,79 @@
+"""Kernels that are called past numba's dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from compiled.direct import CHECK_VARIABLE, DirectKernel
+from compiled.jit import kernel
+
+
+def _summed() -> DirectKernel[[NDArray[np.int64], int], int]:
+    @DirectKernel
+    @kernel
+    def summed(numbers: NDArray[np.int64], more: int) -> int:
+        total = more
+        for number in numbers:
+            total += number
+        return total
+
+    return summed
+
+
+_NUMBERS = np.arange(5)
+
+
+def test_later_calls_meet_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on, what is called is the compiled code, with the same results and errors."""
+    monkeypatch.delenv(CHECK_VARIABLE, raising=False)
+    summed = _summed()
+    assert summed.call(_NUMBERS, 1) == 11
+    assert type(summed.call).__name__ == "builtin_function_or_method"
+    assert summed.call(_NUMBERS[1:], 2) == 12
+    wrong: Callable[..., object] = summed.call
+    with pytest.raises(TypeError):
+        wrong([1], 2)
+    with pytest.raises(TypeError):
+        wrong(_NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (_NUMBERS.astype(np.uint64), "uint64"),
+        (np.arange(10)[::2], "'A'"),
+        (_NUMBERS.astype(np.int32), "int32"),
+    ],
+    ids=["sign", "layout", "size"],
+)
+def test_the_check_refuses_other_types(
+    monkeypatch: pytest.MonkeyPatch, other: NDArray[np.int64], told: str
+) -> None:
+    """Where calls are checked, arguments of other types than the first call's are refused, and named."""
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    summed = _summed()
+    assert summed.call(_NUMBERS, 1) == summed.call(_NUMBERS[:5], 1) == 11
+    with pytest.raises(
+        TypeError, match=rf"summed was called with arguments of several types: .*, then .*{told}"
+    ):
+        summed.call(other, 1)
+
+
+def test_the_check_allows_memory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel only reads may be read-only or not, from call to call."""
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    summed = _summed()
+    assert summed.call(_NUMBERS, 0) == summed.call(np.frombuffer(_NUMBERS.tobytes(), np.int64), 0) == 10
+
+
+def test_what_is_not_compiled_is_called_as_it_is() -> None:
+    """With numba switched off a kernel is a plain function, and so is its call."""
+
+    def doubled(number: int) -> int:
+        return 2 * number
+
+    assert DirectKernel(doubled).call is doubled
