@@ -6,8 +6,8 @@ own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +22,7 @@ _EVENTS = "llm_d_epp_kv_cache_events_"
 _OURS = "kvroute_indexer_"
 
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_LOOKED_UP_MAX = 32
 _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
@@ -56,11 +57,10 @@ class IndexerMetrics:
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
         """A prompt was looked up."""
-        lookups = self._lookups
-        with lookups.lock:
-            lookups.prompts += 1
-            lookups.blocks += longest_blocks
-            self._lookup_s.observe(took_s)
+        # Counted some at a time, and before anybody looks: a lock for each costs more than its counting.
+        self._looked_up.append((longest_blocks, took_s))
+        if len(self._looked_up) >= _LOOKED_UP_MAX:
+            self._count_lookups()
 
     def forget(self, pod: str) -> None:
         """Drops the series of a pod that is not followed any more."""
@@ -75,15 +75,29 @@ class IndexerMetrics:
         with self.lock:
             self.messages.drop([(pod,)])
 
+    def _count_lookups(self) -> None:
+        """Counts the lookups of late."""
+        with self._lookups_lock:
+            late = [self._looked_up.popleft() for _ in range(len(self._looked_up))]
+            for _, took_s in late:
+                self._lookup_s.observe(took_s)
+            blocks = sum([longest_blocks for longest_blocks, _ in late])
+            self._prompts.add(number=len(late))
+            self._hits.add(number=blocks)
+            self._best_hits.add(number=blocks)
+
     def _add_index_metrics(self) -> None:
         self.admissions = self._applied.counter(
             _INDEX + "admissions", "Blocks announced and added to the index."
         )
         self.evictions = self._applied.counter(_INDEX + "evictions", "Engine blocks removed by events.")
-        tallies = Tallies(self._registry)
-        self._lookups = _Lookups(tallies.lock)
-        self._registry.register(self._lookups)
-        self._lookup_s = tallies.histogram(
+        lookups = Tallies(self._registry, self._count_lookups)
+        self._lookups_lock = lookups.lock
+        self._looked_up: deque[tuple[int, float]] = deque()
+        self._prompts = lookups.counter(_INDEX + "lookup_requests", "Prompts looked up.")
+        self._hits = lookups.counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
+        self._best_hits = lookups.counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
+        self._lookup_s = lookups.histogram(
             _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
         )
 
@@ -148,28 +162,6 @@ class IndexerMetrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self._registry)
-
-
-class _Lookups(Collector):
-    """Counters of every request's lookup; who counts holds the lock."""
-
-    def __init__(self, lock: Lock) -> None:
-        self.lock = lock
-        self.prompts = 0
-        self.blocks = 0
-
-    def describe(self) -> Iterator[Metric]:
-        yield from self._metrics(0, 0)
-
-    def collect(self) -> Iterator[Metric]:
-        with self.lock:
-            prompts, blocks = self.prompts, self.blocks
-        yield from self._metrics(prompts, blocks)
-
-    def _metrics(self, prompts: int, blocks: int) -> Iterator[Metric]:
-        yield CounterMetricFamily(_INDEX + "lookup_requests", "Prompts looked up.", prompts)
-        yield CounterMetricFamily(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.", blocks)
-        yield CounterMetricFamily(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.", blocks)
 
 
 class _Sizes(Collector):

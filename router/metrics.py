@@ -25,7 +25,7 @@ from router.pods import Pod, PodSet
 from router.rates import PrefillRates
 
 _MODELS_MAX = 1000
-_PICKED_MAX = 32
+_GATHERED_MAX = 32
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -44,6 +44,7 @@ class RouterMetrics:
         tallies = Tallies(registry, self._catch_up)
         self._lock = tallies.lock
         self._picked: deque[tuple[Decision, float]] = deque()
+        self._ended: deque[tuple[str, bool, float | None]] = deque()
         self._make_picks(tallies)
         self._make_outcomes(tallies)
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
@@ -59,7 +60,7 @@ class RouterMetrics:
         """Counts a pick."""
         # Some at a time, and before anybody looks: one by one each finds cold caches and costs more.
         self._picked.append((decision, took_s))
-        if len(self._picked) >= _PICKED_MAX:
+        if len(self._picked) >= _GATHERED_MAX:
             self._catch_up()
 
     def refused(self, error: RequestError, took_s: float | None = None) -> None:
@@ -87,10 +88,9 @@ class RouterMetrics:
 
     def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
         """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
-        with self._lock:
-            self._ends.add((source, "failed" if failed else "done"))
-            if late_s is not None:
-                self._late.observe(max(0.0, late_s), ("end", source))
+        self._ended.append((source, failed, late_s))
+        if len(self._ended) >= _GATHERED_MAX:
+            self._catch_up()
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
         """Notes how late a source told of an event."""
@@ -128,8 +128,14 @@ class RouterMetrics:
         return inside
 
     def _catch_up(self) -> None:
-        """Counts the picks of late, alike ones together."""
+        """Counts the picks and ends of late, alike ones together."""
         with self._lock:
+            ended = [self._ended.popleft() for _ in range(len(self._ended))]
+            for (source, failed), ends in Counter([end[:2] for end in ended]).items():
+                self._ends.add((source, "failed" if failed else "done"), ends)
+            for source, _, late_s in ended:
+                if late_s is not None:
+                    self._late.observe(max(0.0, late_s), ("end", source))
             alike: dict[_Alike, list[Decision]] = {}
             for decision, took_s in [self._picked.popleft() for _ in range(len(self._picked))]:
                 self._picking.observe(took_s)
@@ -227,25 +233,24 @@ class RouterMetrics:
 
 
 class Inside:
-    """Counts who is inside; one for all who enter the same door.
+    """Counts who is inside; one for all who enter the same door."""
 
-    Attributes:
-        requests: How many are inside now.
-    """
-
-    __slots__ = ("_lock", "requests")
+    __slots__ = ("_within",)
 
     def __init__(self) -> None:
-        self.requests = 0
-        self._lock = Lock()
+        # As long as there are many inside: to append and to pop are one step each, and need no lock.
+        self._within: deque[None] = deque()
+
+    @property
+    def requests(self) -> int:
+        """How many are inside now."""
+        return len(self._within)
 
     def __enter__(self) -> None:
-        with self._lock:
-            self.requests += 1
+        self._within.append(None)
 
     def __exit__(self, *_error: object) -> None:
-        with self._lock:
-            self.requests -= 1
+        self._within.pop()
 
 
 class StateCollector(Collector):
