@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import numba
 from numba import types
 
 _Parameters = ParamSpec("_Parameters")
@@ -24,31 +25,31 @@ class DirectKernel(Generic[_Parameters, _Result]):
 
     Attributes:
         call: Calls it; to be looked up for each call. The first one finds or compiles the code.
+        kernel: As given, for other kernels to call.
     """
 
-    __slots__ = ("_kernel", "call")
+    __slots__ = ("call", "kernel")
 
     def __init__(self, kernel: Callable[_Parameters, _Result]) -> None:
-        self._kernel: Any = kernel
+        self.kernel: Any = kernel
         self.call: Callable[_Parameters, _Result] = self._first
         if not hasattr(kernel, "overloads"):  # it runs as plain Python
             self.call = kernel
 
     def _first(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
-        result: _Result = self._kernel(*args)
+        result: _Result = self.kernel(*args)
         if os.environ.get(CHECK_VARIABLE) == "1":
             self.call = self._checked
         else:
-            (compiled,) = self._kernel.overloads.values()
-            self.call = compiled.entry_point
+            self.call = self.kernel.get_overload(tuple(map(numba.typeof, args)))
         return result
 
     def _checked(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
-        result: _Result = self._kernel(*args)
-        first, *others = self._kernel.signatures
+        result: _Result = self.kernel(*args)
+        first, *others = self.kernel.signatures
         if any(_as_read(one) != _as_read(first) for one in others):
             raise TypeError(
-                f"{self._kernel.__name__} was called with arguments of several types: {first}, then "
+                f"{self.kernel.__name__} was called with arguments of several types: {first}, then "
                 f"{others[-1]}; give it one, or do without DirectKernel"
             )
         return result

@@ -76,7 +76,7 @@ class EventParser:
         self._make_room(len(payloads), len(data))
         while True:
             arrays = self._batches, self._events, self._hashes, self._tokens
-            events = parse_payloads(data, ends, *arrays, self._found)
+            events = parse_payloads.call(data, ends, *arrays, self._found)
             if events <= len(self._events):
                 break
             self._events = np.empty((max(events, 2 * len(self._events)), rows.EVENT_COLUMNS), np.int64)

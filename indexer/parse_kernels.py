@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel_without_gil
 from indexer import event_rows as rows
 from indexer.event_kernels import blank_event, read_event
@@ -28,6 +29,7 @@ from indexer.msgpack_kernels import (
 )
 
 
+@DirectKernel
 @kernel_without_gil
 def parse_payloads(
     data: NDArray[np.uint8],

@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from compiled.direct import DirectKernel
 from indexer import event_kernels, msgpack_kernels, parse_kernels
 from indexer import event_rows as rows
 from indexer.decode import RawBatch, decode_event, split_batch
@@ -310,7 +311,8 @@ def interpreted(*modules: ModuleType) -> dict[str, Any]:
     """The kernels of these modules as plain Python that uses only plain Python, by name."""
     names: dict[str, Any] = {}
     for module in modules:
-        for name, value in vars(module).items():
+        for name, each in vars(module).items():
+            value = each.kernel if isinstance(each, DirectKernel) else each
             plain = getattr(value, "py_func", None) or getattr(value, "__wrapped__", None)
             if plain is not None:
                 names[name] = FunctionType(plain.__code__, names, name)

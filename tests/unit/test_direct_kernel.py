@@ -25,8 +25,10 @@ def _summed() -> DirectKernel[[NDArray[np.int64], int], int]:
 
 
 _NUMBERS = np.arange(5)
+_compiled = pytest.mark.skipif(not hasattr(_summed().kernel, "overloads"), reason="numba is switched off")
 
 
+@_compiled
 def test_later_calls_meet_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on, what is called is the compiled code, with the same results and errors."""
     monkeypatch.delenv(CHECK_VARIABLE, raising=False)
@@ -41,6 +43,7 @@ def test_later_calls_meet_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong(_NUMBERS)
 
 
+@_compiled
 @pytest.mark.parametrize(
     ("other", "told"),
     [
