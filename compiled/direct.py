@@ -23,6 +23,10 @@ CHECK_VARIABLE = "KVROUTE_CHECK_KERNELS"
 class DirectKernel(Generic[_Parameters, _Result]):
     """Decorates what `jit.kernel` and its kin make, for callers that always give arguments of the same types.
 
+    To the compiled code a number's type and an array's sign and strides are what they were at first, whatever
+    comes. So give it whole arrays, not columns of others: one of a single item looks contiguous, and is taken
+    to be so for good.
+
     Attributes:
         call: Calls it; to be looked up for each call. The first one finds or compiles the code.
         kernel: As given, for other kernels to call.
