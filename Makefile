@@ -49,7 +49,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes \
 	  --reinstall-package opentelemetry-proto -r requirements.lock
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
-	@echo "compiling the index (the first time: up to a minute)"
+	@echo "compiling the index (the first time: a minute or two)"
 	@$(BIN)/python -c "from indexer.warm import warm_kernels; warm_kernels()"
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Kernels that are called by a request, past numba's dispatch: arguments in, their results out.
+"""Kernels that every request or event calls, past numba's dispatch: arguments in, their results out.
 
 numba looks at every argument of every call to find the code for its type, which costs a small kernel more
 than its work. Here the first call's types are taken to be all others', too. Nothing looks whether they are,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numba
@@ -42,25 +43,30 @@ class DirectKernel(Generic[_Parameters, _Result]):
 
     def _first(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
         result: _Result = self.kernel(*args)
-        if os.environ.get(CHECK_VARIABLE) == "1":
-            self.call = self._checked
-        else:
-            self.call = self.kernel.get_overload(tuple(map(numba.typeof, args)))
+        given = _types(args)
+        compiled = self.kernel.get_overload(given)
+        is_checked = os.environ.get(CHECK_VARIABLE) == "1"
+        self.call = partial(self._checked, compiled, given) if is_checked else compiled
         return result
 
-    def _checked(self, *args: _Parameters.args, **_: _Parameters.kwargs) -> _Result:
-        result: _Result = self.kernel(*args)
-        first, *others = self.kernel.signatures
-        if any(_as_read(one) != _as_read(first) for one in others):
-            raise TypeError(
-                f"{self.kernel.__name__} was called with arguments of several types: {first}, then "
-                f"{others[-1]}; give it one, or do without DirectKernel"
-            )
-        return result
+    def _checked(self, compiled: Callable[..., _Result], first: tuple[Any, ...], *args: object) -> _Result:
+        if (given := _types(args)) != first:
+            if _as_read(given) != _as_read(first):
+                raise TypeError(
+                    f"{self.kernel.__name__} was called with arguments of several types: {first}, then "
+                    f"{given}; give it one, or do without DirectKernel"
+                )
+            # Fails if it writes to what may not be written to.
+            self.kernel.compile(given)
+        return compiled(*args)
+
+
+def _types(args: tuple[object, ...]) -> tuple[Any, ...]:
+    return tuple(map(numba.typeof, args))
 
 
 def _as_read(kind: Any) -> Any:
-    """Types without whether arrays may be written to: numba compiles no writes to those that may not."""
+    """Types without whether arrays may be written to."""
     if isinstance(kind, types.Array):
         return kind.copy(readonly=False)
     several: Any = kind if isinstance(kind, tuple | types.BaseTuple) else None

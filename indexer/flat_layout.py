@@ -78,7 +78,7 @@ RUN_MAX = 1 << 15
 class BlockArrays(NamedTuple):
     """Those of `FlatArrays` that finding blocks and their holders takes.
 
-    Handing over few arrays saves a match a microsecond.
+    Handing over few arrays instead of all saves a match a tenth of a microsecond.
     """
 
     slots: NDArray[np.uint32]

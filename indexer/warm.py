@@ -1,6 +1,6 @@
 """Compiles the indexer's kernels, or loads them, before the first request or event comes.
 
-From an empty cache this takes up to a minute, from a filled one about a second; see `kernel_cache` for where
+From an empty cache this takes a minute or two, from a filled one about a second; see `kernel_cache` for where
 it lies.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -71,6 +72,32 @@ def test_the_check_allows_memory_that_cannot_be_written(monkeypatch: pytest.Monk
     monkeypatch.setenv(CHECK_VARIABLE, "1")
     summed = _summed()
     assert summed.call(_NUMBERS, 0) == summed.call(np.frombuffer(_NUMBERS.tobytes(), np.int64), 0) == 10
+
+
+@_compiled
+def test_the_check_refuses_to_write_what_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where calls are checked, a kernel that writes is not given read-only memory."""
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+
+    @DirectKernel
+    @kernel
+    def cleared(numbers: NDArray[np.int64]) -> None:
+        numbers[:] = 0
+
+    cleared.call(_NUMBERS.copy())
+    with pytest.raises(numba.TypingError, match="readonly"):
+        cleared.call(np.frombuffer(_NUMBERS.tobytes(), np.int64))
+
+
+@_compiled
+def test_what_is_checked_is_the_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checked call runs the very code that an unchecked one does, and no other type is compiled for it."""
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    summed = _summed()
+    summed.call(_NUMBERS, 1)
+    with pytest.raises(TypeError):
+        summed.call(_NUMBERS.astype(np.int32), 1)
+    assert len(summed.kernel.signatures) == 1
 
 
 def test_what_is_not_compiled_is_called_as_it_is() -> None:
