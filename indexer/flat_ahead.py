@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from compiled.jit import inlined
 from indexer.flat_buckets import behind, hash_bits, home_of
-from indexer.flat_layout import BlockArrays
+from indexer.flat_layout import FlatArrays
 
 # Of so many blocks one is looked for, in so many buckets.
 _SAMPLE = 16
@@ -21,7 +21,7 @@ _LOW = np.uint64(0xFFFF_FFFF)
 
 
 @inlined
-def look_ahead(arrays: BlockArrays, keys: NDArray[np.uint64], chain: NDArray[np.int64]) -> None:
+def look_ahead(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np.int64]) -> None:
     """Reads buckets and slots of a chain without waiting for one block after the other.
 
     Blocks of a chain mostly lie in runs, of which one block brings the next ones along; where they do not,
@@ -44,7 +44,7 @@ def look_ahead(arrays: BlockArrays, keys: NDArray[np.uint64], chain: NDArray[np.
 
 @inlined
 def _fetch(
-    arrays: BlockArrays, keys: NDArray[np.uint64], blocks: int, chain: NDArray[np.int64], step: int
+    arrays: FlatArrays, keys: NDArray[np.uint64], blocks: int, chain: NDArray[np.int64], step: int
 ) -> None:
     """Reads the buckets of some blocks, then their slots; writes which these are, -1 for none."""
     buckets = arrays.buckets

@@ -22,7 +22,6 @@ from indexer.flat_layout import (
     TIER_MASK,
     TIER_SHIFT,
     TIERS_USED,
-    BlockArrays,
     FlatArrays,
 )
 
@@ -39,7 +38,7 @@ for _place in range(64):
 
 
 @inlined
-def in_row(arrays: FlatArrays | BlockArrays, slot: int) -> bool:
+def in_row(arrays: FlatArrays, slot: int) -> bool:
     """Whether a slot's holders have moved to a row."""
     return arrays.slots[slot, LAST_HOLDER] == np.uint32(IN_ROW)
 
@@ -51,7 +50,7 @@ def lowest_bit(bits: np.uint64) -> int:
 
 
 @inlined
-def held_tiers(arrays: FlatArrays | BlockArrays, slot: int, pod: int) -> int:
+def held_tiers(arrays: FlatArrays, slot: int, pod: int) -> int:
     """A bit for each tier in which a pod holds the block."""
     slots = arrays.slots
     if in_row(arrays, slot):

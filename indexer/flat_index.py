@@ -26,7 +26,6 @@ from indexer.flat_layout import (
     PODS_MAX,
     RUN_MAX,
     SLOTS_USED,
-    BlockArrays,
     FlatArrays,
     allocate,
 )
@@ -165,7 +164,7 @@ class FlatIndex:
             if len(keys) > len(self._chain):
                 self._chain = np.empty(2 * len(keys), np.int64)
             longest = match_blocks.call(
-                self._block_arrays, self._scratch, keys, numbers, self._chain, counts, blocks
+                self.arrays, self._scratch, keys, numbers, self._chain, counts, blocks
             )
         return MatchTable(pod_set.rows, self.tiers, blocks, counts, longest)
 
@@ -312,9 +311,6 @@ class FlatIndex:
 
     def _take(self, arrays: FlatArrays) -> None:
         self.arrays = arrays
-        self._block_arrays = BlockArrays(
-            arrays.slots, arrays.keys, arrays.buckets, arrays.rows, arrays.counters
-        )
         self._scratch = scratch(arrays.rows)
 
     def _add(self, pod: str, tier: int, keys: Keys, copies: NDArray[np.int32]) -> None:

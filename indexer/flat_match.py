@@ -23,7 +23,6 @@ from indexer.flat_layout import (
     POD_MASK,
     TIER_SHIFT,
     TIERS_USED,
-    BlockArrays,
     FlatArrays,
 )
 from indexer.flat_slots import find, use
@@ -71,7 +70,7 @@ def scratch(rows: NDArray[np.uint64]) -> Scratch:
 @DirectKernel
 @kernel
 def match_blocks(
-    arrays: BlockArrays,
+    arrays: FlatArrays,
     memory: Scratch,
     keys: NDArray[np.uint64],
     pods: NDArray[np.int64],
@@ -158,7 +157,7 @@ def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
 
 
 @inlined
-def _all_in_best(arrays: BlockArrays, slot: int, memory: Scratch) -> bool:
+def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
     """Whether all pods in the race held the last block in the best tier, and hold this one there."""
     row = np.int64(arrays.slots[slot, HOLDER])
     others = _NOTHING
@@ -169,7 +168,7 @@ def _all_in_best(arrays: BlockArrays, slot: int, memory: Scratch) -> bool:
 
 
 @inlined
-def _race(arrays: BlockArrays, slot: int, place: int, memory: Scratch, tiers: int) -> bool:
+def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> bool:
     """Notes which pods leave the race at this block, and which of the others hold it in another tier.
 
     Returns:
@@ -187,7 +186,7 @@ def _race(arrays: BlockArrays, slot: int, place: int, memory: Scratch, tiers: in
 
 @inlined
 def _change_tiers(
-    arrays: BlockArrays, row: int, word: int, place: int, memory: Scratch, tiers: int
+    arrays: FlatArrays, row: int, word: int, place: int, memory: Scratch, tiers: int
 ) -> np.uint64:
     """Of 64 pods not all of which hold the last block and this one in the best tier: tells who is left."""
     racing = memory.racing[word]
@@ -226,7 +225,7 @@ def _come(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, pl
 
 
 @inlined
-def _begin_following(arrays: BlockArrays, slot: int, place: int, memory: Scratch, tiers: int) -> int:
+def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> int:
     """Turns from bitsets to the few pods that hold this block; tells how many."""
     followed = memory.followed
     followers = 0
@@ -258,7 +257,7 @@ def _end_intervals(memory: Scratch, place: int, tiers: int) -> None:
 
 
 @inlined
-def _follow(arrays: BlockArrays, slot: int, place: int, memory: Scratch, followers: int) -> int:
+def _follow(arrays: FlatArrays, slot: int, place: int, memory: Scratch, followers: int) -> int:
     """Looks for the followed pods in this block; tells how many are left."""
     followed = memory.followed
     follower = 0

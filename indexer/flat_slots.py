@@ -15,7 +15,6 @@ from indexer.flat_layout import (
     OLDEST,
     PREVIOUS,
     SLOTS_USED,
-    BlockArrays,
     FlatArrays,
 )
 
@@ -25,7 +24,7 @@ _NOTHING = np.uint64(0)
 
 
 @inlined
-def find(arrays: FlatArrays | BlockArrays, key: np.uint64, guess: int) -> int:
+def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
     """The slot of a key; -1 if it has none.
 
     Args:
@@ -73,7 +72,7 @@ def give_slot(arrays: FlatArrays, slot: int) -> None:
 
 
 @inlined
-def unlink(arrays: FlatArrays | BlockArrays, slot: int) -> None:
+def unlink(arrays: FlatArrays, slot: int) -> None:
     """Takes a slot out of the order of use."""
     slots = arrays.slots
     before = np.int64(slots[slot, PREVIOUS])
@@ -89,7 +88,7 @@ def unlink(arrays: FlatArrays | BlockArrays, slot: int) -> None:
 
 
 @inlined
-def link(arrays: FlatArrays | BlockArrays, first: int, last: int, before: int) -> None:
+def link(arrays: FlatArrays, first: int, last: int, before: int) -> None:
     """Puts slots that are linked with each other, from `first` to `last`, behind `before`.
 
     Args:
@@ -110,7 +109,7 @@ def link(arrays: FlatArrays | BlockArrays, first: int, last: int, before: int) -
 
 
 @kernel
-def use(arrays: FlatArrays | BlockArrays, chain: np.ndarray, length: int) -> None:
+def use(arrays: FlatArrays, chain: np.ndarray, length: int) -> None:
     """Makes the slots of a chain the most recently used ones, its first the very most.
 
     Mostly they follow one another already, and are moved together; -1 is passed over.
