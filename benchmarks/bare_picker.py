@@ -30,6 +30,7 @@ from router.ext_proc_messages import request_headers_answer, response_headers_an
 from router.grpc_listen import listen
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.http_listen import HttpServer
+from router.steps import Steps
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
@@ -112,7 +113,7 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
         "CHECK_PORT",
         "127.0.0.1",
         check_port,
-        lambda *_: http_answer,
+        lambda *_: _at_once(http_answer),
         lambda _error: b"",
         body_bytes_max=_MESSAGE_BYTES_MAX,
         inline_bytes_max=_INLINE_BYTES,
@@ -122,6 +123,11 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
     http.start()
     server.start()
     threading.Event().wait()
+
+
+def _at_once(answer: bytes) -> Steps[bytes]:
+    yield from ()
+    return answer
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import isgeneratorfunction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from router.rates import PrefillRates, RateParameters
 from router.route import Router
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
+from router.steps import Steps, alone
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 
@@ -129,6 +131,10 @@ class Inside:
 
     def answer(self, received: bytes) -> bytes:
         """Answers a request, which is received as the server receives it."""
+        return alone(self.begin(received))
+
+    def begin(self, received: bytes) -> Steps[bytes]:
+        """The steps to that answer."""
         return self.door.answer(_received(received), False, _stays)
 
     def end(self, request_id: str) -> None:
@@ -274,13 +280,13 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
     """Has the steps add their nanoseconds up."""
     took_ns: dict[str, int] = {}
     steps: list[tuple[Any, str, str]] = [
-        (inside.tokenizers, "prompt_tokens", "tokens"),
+        (inside.tokenizers, "tokenizing", "tokens"),
         (inside.index, "block_keys", "keys"),
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
         (inside.outcomes, "decided", "decided"),
-        (inside.router, "route", "whole"),
+        (inside.router, "routing", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
     for owner, method, name in steps:
@@ -293,6 +299,17 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
 
 
 def _timed(call: Callable[..., object], name: str, took_ns: dict[str, int]) -> Callable[..., object]:
+    if isgeneratorfunction(call):
+
+        @wraps(call)
+        def timed_steps(*args: object, **kwargs: object) -> Steps[object]:
+            then_ns = time.thread_time_ns()
+            answer = yield from call(*args, **kwargs)
+            took_ns[name] = took_ns.get(name, 0) + time.thread_time_ns() - then_ns
+            return answer
+
+        return timed_steps
+
     @wraps(call)
     def timed(*args: object, **kwargs: object) -> object:
         then_ns = time.thread_time_ns()

@@ -16,9 +16,11 @@ from router.check_request import CheckRequests
 from router.envoy_headers import kept_request_id, subset_hint, system_owned
 from router.errors import RequestError
 from router.gateway_pick import GatewayPick
+from router.h2.methods import SteppedHandler
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
 from router.plugins.handlers import unset_handler_headers
+from router.steps import Steps
 
 _DOOR = "check"
 
@@ -37,13 +39,11 @@ class CheckDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; answers are serialised here, since most are the same."""
-        check: Any = grpc.unary_unary_rpc_method_handler(
-            self._check, request_deserializer=pb.CheckRequest.FromString
-        )
+        check: Any = SteppedHandler(pb.CheckRequest.FromString, self._check)
         handler = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": check})
         server.add_generic_rpc_handlers((handler,))
 
-    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
+    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> Steps[bytes]:
         """Serves one HTTP request."""
         with self._metrics.inside(_DOOR):
             http = message.attributes.request.http
@@ -54,10 +54,10 @@ class CheckDoor:
                 request = self._requests.read(
                     request_id, http.path, body_of(http), headers, candidates, http.size
                 )
-                destination, decision = self._picks.pick(request, context.is_active)
+                decision = yield from self._picks.deciding(request, context.is_active)
             except RequestError as error:
                 return denied_answer(error)
-        removed = system_owned(headers)
+        destination, removed = self._picks.destination(decision), system_owned(headers)
         explained = self._picks.explained(decision)
         routing = decision.routing
         if routing is not None:

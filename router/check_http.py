@@ -18,6 +18,7 @@ from router.http_listen import HttpServer
 from router.http_requests import HttpRequest, HttpRequestError
 from router.metrics import RouterMetrics
 from router.plugins.handlers import unset_handler_headers
+from router.steps import Steps
 
 _DOOR = "check_http"
 
@@ -58,7 +59,7 @@ class CheckHttpDoor:
             refused=lambda: self._metrics.dropped(_DOOR, "too_many_connections"),
         )
 
-    def answer(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
+    def answer(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> Steps[bytes]:
         """Serves one HTTP request.
 
         Args:
@@ -72,10 +73,10 @@ class CheckHttpDoor:
                 routed = self._requests.read(
                     request_id, request.path, body, headers, subset_header(headers), len(body)
                 )
-                destination, decision = self._picks.pick(routed, is_active)
+                decision = yield from self._picks.deciding(routed, is_active)
             except RequestError as error:
                 return denied_answer(error, closes, has_body=request.method != "HEAD")
-        removed = system_owned(headers)
+        destination, removed = self._picks.destination(decision), system_owned(headers)
         explained = self._picks.explained(decision)
         made_request_id = None if is_given else request_id
         if decision.routing is None and is_given and explained is None:

@@ -36,6 +36,7 @@ from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, http_request, too_large
+from router.steps import Steps
 
 _DOOR = "ext_proc"
 _PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
@@ -77,7 +78,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         exchange = self.exchange(context)
         try:
             for message in request_iterator:
-                yield from exchange.answers(message)
+                yield from (one for one in exchange.answers(message) if not isinstance(one, bool))
                 if exchange.finished:
                     return
         finally:
@@ -114,8 +115,8 @@ class _Exchange:
         self._inside = metrics.inside(_DOOR)
         self._inside.__enter__()
 
-    def answers(self, message: Message) -> Iterable[Answer]:
-        """The answers to one message, in the order Envoy expects them; to be read to the end."""
+    def answers(self, message: Message) -> Iterable[Answer | bool]:
+        """The answers to one message, in the order Envoy expects them, and ends of steps."""
         if isinstance(message, ResponseChunk):
             return self._response.body(message, self._response_body_mode)
         return self._answers(message)
@@ -126,7 +127,7 @@ class _Exchange:
         if self._options.responses_full:
             self._response.close()
 
-    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
         try:
             match message.WhichOneof("request"):
                 case "request_headers":
@@ -147,7 +148,7 @@ class _Exchange:
             self.finished = True
             yield immediate_answer(error)
 
-    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
         if self._headers is not None:
             self._metrics.dropped(_DOOR, "second_request_headers")
             return
@@ -168,7 +169,7 @@ class _Exchange:
             # In the other modes Envoy lets the headers go before the whole body is here.
             yield from self._route_by_load()
 
-    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
         body = message.request_body
         if self._headers is None:
             self._metrics.dropped(_DOOR, "body_before_headers")
@@ -188,7 +189,7 @@ class _Exchange:
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
 
-    def _request_trailers(self) -> Iterator[Answer]:
+    def _request_trailers(self) -> Iterator[Answer | bool]:
         if self._headers is None:
             self._metrics.dropped(_DOOR, "trailers_before_headers")
         elif not self.is_routed:
@@ -198,7 +199,7 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             self._finish_request()
 
-    def _route(self, *, has_trailers: bool) -> Iterator[Answer]:
+    def _route(self, *, has_trailers: bool) -> Iterator[Answer | bool]:
         """Picks for a request whose body is complete."""
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
@@ -208,7 +209,7 @@ class _Exchange:
             request = http_request(request_id, path, body, self._candidates, headers)
         except RequestError as error:
             self._refuse(error)
-        destination = self._pick(request)
+        destination = yield from self._pick(request)
         if self._body_mode == BodyMode.BUFFERED:
             yield request_body_routed_answer(destination, set_headers, headers)
         else:
@@ -217,7 +218,7 @@ class _Exchange:
             yield from streamed_bytes(REQUEST_BODY, body, end_of_stream=not has_trailers)
         self._finish_request()
 
-    def _route_by_load(self) -> Iterator[pb.ProcessingResponse]:
+    def _route_by_load(self) -> Iterator[Answer | bool]:
         """Picks for a request whose body is empty or comes too late."""
         headers = self._headers or {}
         request_id, set_headers = _request_id(headers)
@@ -230,15 +231,16 @@ class _Exchange:
             candidates=self._candidates,
             headers=headers,
         )
-        yield request_headers_answer(self._pick(request), set_headers, headers)
+        destination = yield from self._pick(request)
+        yield request_headers_answer(destination, set_headers, headers)
 
-    def _pick(self, request: RouteRequest) -> str:
+    def _pick(self, request: RouteRequest) -> Steps[str]:
         """The destination's value."""
         self.is_routed = True
-        destination, decision = self._picks.pick(request, self._is_active)
+        decision = yield from self._picks.deciding(request, self._is_active)
         self._response.request_id, self._response.pod = decision.request_id, decision.primary.pod
         self._response.explained = self._picks.explained(decision)
-        return destination
+        return self._picks.destination(decision)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._picks.refused(error)

@@ -15,6 +15,7 @@ from router.explain_header import explain_value
 from router.metrics import RouterMetrics
 from router.request import RouteRequest
 from router.route import Router
+from router.steps import GOES_ON, Steps, alone
 
 _log = logging.getLogger(__name__)
 
@@ -45,17 +46,15 @@ class GatewayPick:
         Raises:
             RequestError: Counted already; 500 when routing tripped over something.
         """
-        decision = self.decide(request, is_active)
-        if decision.routing is not None:
-            return ",".join(decision.routing.destinations), decision
-        if self._destinations == 1:
-            return decision.primary.pod, decision
-        return ",".join(pod.pod for pod in decision.ranked[: self._destinations]), decision
+        decision = alone(self.deciding(request, is_active))
+        return self.destination(decision), decision
 
-    def decide(self, request: RouteRequest, is_active: Callable[[], bool]) -> Decision:
-        """The decision alone; see `pick`."""
+    def deciding(self, request: RouteRequest, is_active: Callable[[], bool]) -> Steps[Decision]:
+        """The decision; see `pick`."""
+        # Behind what its door has read of the request.
+        yield GOES_ON
         try:
-            return self._router.route(request, time.monotonic(), is_active)
+            return (yield from self._router.routing(request, time.monotonic(), is_active))
         except RequestError:
             raise
         except Exception as error:
@@ -63,6 +62,14 @@ class GatewayPick:
             failure = RequestError(500, "the router failed to route this request")
             self._metrics.refused(failure)
             raise failure from error
+
+    def destination(self, decision: Decision) -> str:
+        """The destination header's value."""
+        if decision.routing is not None:
+            return ",".join(decision.routing.destinations)
+        if self._destinations == 1:
+            return decision.primary.pod
+        return ",".join(pod.pod for pod in decision.ranked[: self._destinations])
 
     def explained(self, decision: Decision) -> str | None:
         """The value of the response's header that explains the decision; None: it carries none."""

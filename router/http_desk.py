@@ -1,7 +1,8 @@
 """Connections of one HTTP server that are served in the order in which they ask, by one thread at a time.
 
-Before a request waits, or when it is large, another thread takes the others over. What slow, idle and deaf
-clients may take of its time is bounded. Knows nothing of what is asked.
+Those that ask at once go step by step together. Before a request waits, or when it is large, another thread
+takes the others over. What slow, idle and deaf clients may take of its time is bounded. Knows nothing of what
+is asked.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from router.http_connection import HttpConnection
 from router.http_requests import HttpRequest, HttpRequestError
 from router.lead import Lead
+from router.steps import AT_ONCE_BYTES, AT_ONCE_MAX, Steps, alone
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +41,8 @@ class Host(Protocol):
     inline_bytes_max: int
     is_draining: bool
 
-    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
-        """The whole answer; with `closes` it says that the connection ends behind it.
+    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> Steps[bytes]:
+        """Makes the whole answer; with `closes` it says that the connection ends behind it.
 
         Args:
             is_active: Whether the client still waits, as is seen once another thread takes the others over.
@@ -46,6 +50,14 @@ class Host(Protocol):
 
     def refuse(self, error: HttpRequestError) -> bytes:
         """The answer to what is no request."""
+
+
+class _Begun(NamedTuple):
+    """A request that is being answered; with `closes` its connection ends behind the answer."""
+
+    connection: HttpConnection
+    steps: Steps[bytes]
+    closes: bool
 
 
 class HttpDesk:
@@ -65,6 +77,9 @@ class HttpDesk:
         self._room = memoryview(bytearray(_RECEIVE_BYTES))
         self._look_due_s = 0.0
         self._at_hand: HttpConnection
+        # Whoever leads goes on with these: requests that go together, and their bytes.
+        self._together: deque[_Begun] = deque()
+        self._together_bytes = 0
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -107,6 +122,9 @@ class HttpDesk:
 
     def _turn(self) -> bool:
         """Serves whoever has asked; whether somebody may still ask."""
+        # What another thread that led has left.
+        if not self._go_on():
+            return True
         for key, _ in self._selector.select(_LOOK_S):
             if key.data is None:
                 self._selector.unregister(key.fileobj)
@@ -114,10 +132,13 @@ class HttpDesk:
             if key.data.is_in_hand:
                 self._look_after(key.data)
                 continue
-            self._do(self._attend, key.data)
-            if not self._lead.is_mine:
+            self._do(key.data, partial(self._attend, key.data))
+            is_enough = len(self._together) >= AT_ONCE_MAX or self._together_bytes >= AT_ONCE_BYTES
+            if not self._lead.is_mine or (is_enough and not self._go_on()):
                 # Who leads now hears of the others, too.
                 return True
+        if not self._go_on():
+            return True
         if time.monotonic() >= self._look_due_s:
             self._look()
         # In this order: once it is closed, none is added.
@@ -130,14 +151,14 @@ class HttpDesk:
         with self._lock:
             late = [one for one in self._connections if not one.is_in_hand and now_s > one.due_s]
         for connection in late:
-            self._do(self._give_up, connection)
+            self._do(connection, partial(self._give_up, connection))
 
-    def _do(self, act: Callable[[HttpConnection], None], connection: HttpConnection) -> None:
+    def _do(self, connection: HttpConnection, act: Callable[[], object]) -> None:
         """Does something for a connection, and sees to it that it goes on, or ends."""
         self._at_hand = connection
         had_unsent = connection.has_unsent
         try:
-            act(connection)
+            act()
         except OSError:
             connection.is_over = True  # the client is gone
         except Exception:
@@ -161,14 +182,52 @@ class HttpDesk:
         except HttpRequestError as error:
             connection.refuse(self._host.refuse(error), time.monotonic())
             return
+        if len(requests) == 1 and (size := len(requests[0].body)) <= self._host.inline_bytes_max:
+            self._together.append(self._begun(connection, requests.popleft()))
+            self._together_bytes += size
+            return
         while requests:
-            request = requests.popleft()
-            if requests or len(request.body) > self._host.inline_bytes_max:
-                self._lead.hand_over()
-            closes = self._host.is_draining or not request.keeps_alive
-            connection.send(self._host.serve(request, closes, connection.is_active), is_last=closes)
-            if closes:
+            begun = self._begun(connection, requests.popleft())
+            self._answer_alone(begun)
+            if begun.closes:
                 return
+
+    def _begun(self, connection: HttpConnection, request: HttpRequest) -> _Begun:
+        closes = self._host.is_draining or not request.keeps_alive
+        return _Begun(connection, self._host.serve(request, closes, connection.is_active), closes)
+
+    def _answer_alone(self, begun: _Begun) -> None:
+        """Answers a request that may hold up others, who are left to another thread."""
+        self._lead.hand_over()
+        begun.connection.send(alone(begun.steps), is_last=begun.closes)
+
+    def _go_on(self) -> bool:
+        """Has requests that go together take a step each in turn, until they are answered.
+
+        Returns:
+            Whether this thread still leads; if not, the next one that does goes on with what is left.
+        """
+        together = self._together
+        while together:
+            begun = together.popleft()
+            connection, steps, closes = begun
+            try:
+                may_wait = next(steps)
+            except StopIteration as end:
+                self._do(connection, partial(connection.send, end.value, is_last=closes))
+                continue
+            except Exception:
+                _log.exception("a request failed")
+                self._end(connection)
+                continue
+            if not may_wait:
+                together.append(begun)
+                continue
+            self._do(connection, partial(self._answer_alone, begun))
+            if not self._lead.is_mine:
+                return False
+        self._together_bytes = 0
+        return True
 
     def _give_up(self, connection: HttpConnection) -> None:
         error = connection.too_slow()

@@ -16,13 +16,14 @@ from typing import Any
 from router.http_connection import HttpConnection
 from router.http_desk import HttpDesk
 from router.http_requests import HttpRequest, HttpRequestError
+from router.steps import Steps
 from router.tcp_listen import TcpListener
 
 _log = logging.getLogger(__name__)
 
-# serve(request, closes, is_active): the whole answer; with `closes` it says that the connection ends behind
-# it. What may wait in it calls `about_to_wait` first, and may ask whether the client still waits.
-Serve = Callable[[HttpRequest, bool, Callable[[], bool]], bytes]
+# serve(request, closes, is_active): the steps to the whole answer; with `closes` it says that the connection
+# ends behind it. A step that may wait is announced, and may ask whether the client still waits.
+Serve = Callable[[HttpRequest, bool, Callable[[], bool]], Steps[bytes]]
 # refuse(error): the answer to what is no request.
 Refuse = Callable[[HttpRequestError], bytes]
 

@@ -18,15 +18,6 @@ _log = logging.getLogger(__name__)
 _FOLLOWERS_MAX = 8
 _RETRY_S = 1.0
 
-_here = threading.local()
-
-
-def about_to_wait() -> None:
-    """To be called before anything that may take its time; does nothing on a thread that does not lead."""
-    lead: Lead | None = getattr(_here, "lead", None)
-    if lead is not None:
-        lead.hand_over()
-
 
 class Lead:
     """A lead, and the threads that have it in turn: one, a few in reserve, and one for each that waits.
@@ -64,7 +55,7 @@ class Lead:
         self._has_begun = True
 
     def hand_over(self) -> None:
-        """Has another thread lead from now on; does nothing on a thread that does not lead."""
+        """Has another thread lead from now on; does nothing on one that does not lead."""
         if not self.is_mine:
             return
         with self._lock:
@@ -85,7 +76,6 @@ class Lead:
         return not self._has_begun or self._over.wait(timeout_s)
 
     def _run(self) -> None:
-        _here.lead = self
         while self._follow():
             self._leader = get_ident()
             while self.is_mine:

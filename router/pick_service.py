@@ -16,12 +16,14 @@ from router._pb import endpoint_picker_pb2 as pb
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.gateway_pick import GatewayPick
+from router.h2.methods import SteppedHandler
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pick_answers import PickAnswers
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest, api_request
+from router.steps import Steps
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
@@ -50,7 +52,7 @@ class PickDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
-        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
+        pick: Any = SteppedHandler(_with_size, self._pick)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
             request_deserializer=pb.ReportOutcomeRequest.FromString,
@@ -59,7 +61,7 @@ class PickDoor:
         methods = {"PickEndpoint": pick, "ReportOutcome": report}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
-    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> Steps[bytes]:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
@@ -67,9 +69,10 @@ class PickDoor:
             except RequestError as error:
                 _abort(context, self._picks.refused(error))
             try:
-                return self._answers.answer(self._picks.decide(asked, context.is_active))
+                decision = yield from self._picks.deciding(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
+            return self._answers.answer(decision)
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext

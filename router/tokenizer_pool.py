@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from router.lead import about_to_wait
-
 _T = TypeVar("_T")
 
 
@@ -49,7 +47,6 @@ class TokenizerPool:
             raise PoolFullError from error
         # Also called for what is cancelled before it ran.
         future.add_done_callback(lambda _: self._places.release())
-        about_to_wait()
         return future.result(timeout_s)
 
     def close(self) -> None:

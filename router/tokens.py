@@ -16,6 +16,7 @@ from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
 from router.prompt_tokens import LONGER_THAN_CONTEXT, PromptTokens, as_chat, begin, given, refused, unknown
 from router.request import RequestKind, RouteRequest
+from router.steps import MAY_WAIT, Steps, alone
 from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
@@ -110,6 +111,16 @@ class TokenizerRegistry:
         context_tokens: int | None = None,
         pods: Sequence[Pod] = (),
     ) -> PromptTokens:
+        """`tokenizing` without others' requests beside it."""
+        return alone(self.tokenizing(request, base_model, context_tokens, pods))
+
+    def tokenizing(
+        self,
+        request: RouteRequest,
+        base_model: str | None,
+        context_tokens: int | None = None,
+        pods: Sequence[Pod] = (),
+    ) -> Steps[PromptTokens]:
         """Tokenizes a request, or tells within the deadline why not.
 
         Args:
@@ -131,8 +142,9 @@ class TokenizerRegistry:
         try:
             chat = as_chat(request, tokenizer.chat_template if tokenizer is not None else None)
             if tokenizer is not None:
-                return self._local(chat, tokenizer, context_tokens)
+                return (yield from self._local(chat, tokenizer, context_tokens))
             assert remote is not None
+            yield MAY_WAIT
             tokens = self._remote(chat, remote, context_tokens, pods)
             self._missed.discard(base_model or "")
             return tokens
@@ -154,19 +166,21 @@ class TokenizerRegistry:
 
     def _local(
         self, request: RouteRequest, tokenizer: PromptTokenizer, context_tokens: int | None
-    ) -> PromptTokens:
+    ) -> Steps[PromptTokens]:
         """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
         started_s = time.monotonic()
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
         limits = PromptLimits(chars_max, context_tokens)
         tools = request.body.get("tools") or request.body.get("documents")
         if request.body_bytes > (_INLINE_TOOLS_BODY_BYTES if tools else _INLINE_BODY_BYTES):
+            yield MAY_WAIT
             return self._pool.run(
                 lambda: begin(request, tokenizer, limits).tokens(), self._options.deadline_s
             )
         begun = begin(request, tokenizer, limits)
         if begun.missing_chars <= self._inline_chars:
             return begun.tokens()
+        yield MAY_WAIT
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
         return self._pool.run(begun.tokens, max(0.0, left_s))
 

@@ -1,4 +1,7 @@
-"""A stream answered message by message, on its connection's own thread as long as that does not wait."""
+"""A stream answered message by message, on its connection's own thread as long as that does not wait.
+
+Until it is routed, a message is answered in steps, together with what other streams were sent at once.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from router.h2.calls import Call, CallLimits, Link
 from router.h2.messages import MessageError
 from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
+from router.steps import Steps, alone
 from router.stream_watch import CANCELED, OK, UNKNOWN
 
 _log = logging.getLogger(__name__)
 
-_Step = Callable[[], None]
+# One thing to do for the stream, in steps.
+_Task = Callable[[], Iterable[bool]]
 
 
 class ExchangeCall(Call):
@@ -36,7 +41,7 @@ class ExchangeCall(Call):
         self._method = method
         self._room_bytes = limits.inline_bytes_max
         # What the thread that serves is to do next.
-        self._waiting: deque[_Step] = deque()
+        self._waiting: deque[_Task] = deque()
         self._is_serving = self._is_closed = False
         self._code = CANCELED
         self._exchange: Exchange = method.open(self)
@@ -61,30 +66,43 @@ class ExchangeCall(Call):
         is_routed = self._exchange.is_routed
         if not is_routed:
             self._link.flush_soon()
-        self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
+        here = is_routed or self._room_bytes >= 0
+        self._do(partial(self._answer, message, size), size, here=here)
 
     def _all_received(self) -> None:
         self._do(self._finish, here=True)
 
-    def _do(self, step: _Step, *, here: bool) -> None:
-        """Takes a step: behind those of the thread that serves, or on this one, or on another."""
+    def _leave(self) -> None:
+        self._link.run(partial(alone, self._steps))
+
+    def _do(self, task: _Task, size: int = 0, *, here: bool) -> None:
+        """Does a task: behind those of the thread that serves, or on this one, or on another.
+
+        Args:
+            size: Bytes of the message that it is about.
+        """
         with self._lock:
             is_alone, self._is_serving = not self._is_serving, True
             if not is_alone or not here:
-                self._waiting.append(step)
-        if is_alone and here:
-            self._serve(step)
-        elif is_alone:
-            self._link.run(self._serve)
+                self._waiting.append(task)
+        if not is_alone:
+            return
+        if not here:
+            self._link.run(lambda: alone(self._serving(None)))
+        elif self._exchange.is_routed:
+            alone(self._serving(task))
+        else:
+            self._steps = self._serving(task)
+            self._link.together(self, size)
 
-    def _serve(self, step: _Step | None = None) -> None:
-        """Takes a step and those that wait."""
+    def _serving(self, task: _Task | None) -> Steps[None]:
+        """Does a task and those that wait."""
         while True:
-            if step is not None and not self.is_over:
+            if task is not None and not self.is_over:
                 for watch in self._waited_on:
                     watch.serves()
                 try:
-                    step()
+                    yield from task()
                 except Exception as error:
                     self._fail(error)
                 for watch in self._waited_on:
@@ -93,7 +111,7 @@ class ExchangeCall(Call):
                 if not self._waiting:
                     self._is_serving = False
                     break
-                step = self._waiting.popleft()
+                task = self._waiting.popleft()
         if self.is_over:
             # Whoever ended the call meanwhile has left that to us.
             self._close_once()
@@ -106,13 +124,19 @@ class ExchangeCall(Call):
         _log.error("a call failed: %s", self._stream.head.path, exc_info=error)
         self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
-    def _answer(self, data: bytes, size: int) -> None:
+    def _answer(self, data: bytes, size: int) -> Iterator[bool]:
         exchange = self._exchange
         try:
             message = self._method.read(data)
         except Exception as error:
             raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
-        answers = self._written(exchange.answers(message))
+        written = []
+        for answer in exchange.answers(message):
+            if isinstance(answer, bool):
+                yield answer
+            else:
+                written.append(self._framed(self._method.written(answer)))
+        answers = b"".join(written)
         if exchange.finished:
             self._code = OK
             self._end(grpc.StatusCode.OK, data=answers)
@@ -126,16 +150,16 @@ class ExchangeCall(Call):
                 watch.answered()
             self._waited_on = []
 
-    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
+    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> Iterable[bool]:
         self._code = OK
-        self._end(grpc.StatusCode.OK, data=self._written(answers()))
+        data = b"".join(map(self._framed, map(self._method.written, answers())))
+        self._end(grpc.StatusCode.OK, data=data)
+        return ()
 
-    def _finish(self) -> None:
+    def _finish(self) -> Iterable[bool]:
         self._code = OK
         self._end(grpc.StatusCode.OK)
-
-    def _written(self, answers: Iterable[Any]) -> bytes:
-        return b"".join(map(self._framed, map(self._method.written, answers)))
+        return ()
 
     def _released(self) -> None:
         self._close_once()

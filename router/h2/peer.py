@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from router.h2.methods import ExchangeMethod, Methods
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.threaded_call import ThreadedCall
 from router.h2.unary_call import UnaryCall
+from router.steps import AT_ONCE_BYTES, AT_ONCE_MAX
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ class Peer:
         self._reader = 0
         self._steps = 0
         self._step_s: float | None = None
+        # Calls that go together, and their messages' bytes.
+        self._together: deque[Call] = deque()
+        self._together_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -106,6 +111,7 @@ class Peer:
                     self._check_pace()
                 for event in events:
                     self._take(event)
+                self._go_on()
                 if connection.out:
                     with self._lock:
                         self._write_out()
@@ -178,6 +184,13 @@ class Peer:
         except OSError:
             self._break()
 
+    def together(self, call: Call, size: int) -> None:
+        """See `Link`."""
+        self._together.append(call)
+        self._together_bytes += size
+        if len(self._together) >= AT_ONCE_MAX or self._together_bytes >= AT_ONCE_BYTES:
+            self._go_on()
+
     def cancel(self, stream: Stream) -> None:
         """See `Link`."""
         try:
@@ -200,6 +213,16 @@ class Peer:
                 # The kernel's timeout; a connection may be silent as long as it likes between frames.
                 if self._connection.is_within:
                     raise _too_slow() from None
+
+    def _go_on(self) -> None:
+        """Has calls that go together take a step each in turn, until they are served or go on elsewhere."""
+        together = self._together
+        while together:
+            self.flush_soon()
+            call = together.popleft()
+            if call.step():
+                together.append(call)
+        self._together_bytes = 0
 
     def _check_pace(self) -> None:
         """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""

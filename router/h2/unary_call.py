@@ -1,4 +1,4 @@
-"""A unary call: one message in, one out, by a grpcio handler."""
+"""A unary call: one message in, one out, by a grpcio handler; in steps, where the handler has them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import grpc
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallContext
 from router.h2.messages import MessageError
-from router.h2.methods import deserialized, not_one_message, serialized
+from router.h2.methods import SteppedHandler, deserialized, not_one_message, serialized
 from router.h2.streams import Stream
+from router.steps import Steps, alone
 
 _log = logging.getLogger(__name__)
 
@@ -40,25 +41,35 @@ class UnaryCall(Call):
     def _all_received(self) -> None:
         if self._request is None:
             raise not_one_message(self._stream.head.path)
-        if len(self._request) <= self._limits.inline_bytes_max:
-            self._link.flush_soon()
-            self._serve(self._request)
+        self._steps = self._serving(self._request)
+        if len(self._request) > self._limits.inline_bytes_max:
+            self._leave()
+        elif isinstance(self._handler, SteppedHandler):
+            self._link.together(self, len(self._request))
         else:
-            self._is_elsewhere = True
-            self._link.run(self._serve_elsewhere)
+            self._link.flush_soon()
+            alone(self._steps)
 
-    def _serve_elsewhere(self) -> None:
+    def _leave(self) -> None:
+        self._is_elsewhere = True
+        self._link.run(self._go_on_elsewhere)
+
+    def _go_on_elsewhere(self) -> None:
         try:
-            if not self.is_over and self._request is not None:
-                self._serve(self._request)
+            alone(self._steps)
         finally:
             self._ended()
 
-    def _serve(self, message: bytes) -> None:
+    def _serving(self, message: bytes) -> Steps[None]:
+        if self.is_over:
+            return
         handler, context = self._handler, self._context
         try:
             request = deserialized(message, handler.request_deserializer)
-            answer = handler.unary_unary(request, context)
+            if isinstance(handler, SteppedHandler):
+                answer = yield from handler.steps(request, context)
+            else:
+                answer = handler.unary_unary(request, context)
             data = self._framed(serialized(answer, handler.response_serializer))
         except CallAborted:
             self._end(context.code, context.details_text, context.trailing, initial=context.initial)

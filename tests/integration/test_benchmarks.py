@@ -41,7 +41,9 @@ FIGURES = {
         ),
     },
     "pick_counts": {
-        f"request_small_{what}" for what in ("instructions", "l1i_misses", "l1d_misses", "l2_misses")
+        f"request_small{at_once}_{what}"
+        for at_once in ("", "_together")
+        for what in ("instructions", "l1i_misses", "l1d_misses", "l2_misses")
     },
     "tokens": {"next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"},
     "schedule": SCHEDULE,

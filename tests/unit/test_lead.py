@@ -11,8 +11,7 @@ from queue import SimpleQueue
 import pytest
 
 from router import lead as lead_module
-from router.lead import Lead, about_to_wait
-from router.tokenizer_pool import TokenizerPool
+from router.lead import Lead
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 _NAME = "test-lead"
@@ -70,7 +69,7 @@ def test_whoever_waits_holds_up_nobody() -> None:
 
         def wait() -> None:
             before = threading.get_ident()
-            about_to_wait()
+            crew.lead.hand_over()
             assert not crew.lead.is_mine
             assert may_go.wait(TIMEOUT_S)
             done.put(before == threading.get_ident())
@@ -94,8 +93,8 @@ def test_only_one_thread_leads() -> None:
             most[0] = max(most[0], inside[0])
             assert crew.lead.is_mine
             inside[0] -= 1
-            about_to_wait()
-            about_to_wait()
+            crew.lead.hand_over()
+            crew.lead.hand_over()
 
         for _ in range(500):
             crew.do(task)
@@ -110,7 +109,7 @@ def test_threads_that_waited_end_but_for_a_few() -> None:
         may_go, all_wait = threading.Event(), threading.Barrier(31)
 
         def wait() -> None:
-            about_to_wait()
+            crew.lead.hand_over()
             all_wait.wait(TIMEOUT_S)
             may_go.wait(TIMEOUT_S)
 
@@ -121,7 +120,7 @@ def test_threads_that_waited_end_but_for_a_few() -> None:
         may_go.set()
         wait_until(lambda: len(threads()) == 1 + lead_module._FOLLOWERS_MAX, "the end of the others")
         led = threading.Event()
-        crew.do(about_to_wait)
+        crew.do(crew.lead.hand_over)
         crew.do(led.set)
         assert led.wait(TIMEOUT_S)
         assert len(threads()) <= 1 + lead_module._FOLLOWERS_MAX
@@ -152,25 +151,11 @@ def test_without_more_threads_the_others_wait_too(
         still = SimpleQueue[bool]()
         with monkeypatch.context() as patched:
             patched.setattr(threading, "Thread", no_thread)
-            crew.do(about_to_wait)
+            crew.do(crew.lead.hand_over)
             crew.do(lambda: still.put(crew.lead.is_mine))
             assert still.get(timeout=TIMEOUT_S)
         assert not crew.leaving
     assert "no thread can take the lead" in caplog.text
-
-
-def test_a_prompt_that_waits_for_its_tokens_has_passed_the_lead_on() -> None:
-    """The tokenizers' pool says that it is about to wait; elsewhere that means nothing."""
-    pool = TokenizerPool(1, 1)
-    try:
-        with started() as crew:
-            served, told = threading.Event(), SimpleQueue[bool]()
-            crew.do(lambda: told.put(pool.run(lambda: served.wait(TIMEOUT_S), TIMEOUT_S)))
-            crew.do(served.set)
-            assert told.get(timeout=TIMEOUT_S)
-        assert pool.run(lambda: 7, TIMEOUT_S) == 7
-    finally:
-        pool.close()
 
 
 def test_what_never_began_is_over() -> None:

@@ -16,6 +16,7 @@ from router import http_connection
 from router.check_http import CheckHttpDoor
 from router.gateway_pick import GatewayPick
 from router.http_listen import HttpServer
+from router.steps import MAY_WAIT, Steps
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.raw_http_support import Answer, Client
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
@@ -208,7 +209,8 @@ def test_an_answer_that_is_being_made_survives_the_close() -> None:
     """Closing waits for the requests inside."""
     entered, may_go = threading.Event(), threading.Event()
 
-    def slow(*_: object) -> bytes:
+    def slow(*_: object) -> Steps[bytes]:
+        yield MAY_WAIT
         entered.set()
         may_go.wait(TIMEOUT_S)
         return b"HTTP/1.1 200 -\r\ncontent-length: 0\r\n\r\n"

@@ -36,12 +36,12 @@ def test_drain_lets_calls_finish(transport: str) -> None:
         assert goaway.payload[:8] == frames.STREAM_IDS.to_bytes(4, "big") + bytes(4)
         client.send(data_frame(3, prefixed(b"2 x")[4:], ends=True))
         assert client.answer(3)[0] == prefixed(b"x") * 2
-        for stream_id in (1, 5, 7, 9):
+        for stream_id in (1, 5, 7, 9, 11):
             client.say(stream_id, b"%d" % stream_id)
             assert client.answer(stream_id)[0] == prefixed(b"%d" % stream_id)
-        client.open(11)
-        client.say(11, b"crossed the notice")
-        assert client.answer(11)[0] == prefixed(b"crossed the notice")
+        client.open(13)
+        client.say(13, b"crossed the notice")
+        assert client.answer(13)[0] == prefixed(b"crossed the notice")
 
 
 def test_a_drained_channel_connects_anew() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from router import http_connection
 from router.http_listen import HttpServer
 from router.http_requests import HttpRequest, HttpRequestError
-from router.lead import about_to_wait
+from router.steps import AT_ONCE_MAX, GOES_ON, MAY_WAIT, Steps
 from tests.wire.raw_http_support import Client
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
@@ -30,25 +30,31 @@ _LARGE = 8 << 20
 
 
 class Waits:
-    """Serves: a path that begins with /wait waits until it may go, /large gives much, /fail fails.
+    """Serves: /wait... waits until it may go, /steps... takes three steps, /large gives much, /fail fails.
 
     Attributes:
         entered: One path for each request that waits.
         active: By path, whether its client still waits.
         may_go: Lets all go.
+        steps: The path of each step that was taken.
     """
 
     def __init__(self) -> None:
         self.entered: SimpleQueue[str] = SimpleQueue()
         self.active: dict[str, Callable[[], bool]] = {}
         self.may_go = threading.Event()
+        self.steps: list[str] = []
 
-    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> bytes:
+    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> Steps[bytes]:
         """The path comes back as the body."""
         path = request.path
+        if path.startswith("/steps"):
+            for _ in range(3):
+                self.steps.append(path)
+                yield GOES_ON
         if path.startswith("/wait"):
             if path.startswith("/wait-told"):
-                about_to_wait()
+                yield MAY_WAIT
             self.active[path] = is_active
             self.entered.put(path)
             assert self.may_go.wait(TIMEOUT_S)
@@ -159,6 +165,27 @@ def test_connections_are_shared_out_among_the_desks() -> None:
         waits.may_go.set()
         assert clients[0].answer().body == b"/wait"
         assert clients[4].answer().body == b"/behind"
+
+
+def test_requests_that_come_at_once_take_each_step_together() -> None:
+    """Each takes a step before any takes its next one, no more at once than fit the caches."""
+    with served() as (server, waits), ExitStack() as opened:
+        clients = [opened.enter_context(Client(server.port)) for _ in range(AT_ONCE_MAX + 3)]
+        for client in clients:
+            client.send(request("/quick"))
+            assert client.answer().body == b"/quick"
+        with Client(server.port) as keeps:
+            keeps.send(request("/wait"))
+            waits.entered.get(timeout=TIMEOUT_S)
+            paths = [f"/steps/{at}" for at in range(len(clients))]
+            for client, path in zip(clients, paths, strict=True):
+                client.send(request(path))
+            waits.may_go.set()
+            assert [client.answer().body.decode() for client in clients] == paths
+        first, rest = waits.steps[: 3 * AT_ONCE_MAX], waits.steps[3 * AT_ONCE_MAX :]
+        assert first == first[:AT_ONCE_MAX] * 3
+        assert rest == rest[:3] * 3
+        assert sorted(first[:AT_ONCE_MAX] + rest[:3]) == sorted(paths)
 
 
 def test_pipelined_answers_keep_their_order_behind_one_that_waits() -> None:
