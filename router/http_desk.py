@@ -34,7 +34,7 @@ class Host(Protocol):
 
     Attributes:
         inline_bytes_max: A request with a longer body holds up nobody, at the price of a hand-over, and so do
-            several that come at once; -1: none does.
+            several that one client asks at once; -1: none does.
         is_draining: Whether connections end behind the next answer.
     """
 

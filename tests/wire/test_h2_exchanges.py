@@ -185,6 +185,22 @@ def test_calls_that_come_at_once_take_each_step_together(method: str, steps: int
         served.assert_sound()
 
 
+@pytest.mark.parametrize(("method", "steps"), [("stepped", 3), ("exchange", 2)])
+def test_calls_of_many_bytes_go_fewer_at_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, steps: int
+) -> None:
+    """However few they are, no more go together than their bytes allow."""
+    monkeypatch.setattr("router.h2.peer.AT_ONCE_BYTES", 1000)
+    with serving("native") as served:
+        with RawClient(served.server.port) as client:
+            messages = [letter * 600 for letter in (b"a", b"b", b"c")]
+            streams = _asked_at_once(client, served, method, messages)
+            served.plain.unkept.set()
+            assert [client.answer(at)[0] for at in streams] == list(map(prefixed, messages))
+            assert list(served.plain.steps) == [b"a", b"b"] * steps + [b"c"] * steps
+        served.assert_sound()
+
+
 @pytest.mark.parametrize("method", ["stepped", "exchange"])
 def test_a_call_that_may_wait_leaves_those_that_it_came_with(method: str) -> None:
     """They are answered while it waits on another thread, and then it is, too."""

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router import http_connection
+from router import http_connection, http_desk
 from router.http_listen import HttpServer
 from router.http_requests import HttpRequest, HttpRequestError
 from router.steps import AT_ONCE_MAX, GOES_ON, MAY_WAIT, Steps
@@ -186,6 +186,26 @@ def test_requests_that_come_at_once_take_each_step_together() -> None:
         assert first == first[:AT_ONCE_MAX] * 3
         assert rest == rest[:3] * 3
         assert sorted(first[:AT_ONCE_MAX] + rest[:3]) == sorted(paths)
+
+
+def test_requests_of_many_bytes_go_fewer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few they are, no more go together than their bytes allow."""
+    monkeypatch.setattr(http_desk, "AT_ONCE_BYTES", 1000)
+    with served() as (server, waits), ExitStack() as opened:
+        clients = [opened.enter_context(Client(server.port)) for _ in range(3)]
+        for client in clients:
+            client.send(request("/quick"))
+            assert client.answer().body == b"/quick"
+        with Client(server.port) as keeps:
+            keeps.send(request("/wait"))
+            waits.entered.get(timeout=TIMEOUT_S)
+            for at, client in enumerate(clients):
+                client.send(request(f"/steps/{at}", b"x" * 600))
+            waits.may_go.set()
+            assert [client.answer().body for client in clients] == [b"/steps/0", b"/steps/1", b"/steps/2"]
+        together, last = waits.steps[:2], waits.steps[-1:]
+        assert waits.steps == together * 3 + last * 3
+        assert len({*together, *last}) == 3
 
 
 def test_pipelined_answers_keep_their_order_behind_one_that_waits() -> None:
