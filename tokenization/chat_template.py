@@ -5,28 +5,22 @@ Knows Jinja and the conventions of Hugging Face chat templates; knows nothing of
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenization.chat_messages import PlainMessage
 from tokenization.developer_role import as_system, has_developer, names_developer
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
 from tokenization.part_loops import wants_parts
+from tokenization.template_environment import ENVIRONMENT
 from tokenization.turns import Later, Turns
 
 Message = Mapping[str, Any]
 
-_DICT_ATTRIBUTES = frozenset(dir(dict))
 _TRIPS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 # Stands behind a message that is left open; of what a template does to a text's end its space tells.
 _OPEN_MARK = f"{secrets.token_hex(16)} "
@@ -51,9 +45,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _ENVIRONMENT.from_string(source)
-            self.wants_parts = wants_parts(_ENVIRONMENT.parse(source))
-            self._turns = None if self.wants_parts else Turns.of(_ENVIRONMENT, source)
+            self._template = ENVIRONMENT.from_string(source)
+            self.wants_parts = wants_parts(ENVIRONMENT.parse(source))
+            self._turns = None if self.wants_parts else Turns.of(ENVIRONMENT, source)
             self.has_turns = self._turns is not None
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
@@ -194,63 +188,3 @@ def _left_open(text: str) -> str:
         )
     # A template that trims its messages has taken the mark's space, and would have taken the text's.
     return text[:at] if text.startswith(_OPEN_MARK, at) else text[:at].rstrip()
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; rendering only shows what is inside."""
-
-    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Reads the block up to its end."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The environment of Hugging Face templates, with a shorter way to a message's fields."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """What `obj.attribute` is: an item, where the dict has no attribute of that name."""
-        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
-            return super().getattr(obj, attribute)
-        return obj[attribute] if attribute in obj else _missing(attribute)
-
-
-@lru_cache(maxsize=256)
-def _missing(name: str) -> jinja2.Undefined:
-    """What a dict's missing field is; made once, as most messages lack the same fields."""
-    return _ENVIRONMENT.undefined(obj={}, name=name)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _environment()
