@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -62,7 +62,18 @@ class Beginning(msgspec.Struct, frozen=True, eq=False):
         return self.ids.nbytes + rest_bytes + self.shown.size_bytes + _ENTRY_BYTES
 
 
-class Beginnings:
+class Sized(Protocol):
+    """What is known of a beginning."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory in use."""
+
+
+_Known = TypeVar("_Known", bound=Sized)
+
+
+class Beginnings(Generic[_Known]):
     """Beginnings of conversations with one model; safe to share between threads.
 
     Args:
@@ -75,12 +86,12 @@ class Beginnings:
     def __init__(self, capacity_bytes: int) -> None:
         self.used_bytes = 0
         self._capacity_bytes = capacity_bytes
-        self._beginnings: OrderedDict[_Key, Beginning] = OrderedDict()
+        self._beginnings: OrderedDict[_Key, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(
         self, messages: memoryview, ends: Sequence[MessagesEnd], given: object
-    ) -> tuple[Beginning | None, int, bytes]:
+    ) -> tuple[_Known | None, int, bytes]:
         """The longest known beginning of a list of messages, its size in bytes, and the digest of all of it.
 
         Args:
@@ -96,7 +107,7 @@ class Beginnings:
         beginning, size_bytes = found or (None, 0)
         return beginning, size_bytes, ends[0].digest
 
-    def put(self, beginning: Beginning, digest: bytes, given: object) -> None:
+    def put(self, beginning: _Known, digest: bytes, given: object) -> None:
         """Remembers a beginning by its digest."""
         key, size_bytes = (given, digest), beginning.size_bytes
         with self._lock:
@@ -107,7 +118,7 @@ class Beginnings:
             while self.used_bytes > self._capacity_bytes:
                 self.used_bytes -= self._beginnings.popitem(last=False)[1].size_bytes
 
-    def _longest(self, ends: Sequence[MessagesEnd], given: object) -> tuple[Beginning, int] | None:
+    def _longest(self, ends: Sequence[MessagesEnd], given: object) -> tuple[_Known, int] | None:
         for size_bytes, digest in ends:
             key = given, digest
             beginning = self._beginnings.get(key)

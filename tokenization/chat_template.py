@@ -15,6 +15,8 @@ import jinja2
 from tokenization.chat_messages import PlainMessage
 from tokenization.developer_role import as_system, has_developer, names_developer
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
+from tokenization.loop_form import loop_form
+from tokenization.loop_run import LoopRun, NotResumable, Rounds, Shown
 from tokenization.part_loops import wants_parts
 from tokenization.template_environment import ENVIRONMENT
 from tokenization.turns import Later, Turns
@@ -49,6 +51,7 @@ class ChatTemplate:
             self.wants_parts = wants_parts(ENVIRONMENT.parse(source))
             self._turns = None if self.wants_parts else Turns.of(ENVIRONMENT, source)
             self.has_turns = self._turns is not None
+            self._loop = loop_form(ENVIRONMENT, source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
         # Every rendering copies them, and Jinja's chain of maps is slow to copy.
@@ -153,6 +156,30 @@ class ChatTemplate:
         try:
             return self._turns.render_plain(messages, shown)
         except (jinja2.TemplateError, *_TRIPS):
+            return None
+
+    def resume(
+        self, messages: Sequence[Message], known: Rounds | None, options: Mapping[str, Any]
+    ) -> Shown | None:
+        """Renders all but the rounds that are known; None where `render` has to be asked.
+
+        Args:
+            messages: All, those of the known rounds the very same objects.
+            options: The other arguments of `render`.
+        """
+        if self._loop is None or options["continue_final_message"] or self.moves(messages):
+            return None
+        variables = {
+            **self._special_tokens,
+            **options["template_kwargs"],
+            "add_generation_prompt": options["add_generation_prompt"],
+            "messages": messages,
+            "tools": options["tools"],
+            "documents": options["documents"],
+        }
+        try:
+            return LoopRun(self._loop, messages, known).show(variables)
+        except (NotResumable, jinja2.TemplateError, *_TRIPS):
             return None
 
     def _probe(self, effort: str) -> str | None:

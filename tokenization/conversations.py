@@ -39,7 +39,7 @@ class Conversations:
     def __init__(self, template: ChatTemplate, segments: SegmentEncoder, capacity_bytes: int) -> None:
         self.template = template
         self.segments = segments
-        self.beginnings = Beginnings(capacity_bytes)
+        self.beginnings: Beginnings[Beginning] = Beginnings(capacity_bytes)
 
     def open(
         self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
@@ -71,7 +71,7 @@ class Conversation:
 
     __slots__ = (
         *("_conversations", "_digest", "_encoding", "_ends", "_given", "_known", "_known_bytes", "_messages"),
-        *("_options", "_text", "chars", "missing_chars"),
+        *("_first", "_options", "_text", "chars", "missing_chars"),
     )
 
     def __init__(
@@ -93,6 +93,7 @@ class Conversation:
         self._digest = b""
         self._text = ""
         self._encoding: Encoding | None = None
+        self._first: Mapping[str, Any] | None = None
 
     def begin(self, *, add_special_tokens: bool) -> bool:
         """Looks up its longest known beginning, for `ids`; False: the whole has to be encoded."""
@@ -140,16 +141,16 @@ class Conversation:
             self._conversations.beginnings.put(beginning, self._digest, self._given)
         return ids
 
-    def remember(self, encoding: Encoding, first: Mapping[str, Any]) -> None:
-        """Remembers messages of which nothing was known, when they are encoded.
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Takes messages of which nothing is known; what they show is for the template to say."""
+        self._first = messages[0]
 
-        Args:
-            encoding: Of the whole.
-            first: The first message.
-        """
+    def remember(self, encoding: Encoding) -> None:
+        """Remembers them, when they are encoded."""
+        assert self._first is not None
         kwargs, generates = self._options["template_kwargs"], self._options["add_generation_prompt"]
         template, segments = self._conversations.template, self._conversations.segments
-        later = template.later(first, add_generation_prompt=generates, template_kwargs=kwargs)
+        later = template.later(self._first, add_generation_prompt=generates, template_kwargs=kwargs)
         if later is not None:
             proof = later.behind[: segments.proof_chars]
             size_bytes = sys.getsizeof(later.variables[FIRST]["content"])

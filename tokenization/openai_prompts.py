@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from tokenization.errors import PromptError, PromptTooLongError, UnsupportedProm
 from tokenization.image_parts import image_parts
 from tokenization.image_prompts import ImagePrompt
 from tokenization.message_ends import MessagesEnd
+from tokenization.resumed import ResumedConversation
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding
 from tokenization.tokenizer import PromptTokenizer
@@ -82,7 +82,7 @@ class PendingPrompt:
 
     def __init__(
         self,
-        source: Encoding | Conversation | TokenIds,
+        source: Encoding | Conversation | ResumedConversation | TokenIds,
         truncation: Truncation = WHOLE,
         affix_tokens: tuple[int, int] = (0, 0),
         encoded: Callable[[Encoding], None] | None = None,
@@ -164,12 +164,14 @@ def begin_chat(
             _check_length(conversation.chars, "messages", truncation, limits)
             return _pending(conversation, tokenizer, special, truncation)
     known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer, options))
-    text = tokenizer.render_chat(known, **options)
+    text = None if conversation is None else conversation.render(known)
+    if text is None:
+        text = tokenizer.render_chat(known, **options)
     _check_length(len(text), "messages", truncation, limits)
     encoding = tokenizer.begin(text, add_special_tokens=special)
     template = tokenizer.chat_template
     if conversation is not None and template is not None and not template.moves(known):
-        remember = partial(conversation.remember, first=known[0])
+        remember = conversation.remember
     return _pending(encoding, tokenizer, special, truncation, remember)
 
 
@@ -307,7 +309,7 @@ def _check_length(chars: int, param: str, truncation: Truncation, limits: Prompt
 
 
 def _pending(
-    source: Encoding | Conversation,
+    source: Encoding | Conversation | ResumedConversation,
     tokenizer: PromptTokenizer,
     special: bool,
     truncation: Truncation,

@@ -22,6 +22,7 @@ from tokenization.image_rules import ImageRule
 from tokenization.message_ends import MessagesEnd
 from tokenization.mistral_files import mistral_form
 from tokenization.own_texts import OwnTexts, own_texts
+from tokenization.resumed import ResumedConversation, ResumedConversations
 from tokenization.segments import Encoding, SegmentEncoder
 from tokenization.template_files import TemplateSources, template_sources
 
@@ -73,6 +74,11 @@ class PromptTokenizer:
         self._conversations = (
             Conversations(chat_template, self._segments, _CONVERSATIONS_BYTES) if chat_template else None
         )
+        self._resumed = {
+            template: ResumedConversations(template, self._segments, _CONVERSATIONS_BYTES)
+            for template in (chat_template, tool_template)
+            if template is not None
+        }
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
@@ -148,14 +154,17 @@ class PromptTokenizer:
 
     def conversation(
         self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
-    ) -> Conversation | None:
+    ) -> Conversation | ResumedConversation | None:
         """Messages as JSON text, whose beginning may be known; None where only `render_chat` can tell.
 
         Args:
             options: The arguments of `render_chat`, all of them.
             ends: Of the messages, the longest first; none where they are not known.
         """
-        return None if self._conversations is None else self._conversations.open(messages, options, ends)
+        turns, template = self._conversations, self.template_for(options["tools"])
+        if turns is None or template is None:
+            return None
+        return turns.open(messages, options, ends) or self._resumed[template].open(messages, options, ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text at once; arguments as for `begin`."""

@@ -19,7 +19,7 @@ MESSAGES, TURNS, FIRST = "messages", "kvroute_turns", "kvroute_first"
 """Variables: all messages as the template names them, those to be shown, and the first of all."""
 
 _LOOP = "loop"
-_PURE_NODES = (
+PURE_NODES = (
     *(
         nodes.Output,
         nodes.TemplateData,
@@ -43,7 +43,7 @@ _PURE_NODES = (
         nodes.Assign,
     ),
 )
-_PURE_FILTERS = frozenset(
+PURE_FILTERS = frozenset(
     {
         "trim",
         "upper",
@@ -66,7 +66,7 @@ _PURE_FILTERS = frozenset(
         "indent",
     }
 )
-_PURE_TESTS = frozenset(
+PURE_TESTS = frozenset(
     {
         "defined",
         "undefined",
@@ -178,16 +178,16 @@ class _Uses:
         return all(self._is_pure(node, in_loop, loop_is_own=not in_loop) for node in body)
 
     def _is_pure(self, node: nodes.Node, in_loop: bool, loop_is_own: bool) -> bool:
-        if not isinstance(node, _PURE_NODES):
+        if not isinstance(node, PURE_NODES):
             return False
         match node:
             case nodes.Assign():
                 self.assigns = True
                 if not isinstance(node.target, nodes.Name):
                     return False
-            case nodes.Filter() if node.name not in _PURE_FILTERS or node.node is None:
+            case nodes.Filter() if node.name not in PURE_FILTERS or node.node is None:
                 return False
-            case nodes.Test() if node.name not in _PURE_TESTS:
+            case nodes.Test() if node.name not in PURE_TESTS:
                 return False
             case nodes.Call() if isinstance(node.node, nodes.Name):
                 if node.node.name not in _PURE_FUNCTIONS:

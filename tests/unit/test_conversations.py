@@ -226,7 +226,8 @@ def test_memory_is_bounded() -> None:
 def test_options_that_would_fill_the_memory_are_not_remembered(kwargs: dict[str, Any]) -> None:
     """Long or nested template options go the whole way, with the same ids."""
     tokenizer = tokenizer_for(TINY)
-    assert tokenizer.conversation(raw(CONVERSATION), {**OPTIONS, "template_kwargs": kwargs}) is None
+    assert tokenizer._conversations is not None
+    assert tokenizer._conversations.open(raw(CONVERSATION), {**OPTIONS, "template_kwargs": kwargs}) is None
     body = {"messages": raw(CONVERSATION), "chat_template_kwargs": kwargs}
     expected = begin_chat({"messages": CONVERSATION}, tokenizer).ids().tolist()
     assert begin_chat(body, tokenizer).ids().tolist() == expected
