@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from jinja2 import Environment, Template, nodes
 from jinja2.visitor import NodeTransformer
@@ -102,9 +103,13 @@ def loop_form(environment: Environment, source: str) -> LoopForm | None:
     has_blocks = any(isinstance(node, nodes.Block) for node in _within(body))
     if called is None or has_blocks or not _is_known(loop.body, _NODES):
         return None
-    reads = _Reads(loop, [macros[name] for name in called], frozenset(macros) | _FUNCTIONS)
-    if any(name in macros for name in reads.stored):
+    functions = frozenset(macros) | _FUNCTIONS
+    if any(
+        isinstance(node, nodes.Name) and node.ctx == "store" and node.name in functions
+        for node in _within(body)
+    ):
         return None
+    reads = _Reads(loop, [macros[name] for name in called], functions)
     rounds = [_output(NEXT), *(reads.rewritten(node) for node in loop.body)]
     begin = nodes.Call(
         _name(BEGIN), [loop.iter, nodes.Dict([_pair(name) for name in sorted(reads.names)])], [], None, None
@@ -148,17 +153,19 @@ def _calls(body: Sequence[nodes.Node], macros: Mapping[str, nodes.Macro]) -> Seq
     called: list[str] = []
     pending: list[Sequence[nodes.Node]] = [body]
     while pending:
-        for node in _within(pending.pop()):
-            if not isinstance(node, nodes.Call) or not isinstance(node.node, nodes.Name):
-                continue
-            name = node.node.name
-            if name in macros and name not in called:
-                if not _is_known(macros[name].body, _MACRO_NODES):
-                    return None
-                called.append(name)
-                pending.append([macros[name]])
-            elif name not in macros and name not in _FUNCTIONS:
+        part = pending.pop()
+        calls = [
+            node.node.name for node in _within(part) if isinstance(node, nodes.Call) and _is_name(node.node)
+        ]
+        functions = [node for node in _within(part) if _is_name(node) and node.name in {*macros, *_FUNCTIONS}]
+        # All are called, and none is a value.
+        if len(calls) != len(functions):
+            return None
+        for name in {*calls}.intersection(macros).difference(called):
+            if not _is_known(macros[name].body, _MACRO_NODES):
                 return None
+            called.append(name)
+            pending.append([macros[name]])
     return called
 
 
@@ -169,6 +176,8 @@ def _is_known(body: Sequence[nodes.Node], known: tuple[type[nodes.Node], ...]) -
             return False
         match node:
             case nodes.Filter() if node.name not in _FILTERS or node.node is None:
+                return False
+            case nodes.Filter(name="map", args=[nodes.Const(value=name), *_]) if name not in _FILTERS:
                 return False
             case nodes.Test() if node.name not in PURE_TESTS:
                 return False
@@ -206,14 +215,10 @@ class _Reads:
         ]
         self.lists = {node.name for node in indexed if isinstance(node, nodes.Name) and self.is_read(node)}
         self.lists |= _names_in([loop.iter]) | {MESSAGES}
-        self.lists -= in_macros
         self.wholes = in_macros - self._not_read
         self.attributes: dict[str, set[str]] = {}
         self.ordered: set[Attribute] = set()
         self.written: set[tuple[str, str]] = set()
-        self.stored = {
-            node.name for node in _within(loop.body) if isinstance(node, nodes.Name) and node.ctx == "store"
-        }
         for node in _within([*loop.body, *macros]):
             if isinstance(node, nodes.NSRef):
                 self.written.add((node.name, node.attr))
@@ -321,8 +326,8 @@ def _names_in(body: Sequence[nodes.Node]) -> set[str]:
     return {node.name for node in _within(body) if isinstance(node, nodes.Name) and node.ctx == "load"}
 
 
-def _is_name(node: nodes.Node, name: str) -> bool:
-    return isinstance(node, nodes.Name) and node.name == name
+def _is_name(node: nodes.Node, name: str | None = None) -> TypeGuard[nodes.Name]:
+    return isinstance(node, nodes.Name) and name in (None, node.name)
 
 
 def _is_text(node: nodes.Node) -> bool:

@@ -137,7 +137,6 @@ class LoopRun:
         self._counts: dict[str, int] = {}
         self._rounds = -1
         self._resumable: Rounds | None = None
-        self._is_over = False
 
     def show(self, variables: Mapping[str, Any]) -> Shown:
         """Renders.
@@ -150,8 +149,6 @@ class LoopRun:
         functions |= {ITEM: self.item, WHOLE: self.whole, COMPARE: self.compare}
         text = self._form.template.render({**variables, **functions})
         before, *rounds, behind = text.split(_MARK)
-        if not self._is_over:
-            raise NotResumable
         return Shown(before, rounds, behind, self._resumable)
 
     def begin(self, items: object, names: Mapping[str, Any]) -> LoopItems:
@@ -185,11 +182,6 @@ class LoopRun:
     def end(self) -> str:
         """The loop is over."""
         self._end_round()
-        assert self._items is not None
-        if self._rounds != len(self._items):
-            # Left early: what comes behind depends on that.
-            raise NotResumable
-        self._is_over = True
         return _MARK
 
     def item(self, name: str, value: Any, key: Any) -> Any:
@@ -272,13 +264,6 @@ class LoopRun:
         for name, attribute in form.written:
             if self._is_outer(name):
                 facts[name, attribute] = _fact(_plain(names[name], attribute))
-        for name in form.lists:
-            if type(names[name]) is not list:
-                facts[name, None] = _fact(names[name])
-        for compared in form.ordered:
-            value = _value(names, compared)
-            if type(value) is not int:
-                facts.setdefault(compared, _fact(value))
         return facts
 
 

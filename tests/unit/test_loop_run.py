@@ -181,10 +181,7 @@ TOOLED = [user(), calls(), result(), result(), says(), user()]
 @pytest.mark.parametrize(
     ("name", "before", "behind", "changed", "left_out"),
     [
-        *(
-            (name, TALK, [says(), user()], {}, 5)
-            for name in ("asked", "stateful", "channels", "tiny")
-        ),
+        *((name, TALK, [says(), user()], {}, 5) for name in ("asked", "stateful", "channels", "tiny")),
         ("fronted", TALK, [says(), user()], {}, 5),
         ("latest", TALK, [says(), user()], {}, 4),  # the last question asked whether it is
         ("fronted", [system(), *TALK], [says(), user()], {"tools": [TOOL]}, 4),
@@ -215,6 +212,9 @@ def test_rounds_are_left_out_as_far_as_nothing_can_change_them(
     assert chat.left_out == left_out
 
 
+CALLED = "{% if m.name %}{% set ns.n = 1 %}{% endif %}"
+CALLING = "{% macro f() %}{% set ns.n = 1 %}{% endmacro %}"
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 LOOP = "{% for m in messages %}{{ BODY }}{{ m.content }}{% endfor %}"
 NS = "{% set ns = namespace(n=N) %}"
 
@@ -243,6 +243,12 @@ NS = "{% set ns = namespace(n=N) %}"
             NS.replace("N", "x")
             + LOOP.replace("{{ BODY }}", "{% set ns.n = ns.n ~ m.role %}")
             + "{{ ns.n }}",
+            {"x": "b"},
+        ),
+        ("{% if x != true %}{% set messages = messages[1:] %}{% endif %}" + PLAIN, {"x": 1.5}),
+        (NS.replace("N", "x") + LOOP.replace("{{ BODY }}", CALLED) + "{{ ns.n }}", {"x": "b"}),
+        (
+            NS.replace("N", "x") + CALLING + LOOP.replace("BODY", "f() if m.tool_calls") + "{{ ns.n }}",
             {"x": "b"},
         ),
         ("{% set l = x or [1, 2] %}" + LOOP.replace("BODY", "l[0]"), {"x": [3, 2]}),
@@ -280,6 +286,14 @@ def test_what_has_changed_is_shown_anew(source: str, then: dict[str, Any]) -> No
         LOOP.replace("BODY", "loop.changed(m)"),
         LOOP.replace("BODY", "loop.cycle(1, 2)"),
         LOOP.replace("BODY", "f(loop)"),
+        LOOP.replace("BODY", "loop"),
+        LOOP.replace("BODY", "loop['last']"),
+        LOOP.replace("{{ BODY }}", "{% set l = loop %}{{ l.last }}"),
+        LOOP.replace("BODY", "m | map('random')"),
+        LOOP.replace("BODY", "range"),
+        "{% macro f() %}{% endmacro %}" + LOOP.replace("BODY", "f"),
+        "{% macro f() %}{% endmacro %}{% set f = x %}" + LOOP.replace("BODY", "f()"),
+        "{% set range = x %}" + LOOP.replace("BODY", "range(1)"),
         LOOP.replace("BODY", "x()"),
         LOOP.replace("BODY", "joiner()"),
         LOOP.replace("{{ BODY }}", "{% break %}"),
@@ -322,6 +336,25 @@ def test_loops_over_anything_else_are_rendered_as_a_whole(source: str) -> None:
     longer = [*TALK, says(), user()]
     assert chat.show(longer, options()) in (None, whole(template, longer, options()))
     assert chat.left_out is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set l = x %}" + LOOP.replace("BODY", "l[0] if loop.first"),
+        NS.replace("N", "x[0]") + LOOP.replace("BODY", "ns.n > 1 if loop.first"),
+        NS.replace("N", "x[0]") + LOOP.replace("BODY", "ns.n if loop.first"),
+    ],
+)
+def test_what_rounds_read_counts_however_often_they_were_left_out(source: str) -> None:
+    """A value that the first round alone has read is another one only two turns later: then all is shown."""
+    template, read = ChatTemplate(source, {}), [1, 2]
+    chat = Chat(template)
+    for turn in range(1, 4):
+        given = options(template_kwargs={"x": read if turn < 3 else [2, 2]})
+        messages = [*TALK, says(), user()][: 2 * turn + 1]
+        assert chat.show(messages, given) == whole(template, messages, given)
+        assert chat.left_out == (2 * turn - 1 if turn == 2 else None)
 
 
 @pytest.mark.parametrize("order", ["<", "<=", ">", ">="])
