@@ -44,6 +44,7 @@ from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stop_signals import StopSignals
+from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces
 
@@ -146,6 +147,7 @@ class RouterServer:
             dict(config.tokenizers), TokenizeOptions(deadline_s=config.tokenize_deadline_s)
         )
         opened.callback(self._tokenizers.close)
+        registry.register(TokenizerCollector(self._tokenizers.resumed))
         self._traces = Traces.to_collector() if config.tracing else None
         if self._traces is not None:
             opened.callback(self._traces.close)

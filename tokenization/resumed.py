@@ -67,6 +67,7 @@ class ResumedConversations:
 
     Attributes:
         beginnings: What that is.
+        uses: How often known messages were left out.
         faults: Checks that failed; after one nothing is left out any more.
     """
 
@@ -74,8 +75,8 @@ class ResumedConversations:
         self.template = template
         self.segments = segments
         self.beginnings: Beginnings[Known] = Beginnings(capacity_bytes)
-        self.faults = 0
-        self._uses = self._refusals = self._passed = 0
+        self.uses = self.faults = 0
+        self._refusals = self._passed = 0
 
     def open(
         self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
@@ -100,8 +101,8 @@ class ResumedConversations:
         Args:
             chars: How many the whole should have.
         """
-        self._uses += 1
-        if self._uses > _CHECKS_FIRST and self._uses % _CHECK_EVERY:
+        self.uses += 1
+        if self.uses > _CHECKS_FIRST and self.uses % _CHECK_EVERY:
             return True
         whole = self.template.render(messages, **options)
         new = "".join((*shown.rounds, shown.behind))

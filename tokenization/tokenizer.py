@@ -130,6 +130,12 @@ class PromptTokenizer:
         """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
         return self._read_otherwise is None
 
+    @property
+    def resumed(self) -> tuple[int, int]:
+        """How often a conversation was rendered from its new messages on, and how often wrongly."""
+        uses = sum(template.uses for template in self._resumed.values())
+        return uses, sum(template.faults for template in self._resumed.values())
+
     def closed_prefix(self, text: str) -> str:
         """The part of a text whose ids are the same whatever follows it."""
         return self._segments.closed_prefix(text)
