@@ -144,6 +144,20 @@ PLACES = """\
 """
 """Asks for places in the loop."""
 
+PARTS = """\
+{%- set ns = namespace(images=0) %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + ' ' }}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{% set ns.images = ns.images + 1 %}Picture {{ ns.images }}
+{%- else %}{{ part.text }}{{ '|' if not loop.last }}{% endif %}
+{%- endfor %}
+{%- endif %}{{ '<|im_end|>' }}
+{%- endfor %}
+"""
+"""Loops over a message's parts, and counts images."""
+
 LOOKING = {
     "asked": ASKED,
     "fronted": FRONTED,
@@ -151,4 +165,5 @@ LOOKING = {
     "stateful": STATEFUL,
     "channels": CHANNELS,
     "places": PLACES,
+    "parts": PARTS,
 }

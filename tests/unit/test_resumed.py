@@ -27,6 +27,11 @@ LONG = "some words of a long answer, " * 15
 PLAIN = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
 
 
+COUNTING = """\
+{%- set ns = namespace(n=0) %}{% for m in messages %}{{ m.content }}{% set ns.n = 1 %}
+{%- if m.name %}{{ x }}{% endif %}{% endfor %}"""
+
+
 def tokenizer_for(source: str, tools: str | None = None) -> PromptTokenizer:
     """The tiny tokenizer behind other templates."""
     library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
@@ -122,7 +127,7 @@ def test_whatever_was_remembered_the_ids_are_those_of_the_whole(
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["asked", "fronted", "stateful"])
+@pytest.mark.parametrize("name", ["asked", "fronted", "stateful", "parts"])
 def test_only_what_is_new_is_looked_at(name: str) -> None:
     """The next turn of a long conversation is encoded behind the known ones, with the whole's ids."""
     tokenizer, messages = tokenizer_for(LOOKING[name]), conversation(6)
@@ -136,6 +141,17 @@ def test_only_what_is_new_is_looked_at(name: str) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_a_chain_of_calls_goes_on_though_its_end_looks_ahead() -> None:
+    """Of messages whose last one is shown otherwise at the end, the ones before it are known next time."""
+    tokenizer, messages = tokenizer_for(ASKED), conversation(3)
+    for turn in range(4):
+        messages = [*messages, calls(f"{turn} {LONG}"), result(f"{turn} {LONG}")]
+        whole = PLAIN.encode(tokenizer.render_chat(messages), add_special_tokens=False).ids
+        assert outcome(tokenizer, {"messages": raw(messages)}) == whole
+    assert tokenizer.resumed == (3, 0)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_tools_may_have_a_template_of_their_own() -> None:
     """What one template showed is not taken for what the other shows."""
     tokenizer, decoded = (tokenizer_for(FRONTED, tools=ASKED) for _ in range(2))
@@ -146,6 +162,32 @@ def test_tools_may_have_a_template_of_their_own() -> None:
             assert outcome(tokenizer, {**given_body, "messages": raw(messages)}) == expected
         messages = [*messages, says(f"{turn} {LONG}"), user(LONG)]
     assert tokenizer.resumed == (6, 0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_beginning_counts_only_where_it_ends_as_it_did() -> None:
+    """A last word that the next message goes on with is encoded anew, though all its bytes are known."""
+    tokenizer = tokenizer_for(f"{COUNTING} answer:")
+    # The first exact cut behind 1024 characters is where the message ends.
+    first = user("w " * 512 + "th")
+    begin_chat({"messages": raw([first, user("")])}, tokenizer).ids()
+    for text in ("e", " e"):
+        messages = [first, user(""), user(text)]
+        whole = PLAIN.encode(tokenizer.render_chat(messages), add_special_tokens=False).ids
+        assert outcome(tokenizer, {"messages": raw(messages)}) == whole
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_option_that_would_fill_the_memory_is_not_remembered() -> None:
+    """What rounds may read of a client's options counts as memory."""
+    tokenizer = tokenizer_for(COUNTING)
+    (conversations,) = tokenizer._resumed.values()
+    conversations.beginnings._capacity_bytes = 50_000
+    for text, uses in (("x" * 100_000, 0), ("x" * 1000, 1)):
+        for turns in (3, 4):
+            body = {"messages": raw(conversation(turns)[:-1]), "chat_template_kwargs": {"x": text}}
+            begin_chat(body, tokenizer).ids()
+        assert tokenizer.resumed == (uses, 0)
 
 
 def test_short_conversations_are_not_remembered() -> None:
