@@ -117,6 +117,13 @@ class SegmentEncoder:
             return None
         return self.begin(text).ids()
 
+    def proof(self, text: str, end: int) -> str:
+        """What has to follow a piece that ends there, for it to end there in other texts, too."""
+        for finder in self._finders:
+            if (found := finder.match(text, end)) and found.group() not in self._extensible:
+                return found.group()
+        return text[end : end + self.proof_chars]
+
     def closed_prefix(self, text: str) -> str:
         """The part of `text` whose ids are the same whatever follows: up to its last special token."""
         ends = [end for start, end in self._found(text) if text[start:end] not in self._extensible]
@@ -280,7 +287,7 @@ class Encoding:
                 break
         if not tokens or chars > chars_max:
             return None
-        return chars, self._ids[:tokens], self.text[chars : chars + self._encoder.proof_chars]
+        return chars, self._ids[:tokens], self._encoder.proof(self.text, chars)
 
 
 def segmentable(tokenizer: Tokenizer) -> bool:

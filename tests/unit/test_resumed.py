@@ -152,6 +152,24 @@ def test_a_chain_of_calls_goes_on_though_its_end_looks_ahead() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("longer_token", ["<|a_token_longer_than_all_others|>", "<|im_start|>opens with it"])
+def test_an_answer_may_begin_otherwise_than_it_was_opened(longer_token: str) -> None:
+    """A special token behind known messages proves their end, unless it may become a longer one."""
+    library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+    library.add_special_tokens([longer_token])
+    source = f"{ASKED}{{{{ 'thinks of it: ' }}}}".replace(
+        "'<|im_start|>says ' }}{% if", "'<|im_start|>' }}{% if"
+    )
+    tokenizer = PromptTokenizer(library, ChatTemplate(source, TOKENS), frozenset())
+    messages = conversation(3)
+    for answer in ("so", "opens with it", "so"):
+        whole = library.encode(tokenizer.render_chat(messages), add_special_tokens=False).ids
+        assert outcome(tokenizer, {"messages": raw(messages)}) == whole
+        messages = [*messages, says(answer), user(LONG)]
+    assert (tokenizer.resumed[0] == 2) == ("others" in longer_token)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_tools_may_have_a_template_of_their_own() -> None:
     """What one template showed is not taken for what the other shows."""
     tokenizer, decoded = (tokenizer_for(FRONTED, tools=ASKED) for _ in range(2))
