@@ -15,12 +15,13 @@ import msgspec
 
 from tokenization.message_ends import (
     NEW_MESSAGES_MAX,
+    TURN_MESSAGES,
     MessagesEnd,
     guessed_end,
     last_message_end,
     message_ends,
     messages_digest,
-    turn_ends,
+    shared_end,
 )
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -84,9 +85,9 @@ class ChatFields:
         if name < 0 or start < 0 or body[colon:start].strip(_SPACE) != b":":
             return None
         guess = guessed_end(body, start)
-        ends = turn_ends(body, start, guess)
+        ends = message_ends(body, start, guess, TURN_MESSAGES)
         known = self._known(ends)
-        if known is None:
+        if known is None and len(ends) == TURN_MESSAGES + 1:
             ends = message_ends(body, start, guess, NEW_MESSAGES_MAX)
             known = self._known(ends)
         if known is not None:
@@ -96,6 +97,8 @@ class ChatFields:
         end = last_message_end(messages)
         if end is not None and messages[0] == ord("["):
             self._remember(messages_digest(messages[:end]))
+            if shared := shared_end(messages[:end]):
+                self._remember(shared.digest)
         return ReadChat(fields)
 
     def _behind(
@@ -117,7 +120,7 @@ class ChatFields:
         if end is None:
             return ReadChat(fields)
         if end != ends[0].size_bytes:
-            ends = turn_ends(body, start, start + end)
+            ends = message_ends(body, start, start + end, TURN_MESSAGES)
         if end > known.size_bytes:
             self._remember(ends[0].digest)
         return ReadChat(fields, ends)

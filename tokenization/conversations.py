@@ -17,13 +17,11 @@ from tokenization.beginnings import Beginning, Beginnings, Shown
 from tokenization.chat_messages import chat_messages, plain_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
-from tokenization.message_ends import MessagesEnd, last_message_end
+from tokenization.message_ends import MessagesEnd, last_message_end, messages_behind, shared_end
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding, SegmentEncoder
 from tokenization.turn_form import FIRST
 from tokenization.turns import Later, options_key
-
-_SPACE = b" \t\r\n"
 
 
 class Conversations:
@@ -129,8 +127,10 @@ class Conversation:
         is_new = self._known_bytes < len(self._messages)
         if encoding is not None:
             ids = encoding.ids()
-            if is_new:
-                self._remember(encoding, known.shown, known.chars)
+            closing = known.shown.later.behind
+            if is_new and encoding.text.endswith(closing):
+                end = len(encoding.text) - len(closing)
+                self._remember(encoding, known.shown, known.chars, end, self._digest)
             return ids
         shown = known.shown
         assert shown.closing is not None
@@ -151,30 +151,34 @@ class Conversation:
         kwargs, generates = self._options["template_kwargs"], self._options["add_generation_prompt"]
         template, segments = self._conversations.template, self._conversations.segments
         later = template.later(self._first, add_generation_prompt=generates, template_kwargs=kwargs)
-        if later is not None:
-            proof = later.behind[: segments.proof_chars]
-            size_bytes = sys.getsizeof(later.variables[FIRST]["content"])
-            self._remember(encoding, Shown(later, segments.closing_ids(later.behind), proof, size_bytes), 0)
-
-    def _remember(self, encoding: Encoding, shown: Shown, known_chars: int) -> None:
-        if not encoding.text.endswith(shown.later.behind):
+        if later is None or not encoding.text.endswith(later.behind):
             return
-        turns_end = len(encoding.text) - len(shown.later.behind)
+        proof, end = later.behind[: segments.proof_chars], len(encoding.text) - len(later.behind)
+        size_bytes = sys.getsizeof(later.variables[FIRST]["content"])
+        shown = Shown(later, segments.closing_ids(later.behind), proof, size_bytes)
+        self._remember(encoding, shown, 0, end, self._digest)
+        shared = shared_end(self._messages)
+        last = None if shared is None else _shown_behind(self._messages, shared.size_bytes, template, later)
+        if shared is not None and last is not None and encoding.text.endswith(last, 0, end):
+            self._remember(encoding, shown, 0, end - len(last), shared.digest)
+
+    def _remember(
+        self, encoding: Encoding, shown: Shown, known_chars: int, turns_end: int, digest: bytes
+    ) -> None:
         found = encoding.beginning(turns_end)
         if found is not None:
             chars, ids, proof = found
             beginning = Beginning(ids, known_chars + chars, encoding.text[chars:turns_end], proof, shown)
-            self._conversations.beginnings.put(beginning, self._digest, self._given)
+            self._conversations.beginnings.put(beginning, digest, self._given)
 
 
 def _shown_behind(messages: memoryview, end: int, template: ChatTemplate, later: Later) -> str | None:
     """What the messages behind a beginning show; None where that has to be told from all of them."""
-    rest = bytes(messages[end:]).lstrip(_SPACE)
-    if not rest:
+    if end == len(messages):
         return ""
-    if not rest.startswith(b","):
+    text = messages_behind(messages, end)
+    if text is None:
         return None
-    text = b"[%b]" % rest[1:]
     if (plain := plain_messages(text)) is not None:
         shown = template.render_plain(plain, later)
         if shown is not None:

@@ -74,12 +74,15 @@ class Shown(NamedTuple):
         rounds: What each round shows, without those that were left out.
         behind: What stands behind the loop.
         resumable: The most rounds that may be left out next time; None: none.
+        earlier: The most of them, or none, that may also be left out where the last message is another; None:
+            not even what stands before them can be told then.
     """
 
     before: str
     rounds: Sequence[str]
     behind: str
     resumable: Rounds | None
+    earlier: Rounds | None
 
 
 class LoopItems(list[Any]):
@@ -103,8 +106,10 @@ class LoopItems(list[Any]):
         """`loop.name` as it were with all rounds."""
         if name in _LATER:
             value = getattr(loop, name)
-            # What stands behind a round today stands there tomorrow, too.
+            # What stands behind a round today stands there tomorrow, too, unless the last message is another.
             self.run.looks_ahead |= value is not False if name == "last" else not isinstance(value, dict)
+            if name == "nextitem":
+                self.run.seen = max(self.run.seen, self.left_out + loop.index0 + 2)
             return value + self.left_out if name == "length" else value
         if name == "first":
             return not self.left_out and loop.first
@@ -122,10 +127,12 @@ class LoopRun:
 
     Attributes:
         looks_ahead: Whether the round looks at what may change when messages are added.
+        seen: How many of the loop's items rounds in front of them look at.
     """
 
     def __init__(self, form: LoopForm, messages: Sequence[Message], known: Rounds | None) -> None:
         self.looks_ahead = False
+        self.seen = 0
         self._form = form
         self._messages = messages
         self._known = known
@@ -137,6 +144,7 @@ class LoopRun:
         self._counts: dict[str, int] = {}
         self._rounds = -1
         self._resumable: Rounds | None = None
+        self._earlier: Rounds | None = None
 
     def show(self, variables: Mapping[str, Any]) -> Shown:
         """Renders.
@@ -149,7 +157,7 @@ class LoopRun:
         functions |= {ITEM: self.item, WHOLE: self.whole, COMPARE: self.compare}
         text = self._form.template.render({**variables, **functions})
         before, *rounds, behind = text.split(_MARK)
-        return Shown(before, rounds, behind, self._resumable)
+        return Shown(before, rounds, behind, self._resumable, self._earlier)
 
     def begin(self, items: object, names: Mapping[str, Any]) -> LoopItems:
         """The loop begins: what it runs over, and values of names from outside."""
@@ -228,10 +236,11 @@ class LoopRun:
         state = {
             key: _plain(self._names[key[0]], key[1]) for key in self._form.written if self._is_outer(key[0])
         }
-        count = self._at()
-        self._resumable = (
-            Rounds(count, self._in_front, self._facts, dict(self._bounds), items, state) if count else None
-        )
+        rounds = Rounds(self._at(), self._in_front, self._facts, dict(self._bounds), items, state)
+        if rounds.shown:
+            self._resumable = rounds
+        if max(rounds.shown, self.seen) + self._in_front < len(self._messages):
+            self._earlier = rounds
 
     def _is_outer(self, name: str) -> bool:
         return type(self._names[name]) is Namespace

@@ -2,7 +2,7 @@
 
 Whoever goes on with a conversation sends the very bytes of the last request again, and new messages behind
 them. So what became of a list is found again by the digest of its text, in lists that go on alike. Places are
-guesses, which only a digest that is known confirms. Decodes nothing.
+guesses, which only a digest that is known confirms. Knows nothing of what messages say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 from xxhash import xxh3_128
 
 # How a message begins in nearly every client's JSON; another spelling is found only where nothing is new.
@@ -18,8 +19,15 @@ _MESSAGE = b'{"role"'
 # Unknown to clients: none is made to have another's digest.
 _SEED = secrets.randbits(64)
 _SPACE = b" \t\r\n"
+_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 # Of a list of messages, behind the last one's end and with it.
 _END_BYTES_MAX = 64
+
+# What is shorter is as soon shown anew.
+_SHARED_LEAST_BYTES = 2 << 10
+
+TURN_MESSAGES = 2
+"""New messages of most requests: an answer and a question, or a question alone."""
 
 NEW_MESSAGES_MAX = 8
 """New messages to look behind where there are more than an answer and a question: calls of tools, say."""
@@ -35,26 +43,6 @@ class MessagesEnd(NamedTuple):
 
     size_bytes: int
     digest: bytes
-
-
-def turn_ends(text: bytes | bytearray, start: int, end: int) -> Sequence[MessagesEnd]:
-    """The ends of all messages and of all but the last two, an answer and a question: most often known.
-
-    Args:
-        text: As for `message_ends`, as `start` and `end`.
-    """
-    if end <= start:
-        return ()
-    question = text.rfind(_MESSAGE, start, end)
-    answer = text.rfind(_MESSAGE, start, question) if question >= 0 else -1
-    known = text.rfind(b"}", start, answer) + 1 if answer >= 0 else 0
-    view = memoryview(text)
-    if not known:
-        return (MessagesEnd(end - start, messages_digest(view[start:end])),)
-    hasher = xxh3_128(view[start:known], _SEED)
-    before = MessagesEnd(known - start, hasher.digest())
-    hasher.update(view[known:end])
-    return MessagesEnd(end - start, hasher.digest()), before
 
 
 def message_ends(text: bytes | bytearray, start: int, end: int, new_messages: int) -> Sequence[MessagesEnd]:
@@ -79,6 +67,28 @@ def message_ends(text: bytes | bytearray, start: int, end: int, new_messages: in
         at = place
     ends.reverse()
     return ends
+
+
+def shared_end(messages: memoryview) -> MessagesEnd | None:
+    """The end of all messages but the last, with which other lists may begin, too; None where they are short.
+
+    Args:
+        messages: A list that can be decoded, from its opening bracket to the last message's end.
+    """
+    ends = message_ends(bytes(messages), 0, len(messages), 1)[1:]
+    if not ends or ends[0].size_bytes < _SHARED_LEAST_BYTES:
+        return None
+    try:
+        last = _MESSAGES.decode(messages_behind(messages, ends[0].size_bytes) or b"")
+    except (msgspec.DecodeError, RecursionError):
+        return None  # within a message
+    return ends[0] if len(last) == 1 else None
+
+
+def messages_behind(messages: memoryview, end: int) -> bytes | None:
+    """The list of those behind an end, as JSON text; None where no message ends there."""
+    rest = bytes(messages[end:]).lstrip(_SPACE)
+    return b"[%b]" % rest[1:] if rest[:1] in (b",", b"") else None
 
 
 def guessed_end(text: bytes | bytearray, start: int) -> int:

@@ -19,15 +19,15 @@ from tokenization.chat_messages import chat_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
 from tokenization.loop_run import Message, Rounds, Shown
-from tokenization.message_ends import MessagesEnd, last_message_end
+from tokenization.message_ends import MessagesEnd, last_message_end, messages_behind, shared_end
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding, SegmentEncoder
 
 _log = logging.getLogger(__name__)
 
-_SPACE = b" \t\r\n"
 # Shorter ones are rendered in less time than it takes to tell what may be left out.
 _LEAST_BYTES = 4 << 10
+_SHARED_LEAST_CHARS = 2 << 10
 # After so many conversations that could not be taken up again, only one of so many others is tried.
 _REFUSALS_MAX, _TRY_EVERY = 32, 32
 # Uses that are checked: all of the first ones, then one of so many.
@@ -191,8 +191,11 @@ class ResumedConversation:
         assert shown is not None
         assert encoding is not None
         ids = encoding.ids()
-        if self._known_bytes < len(self._text):
-            self._remember(encoding, shown, known.rest, known.rounds.shown, known.chars)
+        rounds = shown.resumable
+        if rounds is not None and self._known_bytes < len(self._text):
+            new = shown.rounds[: rounds.shown - known.rounds.shown]
+            end = len(known.rest) + sum(map(len, new))
+            self._remember(encoding, end, known.before, known.chars, rounds, self._messages, self._digest)
         return ids
 
     def render(self, messages: list[dict[str, Any]]) -> str | None:
@@ -205,44 +208,55 @@ class ResumedConversation:
         return "".join((shown.before, *shown.rounds, shown.behind))
 
     def remember(self, encoding: Encoding) -> None:
-        """Remembers what was rendered, when it is encoded."""
-        if self._shown is not None:
-            self._remember(encoding, self._shown, self._shown.before, 0, 0)
+        """Remembers what was rendered, when it is encoded; also without the last message."""
+        shown, messages = self._shown, self._messages
+        if shown is None:
+            return
+        before = len(shown.before)
+        if rounds := shown.resumable:
+            end = before + sum(map(len, shown.rounds[: rounds.shown]))
+            self._remember(encoding, end, shown.before, 0, rounds, messages, self._digest)
+        shared = shared_end(self._text)
+        if shared is not None and (rounds := shown.earlier):
+            end = before + sum(map(len, shown.rounds[: rounds.shown]))
+            if end >= _SHARED_LEAST_CHARS:
+                self._remember(encoding, end, shown.before, 0, rounds, messages[:-1], shared.digest)
 
     def _new_messages(self) -> list[dict[str, Any]] | None:
         """The messages behind the known ones; None where there is something wrong with them."""
-        rest = bytes(self._text[self._known_bytes :]).lstrip(_SPACE)
-        if not rest:
-            return []
-        if not rest.startswith(b","):
+        text = messages_behind(self._text, self._known_bytes)
+        if text is None:
             return None
         try:
-            messages = msgspec.json.decode(b"[%b]" % rest[1:])
+            messages = msgspec.json.decode(text)
             # Whatever is wrong with them, whoever looks at all of them says so better.
             return chat_messages(messages, wants_parts=self._conversations.template.wants_parts)
         except (PromptError, ValueError, RecursionError):
             return None
 
     def _remember(
-        self, encoding: Encoding, shown: Shown, in_front: str, left_out: int, known_chars: int
+        self,
+        encoding: Encoding,
+        end: int,
+        before: str,
+        known_chars: int,
+        rounds: Rounds,
+        messages: Sequence[Message],
+        digest: bytes,
     ) -> None:
         """Remembers what may be left out next time.
 
         Args:
-            in_front: What the encoding's text begins with, in front of the rounds shown.
-            left_out: How many rounds had been left out.
+            end: Of what these rounds show, in the encoding's text.
+            before: What stands in front of the first round.
             known_chars: How many characters stand in front of the encoding's text.
         """
-        rounds = shown.resumable
-        if rounds is None:
-            return
-        end = len(in_front) + sum(map(len, shown.rounds[: rounds.shown - left_out]))
         found = encoding.beginning(end)
         if found is None:
             return
         chars, ids, proof = found
         rest = encoding.text[chars:end]
-        size_bytes = _ENTRY_BYTES + ids.nbytes + len(self._text) + _MESSAGE_BYTES * len(self._messages)
-        size_bytes += _CHAR_BYTES_MAX * (len(rest) + len(shown.before)) + rounds.size_bytes
-        known = Known(self._messages, rounds, shown.before, ids, known_chars + chars, rest, proof, size_bytes)
-        self._conversations.beginnings.put(known, self._digest, None)
+        size_bytes = _ENTRY_BYTES + ids.nbytes + len(self._text) + _MESSAGE_BYTES * len(messages)
+        size_bytes += _CHAR_BYTES_MAX * (len(rest) + len(before)) + rounds.size_bytes
+        known = Known(messages, rounds, before, ids, known_chars + chars, rest, proof, size_bytes)
+        self._conversations.beginnings.put(known, digest, None)

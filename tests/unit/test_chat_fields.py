@@ -78,6 +78,12 @@ def edited(body: bytes, edit: tuple[float, int, bytes]) -> bytes:
     return body[:at] + put + body[at + removed :]
 
 
+@pytest.fixture(autouse=True)
+def _however_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is short counts as shared."""
+    monkeypatch.setattr("tokenization.message_ends._SHARED_LEAST_BYTES", 0)
+
+
 # Kept over all examples, so that what one leaves behind can harm the next.
 REMEMBERING = ChatFields(known_max=200, long_bytes=0)
 
@@ -90,6 +96,7 @@ REMEMBERING = ChatFields(known_max=200, long_bytes=0)
     st.booleans(),
     st.lists(st.integers(0, 8), max_size=3),
     st.lists(edits, max_size=3),
+    st.lists(messages, max_size=2),
 )
 def test_whatever_was_read_before_the_fields_are_those_of_the_whole(
     talk: list[Any],
@@ -98,10 +105,14 @@ def test_whatever_was_read_before_the_fields_are_those_of_the_whole(
     spaces: bool,
     turns: list[int],
     broken: list[tuple[float, int, bytes]],
+    otherwise: list[list[Any]],
 ) -> None:
-    """A conversation sent turn by turn, and then with errors, is read as if nothing had been remembered."""
+    """A conversation sent turn by turn, otherwise at its end, or with errors, is read as if it were new."""
     for turn in (*turns, len(talk)):
         body = written(talk[:turn], fields, is_first, spaces)
+        assert outcome(body, REMEMBERING) == outcome(body, None)
+    for ending in otherwise:
+        body = written([*talk[:-1], *ending], fields, is_first, spaces)
         assert outcome(body, REMEMBERING) == outcome(body, None)
     for edit in broken:
         body = edited(written(talk, fields, is_first, spaces), edit)
@@ -130,6 +141,17 @@ def test_only_what_is_new_is_read(
     seen.clear()
     fields.read(body)
     assert [size for size in seen if size > 200] == []
+
+
+def test_a_beginning_that_others_share_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a body that goes on otherwise behind another's messages, only the last one is read."""
+    fields = ChatFields(long_bytes=0)
+    fields.read(written(talk(20), {}, True, True))
+    seen = watched(monkeypatch)
+    for question in ("why?", "how?"):
+        body = written([*talk(19), {"role": "user", "content": question}], {}, True, True)
+        assert outcome(body, fields) == outcome(body, None)
+    assert max(seen) < 300
 
 
 @pytest.mark.parametrize(

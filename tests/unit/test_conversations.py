@@ -35,6 +35,12 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _however_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is short counts as shared."""
+    monkeypatch.setattr("tokenization.message_ends._SHARED_LEAST_BYTES", 0)
+
+
 def tokenizer_for(source: str) -> PromptTokenizer:
     """The tiny tokenizer behind another template."""
     library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
@@ -105,6 +111,7 @@ def outcome(
     body=bodies,
     spaces=st.booleans(),
     looked_behind=st.none() | st.integers(0, 8),
+    otherwise=st.lists(messages_lists, max_size=2),
 )
 def test_whatever_was_remembered_the_ids_are_those_of_the_whole(
     name: str,
@@ -113,10 +120,11 @@ def test_whatever_was_remembered_the_ids_are_those_of_the_whole(
     body: dict[str, Any],
     spaces: bool,
     looked_behind: int | None,
+    otherwise: list[list[dict[str, Any]]],
 ) -> None:
-    """A conversation sent turn by turn as JSON has the ids, or the error, of the same one sent decoded."""
-    for turn in (*turns, len(messages)):
-        sent = messages[:turn]
+    """Sent turn by turn, or with another end, as JSON it has the ids, or the error, of itself decoded."""
+    endings = ([*messages[:-1], *ending] for ending in otherwise)
+    for sent in (*(messages[:turn] for turn in turns), messages, *endings):
         expected = outcome({**body, "messages": sent}, DECODED[name])
         ends = () if looked_behind is None else ends_of(raw(sent, spaces), looked_behind)
         assert outcome({**body, "messages": raw(sent, spaces)}, REMEMBERING[name], ends) == expected
@@ -137,6 +145,22 @@ def test_only_what_is_new_is_looked_at(name: str, new: int) -> None:
     assert conversation.missing_chars < (new + 2) * (len(LONG) + 40) <= len(whole)
     assert conversation.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
     assert conversation.chars == len(whole)
+
+
+@pytest.mark.parametrize("name", ["tiny", "chatml", "by_first"])
+@pytest.mark.parametrize("begin", [1, 8])
+def test_a_beginning_that_others_share_is_known(name: str, begin: int) -> None:
+    """Behind messages that another conversation began with, a new question costs only its own text."""
+    tokenizer = tokenizer_for(SOURCES[name])
+    for question in range(3):
+        messages = [*CONVERSATION[:begin], message("user", f"{question}?")]
+        begun = begin_chat({"messages": raw(messages)}, tokenizer)
+        assert question == 0 or begun.missing_chars < len(LONG)
+        whole = tokenizer.render_chat(messages)
+        assert begun.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
+    conversation = tokenizer.conversation(raw(messages[:-1] + CONVERSATION[-1:]), OPTIONS)
+    assert conversation is not None
+    assert conversation.begin(add_special_tokens=False)
 
 
 def test_a_beginning_counts_only_where_it_ends_as_it_did() -> None:

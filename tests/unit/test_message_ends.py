@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tokenization.message_ends import (
@@ -13,12 +13,19 @@ from tokenization.message_ends import (
     guessed_end,
     last_message_end,
     message_ends,
+    messages_behind,
     messages_digest,
-    turn_ends,
+    shared_end,
 )
 
 contents = st.sampled_from(["", "a", '"}]', '{"role"', "}, {", "é😀", "word " * 99]) | st.text(max_size=9)
 talks = st.lists(contents.map(lambda text: {"role": "user", "content": text}), min_size=1, max_size=9)
+
+
+@pytest.fixture
+def however_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is short counts as shared."""
+    monkeypatch.setattr("tokenization.message_ends._SHARED_LEAST_BYTES", 0)
 
 
 def ends_of(text: bytes, new_messages: int) -> list[MessagesEnd]:
@@ -44,15 +51,43 @@ def test_a_list_that_goes_on_is_found_by_the_end_of_what_was_sent_before(
         assert sent in message_ends(now, front, len(now) - 1, new)
 
 
-@given(talks, st.booleans(), st.integers(0, 9))
-def test_the_ends_of_a_turn_are_the_first_and_third_of_all(
-    talk: list[dict[str, str]], spaces: bool, front: int
+parts = st.lists(contents.map(lambda text: {"type": "text", "text": text}), max_size=2)
+odd = st.one_of(
+    st.builds(lambda content: {"role": "user", "content": content}, parts),
+    st.builds(lambda text: {"content": text, "role": "user"}, contents),
+    st.builds(lambda text: {"role": "user", "more": [{"a": text}, {"role": text}]}, contents),
+    st.builds(lambda text: {"role": "user", "more": text, "inner": [{"role": text}]}, contents),
+    st.builds(lambda text: {"role": "user", "content": text, "inner": {"role": text}}, contents),
+)
+
+
+@pytest.mark.usefixtures("however_short")
+@given(talks, st.none() | odd, st.booleans())
+@example([{"role": "user", "content": ""}] * 2, {"content": "", "role": "user"}, False)
+@example([{"role": "user", "content": ""}] * 2, {"role": "user", "inner": [{}, {"role": ""}]}, False)
+def test_what_lists_share_ends_in_front_of_the_last_message_or_is_not_told(
+    talk: list[object], last: object, spaces: bool
 ) -> None:
-    """What is looked for first is what looking behind any two messages finds."""
-    text = b"x" * front + json.dumps(talk, separators=None if spaces else (",", ":")).encode()
-    ends = turn_ends(bytearray(text), front, len(text) - 1)
-    assert [*ends] == [*message_ends(text, front, len(text) - 1, 2)][::2]
-    assert not turn_ends(text, front, front)
+    """Whatever a message holds, none is cut in two, and none but the last is left out."""
+    talk = talk if last is None else [*talk, last]
+    texts = [
+        json.dumps(part, separators=None if spaces else (",", ":")).encode() for part in (talk[:-1], talk)
+    ]
+    before, view = texts[0][:-1], memoryview(texts[1])[:-1]
+    shared = shared_end(view)
+    if shared is not None or (last is None and len(talk) > 1):
+        assert shared == (len(before), messages_digest(memoryview(before)))
+        behind = messages_behind(view, shared.size_bytes)
+        assert behind is not None
+        assert json.loads(behind) == [talk[-1]]
+
+
+def test_little_is_not_shared() -> None:
+    """What is shorter than two kilobytes, or no list of messages, is nobody's beginning."""
+    for chars, is_shared in ((1 << 10, False), (4 << 10, True)):
+        text = json.dumps([{"role": "system", "content": "x" * chars}, {"role": "user", "content": "?"}])
+        assert (shared_end(memoryview(text.encode())[:-1]) is not None) == is_shared
+    assert shared_end(memoryview(b"")) is None
 
 
 @given(talks, st.floats(0, 1, exclude_max=True))

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from router.tokenizer_metrics import TokenizerCollector
-from tests.unit.looking_templates import ASKED, FRONTED, LOOKING
+from tests.unit.looking_templates import ASKED, FRONTED, LATEST, LOOKING
 from tests.unit.test_chat_turns import TOKENS
 from tests.unit.test_loop_run import TOOL, Message, calls, one, result, says, system, user
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer, resumed
@@ -68,6 +68,8 @@ def conversation(turns: int) -> list[Message]:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short conversations are taken up again as well, and no check helps."""
     monkeypatch.setattr(resumed, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(resumed, "_SHARED_LEAST_CHARS", 0)
+    monkeypatch.setattr("tokenization.message_ends._SHARED_LEAST_BYTES", 0)
     monkeypatch.setattr(resumed, "_CHECKS_FIRST", 0)
     monkeypatch.setattr(resumed, "_CHECK_EVERY", 1 << 60)
 
@@ -115,13 +117,19 @@ odd = st.sampled_from(
     messages=st.lists(st.one_of(longer, longer, one, one, one, odd), min_size=1, max_size=9),
     turns=st.lists(st.tuples(st.integers(1, 9), bodies), max_size=5),
     body=bodies,
+    otherwise=st.lists(st.lists(st.one_of(longer, one, odd), max_size=2), max_size=2),
 )
 def test_whatever_was_remembered_the_ids_are_those_of_the_whole(
-    name: str, messages: list[Message], turns: list[tuple[int, dict[str, Any]]], body: dict[str, Any]
+    name: str,
+    messages: list[Message],
+    turns: list[tuple[int, dict[str, Any]]],
+    body: dict[str, Any],
+    otherwise: list[list[Message]],
 ) -> None:
-    """A conversation sent turn by turn as JSON has the ids, or the error, of the same one sent decoded."""
-    for turn, given_body in (*turns, (len(messages), body)):
-        sent = messages[:turn]
+    """Sent turn by turn, or with another end, as JSON it has the ids, or the error, of itself decoded."""
+    growing = [(messages[:turn], given_body) for turn, given_body in turns]
+    endings = [([*messages[:-1], *ending], body) for ending in otherwise]
+    for sent, given_body in (*growing, (messages, body), *endings):
         expected = outcome(DECODED[name], {**given_body, "messages": json.loads(bytes(raw(sent)))})
         assert outcome(REMEMBERING[name], {**given_body, "messages": raw(sent)}) == expected
 
@@ -138,6 +146,42 @@ def test_only_what_is_new_is_looked_at(name: str) -> None:
         messages = [*messages, says(LONG), user(f"and {LONG}")]
     assert tokenizer.resumed == (3, 0)
     assert begun.missing_chars < 3 * (len(LONG) + 60) < len(whole) / 3
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["asked", "fronted", "stateful", "parts"])
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_beginning_that_others_share_is_known(name: str, turns: int) -> None:
+    """Behind messages that another conversation began with, a new question costs only its own text."""
+    tokenizer, messages = tokenizer_for(LOOKING[name]), conversation(turns)[:-1]
+    for question in range(3):
+        asked = [*messages, user(f"{question}?")]
+        begun = begin_chat({"messages": raw(asked)}, tokenizer)
+        whole = tokenizer.render_chat(asked)
+        assert begun.ids().tolist() == PLAIN.encode(whole, add_special_tokens=False).ids
+    assert tokenizer.resumed == (2, 0)
+    assert begun.missing_chars < len(LONG)
+
+
+@pytest.mark.parametrize(("source", "known"), [(LATEST, 0), (FRONTED, 2)])
+def test_a_beginning_that_shows_little_is_not_remembered(source: str, known: int) -> None:
+    """What others share is remembered where it is long, wherever the template shows it."""
+    tokenizer = tokenizer_for(source)
+    asked = {"messages": raw([system(12 * LONG), user(LONG)])}
+    begin_chat(asked, tokenizer).ids()
+    (conversations,) = tokenizer._resumed.values()
+    assert len(conversations.beginnings._beginnings) == known
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["places", "latest"])
+def test_what_was_shown_by_the_next_message_is_not_shared(name: str) -> None:
+    """A round that has looked at the last message is shown anew where that is another."""
+    tokenizer = tokenizer_for(LOOKING[name])
+    for last in (result(LONG), user(LONG), says(LONG), result("again")):
+        messages = [user(LONG), says(LONG), last]
+        whole = outcome(tokenizer, {"messages": json.loads(bytes(raw(messages)))})
+        assert outcome(tokenizer, {"messages": raw(messages)}) == whole
 
 
 @pytest.mark.usefixtures("unchecked")
