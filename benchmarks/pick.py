@@ -34,6 +34,9 @@ _STREAM_CLIENTS = 4
 _IDLE_PODS = 100
 # Stretches until the words of the new turns have come once, as they have in a router that serves for a while.
 _STRETCHES_OF_WORDS = 12
+# Requests of one stretch that show that each chat is known, and stretches at most until then.
+_WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
+_WARM_STRETCHES = 10
 _DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
@@ -185,8 +188,10 @@ def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
 
 
 def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:
-    """Some stretches of load after two that warm caches: the chats were there before they go on."""
-    stretch(repeated=True)
+    """Some stretches of load after those that warm caches: every chat was there before it goes on."""
+    for _ in range(_WARM_STRETCHES):
+        if stretch(repeated=True).seen["requests"] >= _WARM_REQUESTS:
+            break
     return [stretch() for _ in range(effort.rounds + 1)][1:]
 
 

@@ -6,12 +6,17 @@ never seen before but for what a conversation repeats. CPU of the whole process,
 - `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the body's bytes
   to the ids; `next_turn_library_ms` those 300 characters alone through the tokenizer library, which nothing
   can save.
+- `next_turn_16k_reasoning_ms`: the same with a template that looks around as those of reasoning models with
+  tools do (reasoning_template.jinja), with the default tokenizer alone; `render_16k_reasoning_ms` what the
+  rendering of all its messages costs by itself, which is saved.
 - `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms` the same text through the library alone.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,8 +29,10 @@ from benchmarks.report import cpu_s, options_of, options_parser
 from router.request import RequestKind, RouteRequest, api_request, http_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
+from tokenization.tokenizer import PromptTokenizer
 
-_MODEL = "bench"
+_MODEL, _REASONING = "bench", "reasoning"
+_REASONING_TEMPLATE = Path(__file__).with_name("reasoning_template.jinja")
 _CONTEXT_TOKENS = 16_000
 _SAMPLE_CHARS = 50_000
 _QUESTION_CHARS = 300
@@ -64,7 +71,11 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self._library = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self._registry = TokenizerRegistry.load({_MODEL: directory}, TokenizeOptions(deadline_s=_DEADLINE_S))
+        tokenizers = {_MODEL: PromptTokenizer.from_directory(directory)}
+        if directory == TINY_DIRECTORY:
+            tokenizers[_REASONING] = _with_template(directory, _REASONING_TEMPLATE)
+        self._tokenizers = tokenizers
+        self._registry = TokenizerRegistry(tokenizers, options=TokenizeOptions(deadline_s=_DEADLINE_S))
         self._text = _prose()
         prose = self._prose(_SAMPLE_CHARS)
         self._chars = _CONTEXT_TOKENS * len(prose) // len(self._library.encode(prose).ids)
@@ -84,26 +95,27 @@ class Bench:
 
     def _round(self) -> tuple[dict[str, float], int]:
         messages = self._conversation()
-        self._tokens(_body(messages))
-        messages = [
+        longer = [
             *messages,
             {"role": "assistant", "content": self._prose(_NEW_ANSWER_CHARS)},
             {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)},
         ]
-        body = _body(messages)
-        next_s = cpu_s(lambda: self._tokens(body))
+        round_s = {"next_turn_16k_ms": self._next_turn_s(_MODEL, messages, longer)}
+        if reasoning := self._tokenizers.get(_REASONING):
+            round_s["next_turn_16k_reasoning_ms"] = self._next_turn_s(_REASONING, messages, longer)
+            round_s["render_16k_reasoning_ms"] = cpu_s(lambda: reasoning.render_chat(longer))
         new = self._prose(_NEW_ANSWER_CHARS + _NEW_QUESTION_CHARS)
-        new_s = cpu_s(lambda: self._library.encode(new).ids)
+        round_s["next_turn_library_ms"] = cpu_s(lambda: self._library.encode(new).ids)
         text = self._prose(self._chars)
         cold = api_request("cold", RequestKind.COMPLETIONS, {"model": _MODEL, "prompt": text}, len(text))
-        cold_s = cpu_s(lambda: self._ids(cold))
-        library_s = cpu_s(lambda: self._library.encode(text).ids)
-        return {
-            "next_turn_16k_ms": next_s,
-            "next_turn_library_ms": new_s,
-            "cold_16k_ms": cold_s,
-            "cold_16k_library_ms": library_s,
-        }, self._tokens(body)
+        round_s["cold_16k_ms"] = cpu_s(lambda: self._ids(cold, _MODEL))
+        round_s["cold_16k_library_ms"] = cpu_s(lambda: self._library.encode(text).ids)
+        return round_s, self._tokens(_MODEL, longer)
+
+    def _next_turn_s(self, model: str, messages: list[Message], longer: list[Message]) -> float:
+        self._tokens(model, messages)
+        body = _body(longer)
+        return cpu_s(lambda: self._ids(http_request("turn", "/v1/chat/completions", body), model))
 
     def _conversation(self) -> list[Message]:
         messages = [{"role": "system", "content": self._prose(_ANSWER_CHARS)}]
@@ -114,11 +126,11 @@ class Bench:
             chars += _QUESTION_CHARS + _ANSWER_CHARS
         return [*messages, {"role": "user", "content": self._prose(_QUESTION_CHARS)}]
 
-    def _tokens(self, body: bytes) -> int:
-        return self._ids(http_request("turn", "/v1/chat/completions", body))
+    def _tokens(self, model: str, messages: list[Message]) -> int:
+        return self._ids(http_request("turn", "/v1/chat/completions", _body(messages)), model)
 
-    def _ids(self, request: RouteRequest) -> int:
-        tokens = self._registry.prompt_tokens(request, _MODEL)
+    def _ids(self, request: RouteRequest, model: str) -> int:
+        tokens = self._registry.prompt_tokens(request, model)
         if tokens.degraded is not None:
             raise RuntimeError(f"not tokenized: {tokens.degraded}")
         return tokens.total
@@ -128,6 +140,14 @@ class Bench:
         while len(text) < chars:
             text += next(self._text)
         return text[:chars]
+
+
+def _with_template(directory: Path, template: Path) -> PromptTokenizer:
+    """The tokenizer of a directory with another chat template."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
+        other = Path(shutil.copytree(directory, Path(name) / directory.name))
+        shutil.copy(template, other / "chat_template.jinja")
+        return PromptTokenizer.from_directory(other)
 
 
 def _body(messages: list[Message]) -> bytes:

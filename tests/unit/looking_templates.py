@@ -2,39 +2,9 @@
 
 from __future__ import annotations
 
-ASKED = """\
-{%- if tools %}{{ '<|im_start|>tools ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- '<|im_end|>' }}{% endif %}
-{%- set ns = namespace(searching=true, asked=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-{%- set place = (messages|length - 1) - loop.index0 %}
-{%- if ns.searching and message.role == 'user' and not message.content.startswith('<') %}
-{%- set ns.searching = false %}{% set ns.asked = place %}
-{%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{%- set thought = message.reasoning_content if message.reasoning_content is string else '' %}
-{%- set content = message.content %}
-{%- if not thought and '</think>' in content %}
-{%- set thought = content.split('</think>')[0] %}{% set content = content.split('</think>')[-1] %}
-{%- endif %}
-{%- if loop.index0 > ns.asked and (loop.last or thought) %}
-{{- '<|im_start|>thinks ' + thought + '|' + content }}
-{%- else %}{{ '<|im_start|>says ' + content }}{% endif %}
-{%- for call in message.tool_calls or [] %}
-{%- if call.function %}{% set call = call.function %}{% endif %}
-{{- call.name + (call.arguments | tojson) }}{% if not loop.last %},{% endif %}
-{%- endfor %}{{ '<|im_end|>' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>results' }}{% endif %}
-{{- '[' + message.content + ']' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>' }}{% endif %}
-{%- else %}{{ '<|im_start|>' + message.role + ' ' + message.content + '<|im_end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>says ' }}{% if enable_thinking is false %}|{% endif %}
-{%- endif %}
-"""
+from pathlib import Path
+
+ASKED = (Path(__file__).parents[2] / "benchmarks/reasoning_template.jinja").read_text(encoding="utf-8")
 """Looks for the last question from the end, and at a tool's neighbours."""
 
 FRONTED = """\
