@@ -6,6 +6,7 @@ never seen before but for what a conversation repeats. CPU of the whole process,
 - `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the body's bytes
   to the ids; `next_turn_library_ms` those 300 characters alone through the tokenizer library, which nothing
   can save.
+- `other_question_16k_ms`: another question of 100 characters behind all but the last of these messages.
 - `next_turn_16k_reasoning_ms`: the same with a template that looks around as those of reasoning models with
   tools do (reasoning_template.jinja), with the default tokenizer alone; `render_16k_reasoning_ms` what the
   rendering of all its messages costs by itself, which is saved.
@@ -104,6 +105,8 @@ class Bench:
         if reasoning := self._tokenizers.get(_REASONING):
             round_s["next_turn_16k_reasoning_ms"] = self._next_turn_s(_REASONING, messages, longer)
             round_s["render_16k_reasoning_ms"] = cpu_s(lambda: reasoning.render_chat(longer))
+        other = [*messages[:-1], {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)}]
+        round_s["other_question_16k_ms"] = self._next_turn_s(_MODEL, messages, other)
         new = self._prose(_NEW_ANSWER_CHARS + _NEW_QUESTION_CHARS)
         round_s["next_turn_library_ms"] = cpu_s(lambda: self._library.encode(new).ids)
         text = self._prose(self._chars)

@@ -26,6 +26,7 @@ from tokenization import (
 )
 from tokenization.anthropic_messages import messages_as_chat
 from tokenization.chat_template import ChatTemplate
+from tokenization.chat_tools import messages_text
 from tokenization.image_prompts import ExpandedPrompt, ImagePrompt
 from tokenization.openai_prompts import (
     PendingPrompt,
@@ -108,6 +109,7 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
         body = responses_as_chat(request.body)
     else:
         return request
+    body["messages"] = messages_text(body["messages"])
     return replace(request, kind=RequestKind.CHAT, body=body)
 
 

@@ -19,6 +19,7 @@ from router.errors import RequestError
 from tokenization.message_ends import MessagesEnd
 
 _CHAT_FIELDS = ChatFields()
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 class RequestKind(StrEnum):
@@ -78,10 +79,23 @@ def http_request(
     kind = request_kind(path)
     if kind is RequestKind.PASSTHROUGH:
         return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
-    if kind is RequestKind.CHAT:
-        chat = _read_chat(body)
-        return api_request(request_id, kind, chat.fields, len(body), candidates, headers, chat.ends)
-    return api_request(request_id, kind, _json_object(body), len(body), candidates, headers)
+    try:
+        fields, ends = read_fields(kind, body)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, "the request body must be a JSON object") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
+    return api_request(request_id, kind, fields, len(body), candidates, headers, ends)
+
+
+def read_fields(kind: RequestKind, body: bytes | bytearray) -> ReadChat:
+    """The fields of a known API's body; a chat's messages are left as text, most of which may be known.
+
+    Raises:
+        msgspec.ValidationError: It is no object.
+        ValueError, RecursionError: It is no JSON.
+    """
+    return _CHAT_FIELDS.read(body) if kind is RequestKind.CHAT else ReadChat(_FIELDS.decode(body))
 
 
 def api_request(
@@ -129,23 +143,3 @@ def request_kind(path: str) -> RequestKind:
 def too_large(limit_bytes: int) -> RequestError:
     """The answer to a body above the limit."""
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
-
-
-def _read_chat(body: bytes | bytearray) -> ReadChat:
-    """As `_json_object`, with the messages left as text: most are known to whoever tokenizes them."""
-    try:
-        return _CHAT_FIELDS.read(body)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, "the request body must be a JSON object") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
-
-
-def _json_object(body: bytes | bytearray) -> Mapping[str, Any]:
-    try:
-        value = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError(400, "the request body must be a JSON object")
-    return value

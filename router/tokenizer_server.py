@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
 from router.prompt_media import PromptMedia
-from router.request import RequestKind, RouteRequest
+from router.request import RequestKind, RouteRequest, read_fields
 from router.tokens import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
@@ -104,10 +103,11 @@ class TokenizerServer:
         if message.api not in _KINDS:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be one of those named")
         try:
-            body = msgspec.json.decode(message.body, type=dict)
+            body, ends = read_fields(_KINDS[message.api], message.body)
         except (ValueError, RecursionError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"body: no JSON object: {error}")
-        request = RouteRequest("", _KINDS[message.api], message.model, body, len(message.body))
+        kind, size_bytes = _KINDS[message.api], len(message.body)
+        request = RouteRequest("", kind, message.model, body, size_bytes, message_ends=ends)
         try:
             tokens = self._registry.prompt_tokens(request, message.model, message.context_tokens or None)
         except RequestError as error:

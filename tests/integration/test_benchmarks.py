@@ -45,7 +45,10 @@ FIGURES = {
         for at_once in ("", "_together")
         for what in ("instructions", "l1i_misses", "l1d_misses", "l2_misses")
     },
-    "tokens": {"next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"},
+    "tokens": {
+        *("next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"),
+        *("next_turn_16k_reasoning_ms", "render_16k_reasoning_ms", "other_question_16k_ms"),
+    },
     "schedule": SCHEDULE,
     "pick": {
         *(f"{door}_{size}_cpu_ms" for door in ("check", "extproc") for size in ("small", "40kb", "400kb")),

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.request import RequestKind, RouteRequest
+from router.request import RequestKind, RouteRequest, http_request
 from router.tokenizer_server import SERVICE, TokenizerServer
 from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
 from tests.unit.image_support import image_part, write_model
@@ -91,6 +91,17 @@ def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) ->
     assert ids.tolist() == chat_prompt(messages_as_chat(body), TOKENIZER).tolist()
     unknown = RouteRequest("id", RequestKind.RESPONSES, MODEL, {**body, "prompt": {"id": "p"}}, 100)
     assert registry.prompt_tokens(unknown, MODEL).degraded == "unsupported_prompt"
+
+
+@pytest.mark.usefixtures("server")
+def test_conversations_that_go_on_are_known_there(registry: TokenizerRegistry) -> None:
+    """Turn by turn a long conversation has the ids of the whole, there as here."""
+    messages = [{"role": "user", "content": "word " * 5000}]
+    for turn in range(3):
+        body = msgspec.json.encode({"model": MODEL, "messages": messages})
+        (ids,) = registry.prompt_tokens(http_request("id", "/v1/chat/completions", body), MODEL).prompts
+        assert ids.tolist() == chat_prompt({"messages": messages}, TOKENIZER).tolist()
+        messages += {"role": "assistant", "content": f"{turn}"}, {"role": "user", "content": "Why?"}
 
 
 @pytest.mark.usefixtures("server")
