@@ -155,7 +155,7 @@ def begin_chat(
         given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         truncation = truncation_of(body, limits.context_tokens, _count(body, given))
         options = _template_options(body)
-        special = _flag(body, "add_special_tokens", False)
+        special = _flag(body, "add_special_tokens", False) and tokenizer.affix_tokens != (0, 0)
     remember: Callable[[Encoding], None] | None = None
     messages, conversation = body.get("messages"), None
     if isinstance(messages, msgspec.Raw):
