@@ -15,13 +15,13 @@ import msgspec
 
 from tokenization.message_ends import (
     NEW_MESSAGES_MAX,
-    TURN_MESSAGES,
     MessagesEnd,
     guessed_end,
     last_message_end,
     message_ends,
     messages_digest,
     shared_end,
+    turn_ends,
 )
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -85,9 +85,9 @@ class ChatFields:
         if name < 0 or start < 0 or body[colon:start].strip(_SPACE) != b":":
             return None
         guess = guessed_end(body, start)
-        ends = message_ends(body, start, guess, TURN_MESSAGES)
+        ends = turn_ends(body, start, guess)
         known = self._known(ends)
-        if known is None and len(ends) == TURN_MESSAGES + 1:
+        if known is None:
             ends = message_ends(body, start, guess, NEW_MESSAGES_MAX)
             known = self._known(ends)
         if known is not None:
@@ -120,7 +120,7 @@ class ChatFields:
         if end is None:
             return ReadChat(fields)
         if end != ends[0].size_bytes:
-            ends = message_ends(body, start, start + end, TURN_MESSAGES)
+            ends = turn_ends(body, start, start + end)
         if end > known.size_bytes:
             self._remember(ends[0].digest)
         return ReadChat(fields, ends)

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from tokenization.message_ends import NEW_MESSAGES_MAX, TURN_MESSAGES, MessagesEnd, message_ends
+from tokenization.message_ends import NEW_MESSAGES_MAX, MessagesEnd, message_ends, turn_ends
 from tokenization.segment_memory import TokenIds
 from tokenization.turns import Later
 
@@ -99,9 +99,9 @@ class Beginnings(Generic[_Known]):
             ends: Those that are known already.
             given: What they are shown with; only what was shown with the same counts.
         """
-        ends = ends or message_ends(bytes(messages), 0, len(messages), TURN_MESSAGES)
+        ends = ends or turn_ends(bytes(messages), 0, len(messages))
         found = self._longest(ends, given)
-        if found is None and len(ends) == TURN_MESSAGES + 1:
+        if found is None and len(ends) <= NEW_MESSAGES_MAX:
             ends = message_ends(bytes(messages), 0, len(messages), NEW_MESSAGES_MAX)
             found = self._longest(ends, given)
         beginning, size_bytes = found or (None, 0)

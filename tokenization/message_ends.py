@@ -26,9 +26,6 @@ _END_BYTES_MAX = 64
 # What is shorter is as soon shown anew.
 _SHARED_LEAST_BYTES = 2 << 10
 
-TURN_MESSAGES = 2
-"""New messages of most requests: an answer and a question, or a question alone."""
-
 NEW_MESSAGES_MAX = 8
 """New messages to look behind where there are more than an answer and a question: calls of tools, say."""
 
@@ -43,6 +40,26 @@ class MessagesEnd(NamedTuple):
 
     size_bytes: int
     digest: bytes
+
+
+def turn_ends(text: bytes | bytearray, start: int, end: int) -> Sequence[MessagesEnd]:
+    """The ends of all messages and of all but the last two, an answer and a question: most often known.
+
+    Args:
+        text: As for `message_ends`, as `start` and `end`.
+    """
+    if end <= start:
+        return ()
+    question = text.rfind(_MESSAGE, start, end)
+    answer = text.rfind(_MESSAGE, start, question) if question >= 0 else -1
+    known = text.rfind(b"}", start, answer) + 1 if answer >= 0 else 0
+    view = memoryview(text)
+    if not known:
+        return (MessagesEnd(end - start, messages_digest(view[start:end])),)
+    hasher = xxh3_128(view[start:known], _SEED)
+    before = MessagesEnd(known - start, hasher.digest())
+    hasher.update(view[known:end])
+    return MessagesEnd(end - start, hasher.digest()), before
 
 
 def message_ends(text: bytes | bytearray, start: int, end: int, new_messages: int) -> Sequence[MessagesEnd]:

@@ -16,6 +16,7 @@ from tokenization.message_ends import (
     messages_behind,
     messages_digest,
     shared_end,
+    turn_ends,
 )
 
 contents = st.sampled_from(["", "a", '"}]', '{"role"', "}, {", "é😀", "word " * 99]) | st.text(max_size=9)
@@ -49,6 +50,17 @@ def test_a_list_that_goes_on_is_found_by_the_end_of_what_was_sent_before(
     assert sent in message_ends(bytearray(now), front, len(now) - 1, 99)
     if not any('{"role"' in message["content"] for message in talk):
         assert sent in message_ends(now, front, len(now) - 1, new)
+
+
+@given(talks, st.booleans(), st.integers(0, 9))
+def test_the_ends_of_a_turn_are_the_first_and_third_of_all(
+    talk: list[dict[str, str]], spaces: bool, front: int
+) -> None:
+    """What is looked for first is what looking behind any two messages finds."""
+    text = b"x" * front + json.dumps(talk, separators=None if spaces else (",", ":")).encode()
+    ends = turn_ends(bytearray(text), front, len(text) - 1)
+    assert [*ends] == [*message_ends(text, front, len(text) - 1, 2)][::2]
+    assert not turn_ends(text, front, front)
 
 
 parts = st.lists(contents.map(lambda text: {"type": "text", "text": text}), max_size=2)
