@@ -191,11 +191,8 @@ class ResumedConversation:
         assert shown is not None
         assert encoding is not None
         ids = encoding.ids()
-        rounds = shown.resumable
-        if rounds is not None and self._known_bytes < len(self._text):
-            new = shown.rounds[: rounds.shown - known.rounds.shown]
-            end = len(known.rest) + sum(map(len, new))
-            self._remember(encoding, end, known.before, known.chars, rounds, self._messages, self._digest)
+        if shown.resumable is not None and self._known_bytes < len(self._text):
+            self._remember(encoding, shown.resumable, self._messages, self._digest)
         return ids
 
     def render(self, messages: list[dict[str, Any]]) -> str | None:
@@ -212,15 +209,11 @@ class ResumedConversation:
         shown, messages = self._shown, self._messages
         if shown is None:
             return
-        before = len(shown.before)
-        if rounds := shown.resumable:
-            end = before + sum(map(len, shown.rounds[: rounds.shown]))
-            self._remember(encoding, end, shown.before, 0, rounds, messages, self._digest)
-        shared = shared_end(self._text)
-        if shared is not None and (rounds := shown.earlier):
-            end = before + sum(map(len, shown.rounds[: rounds.shown]))
-            if end >= _SHARED_LEAST_CHARS:
-                self._remember(encoding, end, shown.before, 0, rounds, messages[:-1], shared.digest)
+        if shown.resumable is not None:
+            self._remember(encoding, shown.resumable, messages, self._digest)
+        earlier, shared = shown.earlier, shared_end(self._text)
+        if shared is not None and earlier is not None and self._chars(earlier) >= _SHARED_LEAST_CHARS:
+            self._remember(encoding, earlier, messages[:-1], shared.digest)
 
     def _new_messages(self) -> list[dict[str, Any]] | None:
         """The messages behind the known ones; None where there is something wrong with them."""
@@ -234,29 +227,28 @@ class ResumedConversation:
         except (PromptError, ValueError, RecursionError):
             return None
 
-    def _remember(
-        self,
-        encoding: Encoding,
-        end: int,
-        before: str,
-        known_chars: int,
-        rounds: Rounds,
-        messages: Sequence[Message],
-        digest: bytes,
-    ) -> None:
-        """Remembers what may be left out next time.
+    def _chars(self, rounds: Rounds) -> int:
+        """How far these go in the text that is encoded."""
+        known, shown = self._known, self._shown
+        assert shown is not None
+        in_front, left_out = (
+            (len(shown.before), 0) if known is None else (len(known.rest), known.rounds.shown)
+        )
+        return in_front + sum(map(len, shown.rounds[: rounds.shown - left_out]))
 
-        Args:
-            end: Of what these rounds show, in the encoding's text.
-            before: What stands in front of the first round.
-            known_chars: How many characters stand in front of the encoding's text.
-        """
+    def _remember(
+        self, encoding: Encoding, rounds: Rounds, messages: Sequence[Message], digest: bytes
+    ) -> None:
+        """Remembers what may be left out next time."""
+        known, shown, end = self._known, self._shown, self._chars(rounds)
+        assert shown is not None
         found = encoding.beginning(end)
         if found is None:
             return
         chars, ids, proof = found
-        rest = encoding.text[chars:end]
+        rest, before = encoding.text[chars:end], shown.before
+        chars += 0 if known is None else known.chars
         size_bytes = _ENTRY_BYTES + ids.nbytes + len(self._text) + _MESSAGE_BYTES * len(messages)
         size_bytes += _CHAR_BYTES_MAX * (len(rest) + len(before)) + rounds.size_bytes
-        known = Known(messages, rounds, before, ids, known_chars + chars, rest, proof, size_bytes)
-        self._conversations.beginnings.put(known, digest, None)
+        new = Known(messages, rounds, before, ids, chars, rest, proof, size_bytes)
+        self._conversations.beginnings.put(new, digest, None)
