@@ -22,6 +22,7 @@ from router.metrics_page import DEFAULT_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import MetricsTlsOptions, TlsOptions, metrics_tls_options, tls_options
 from tokenization import TINY_DIRECTORY
+from tokenization.tokenizer import CONVERSATIONS_BYTES
 
 _TINY_MODEL = "kvroute-tiny"
 
@@ -36,6 +37,7 @@ class RouterConfig:
         kube: Where in Kubernetes the pods are; None where there is a file.
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
+        conversations_bytes: Most memory of each chat template for what is known of its conversations.
         check_port: Of ext_authz in its HTTP form; None: there is none.
         grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
@@ -69,6 +71,7 @@ class RouterConfig:
     kube: KubeConfig | None = None
     tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
     tokenize_deadline_s: float = 0.05
+    conversations_bytes: int = CONVERSATIONS_BYTES
     host: str = "0.0.0.0"
     grpc_port: int = 9002
     grpc_health_port: int = 9003
@@ -130,6 +133,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         kube=kube,
         tokenizers=_tokenizers(flags, picker),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
+        conversations_bytes=flags.conversation_memory,
         host=flags.host,
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,

@@ -144,7 +144,8 @@ class RouterServer:
         self._source = open_source(config, registry, self._take)
         opened.callback(self._source.close)
         self._tokenizers = TokenizerRegistry.load(
-            dict(config.tokenizers), TokenizeOptions(deadline_s=config.tokenize_deadline_s)
+            dict(config.tokenizers),
+            TokenizeOptions(config.tokenize_deadline_s, conversations_bytes=config.conversations_bytes),
         )
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.resumed))

@@ -23,9 +23,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
+from router.flags.values import size_bytes
 from router.prompt_media import PromptMedia
 from router.request import RequestKind, RouteRequest, read_fields
 from router.tokens import TokenizeOptions, TokenizerRegistry
+from tokenization.tokenizer import CONVERSATIONS_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -51,16 +53,24 @@ class TokenizerServer:
         path: Of the socket; one that a dead process has left there is replaced.
         sources: Tokenizer by base model, see `tokenizer_sources`.
         threads: Calls at once; four times as many may wait, beyond that they are refused.
+        conversations_bytes: Most memory of each chat template for what is known of its conversations.
 
     Raises:
         ConfigError: A tokenizer cannot be loaded, or is in another process itself.
         ListenError: The path is in use, or cannot be listened on.
     """
 
-    def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sources: dict[str, str],
+        threads: int,
+        conversations_bytes: int = CONVERSATIONS_BYTES,
+    ) -> None:
         _check_free(path)
         self._models = frozenset(sources)
-        self._registry = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=_DEADLINE_S))
+        options = TokenizeOptions(_DEADLINE_S, conversations_bytes=conversations_bytes)
+        self._registry = TokenizerRegistry.load(sources, options)
         if self._registry.asks_others:
             self._registry.close()
             raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
@@ -141,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        server = TokenizerServer(flags.socket, dict(flags.model), flags.threads)
+        models = dict(flags.model)
+        server = TokenizerServer(flags.socket, models, flags.threads, flags.conversation_memory)
     except ConfigError as error:
         print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
         return 2
@@ -175,6 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         default=os.cpu_count() or 1,
         metavar="N",
         help="requests tokenized at once (default: one per processor)",
+    )
+    parser.add_argument(
+        "--conversation-memory",
+        type=size_bytes,
+        default=CONVERSATIONS_BYTES,
+        metavar="SIZE",
+        help="most memory of each chat template for what is known of its conversations (default: 128MiB)",
     )
     return parser
 

@@ -21,6 +21,7 @@ from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
 from tokenization.openai_prompts import PromptLimits
+from tokenization.tokenizer import CONVERSATIONS_BYTES
 from tokenization.words import compile_words
 
 __all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
@@ -43,11 +44,13 @@ class TokenizeOptions:
         deadline_s: Later than this the request is picked by load alone.
         threads: Prompts tokenized at once, beside those that are known or short.
         waiting_max: Prompts that may wait for one of these threads.
+        conversations_bytes: Most memory of each chat template for what is known of its conversations.
     """
 
     deadline_s: float = 0.05
     threads: int = 2
     waiting_max: int = 64
+    conversations_bytes: int = CONVERSATIONS_BYTES
 
 
 class TokenizerRegistry:
@@ -68,6 +71,8 @@ class TokenizerRegistry:
         self._tokenizers = dict(tokenizers)
         self._remotes = dict(remotes or {})
         self._options = options or TokenizeOptions()
+        for tokenizer in tokenizers.values():
+            tokenizer.bound_conversations(self._options.conversations_bytes)
         self._inline_chars = int(_INLINE_SHARE * self._options.deadline_s * _CHARS_PER_S)
         self._pool = TokenizerPool(self._options.threads, self._options.waiting_max)
         self._missed: set[str] = set()

@@ -1,6 +1,6 @@
 """What is known of conversations: the digest of messages' JSON text in, the ids of what they show out.
 
-The least recently used go first when the bytes are used up. Knows no templates and reads no JSON.
+Bounded by bytes. Knows no templates and reads no JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from tokenization.message_ends import NEW_MESSAGES_MAX, MessagesEnd, message_end
 from tokenization.segment_memory import TokenIds
 from tokenization.turns import Later
 
+NOWHERE = MessagesEnd(0, b"")
+"""Where the known beginning of an unknown list ends."""
+
+# The part of the memory that is for earlier messages of conversations.
+_EARLIER_SHARE = 4
 _ENTRY_BYTES = 1200
 _CHAR_BYTES_MAX = 4
 
@@ -76,23 +81,35 @@ _Known = TypeVar("_Known", bound=Sized)
 class Beginnings(Generic[_Known]):
     """Beginnings of conversations with one model; safe to share between threads.
 
+    A quarter of the memory is for those that conversations have gone on from, or may have in common: they
+    serve whoever begins alike, and push out none with which a conversation ended last.
+
     Args:
         capacity_bytes: Most memory for what is remembered.
-
-    Attributes:
-        used_bytes: Memory in use.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.used_bytes = 0
-        self._capacity_bytes = capacity_bytes
-        self._beginnings: OrderedDict[_Key, _Known] = OrderedDict()
+        self._earlier: _Recent[_Known] = _Recent()
+        self._last: _Recent[_Known] = _Recent()
         self._lock = threading.Lock()
+        self.bound(capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory in use."""
+        return self._earlier.used_bytes + self._last.used_bytes
+
+    def bound(self, capacity_bytes: int) -> None:
+        """Sets how much may be remembered."""
+        with self._lock:
+            earlier_bytes = capacity_bytes // _EARLIER_SHARE
+            self._earlier.bound(earlier_bytes)
+            self._last.bound(capacity_bytes - earlier_bytes)
 
     def find(
         self, messages: memoryview, ends: Sequence[MessagesEnd], given: object
-    ) -> tuple[_Known | None, int, bytes]:
-        """The longest known beginning of a list of messages, its size in bytes, and the digest of all of it.
+    ) -> tuple[_Known | None, MessagesEnd, bytes]:
+        """The longest known beginning of a list of messages, where it ends, and the digest of all of it.
 
         Args:
             messages: From the opening bracket to the last one's end.
@@ -104,30 +121,69 @@ class Beginnings(Generic[_Known]):
         if found is None and len(ends) <= NEW_MESSAGES_MAX:
             ends = message_ends(bytes(messages), 0, len(messages), NEW_MESSAGES_MAX)
             found = self._longest(ends, given)
-        beginning, size_bytes = found or (None, 0)
-        return beginning, size_bytes, ends[0].digest
+        beginning, end = found or (None, NOWHERE)
+        return beginning, end, ends[0].digest
 
-    def put(self, beginning: _Known, digest: bytes, given: object) -> None:
-        """Remembers a beginning by its digest."""
-        key, size_bytes = (given, digest), beginning.size_bytes
+    def put(self, beginning: _Known, digest: bytes, given: object, behind: MessagesEnd | None = None) -> None:
+        """Remembers a beginning by its digest.
+
+        Args:
+            behind: The end of the one that was known, from which the conversation went on.
+        """
         with self._lock:
-            if key in self._beginnings or size_bytes > self._capacity_bytes:
-                return
-            self._beginnings[key] = beginning
-            self.used_bytes += size_bytes
-            while self.used_bytes > self._capacity_bytes:
-                self.used_bytes -= self._beginnings.popitem(last=False)[1].size_bytes
+            if behind is not None and (left := self._last.pop((given, behind.digest))) is not None:
+                self._earlier.put((given, behind.digest), left)
+            self._last.put((given, digest), beginning)
 
-    def _longest(self, ends: Sequence[MessagesEnd], given: object) -> tuple[_Known, int] | None:
-        for size_bytes, digest in ends:
-            key = given, digest
-            beginning = self._beginnings.get(key)
-            if beginning is not None:
-                self._use(key)
-                return beginning, size_bytes
+    def share(self, beginning: _Known, digest: bytes, given: object) -> None:
+        """Remembers a beginning that no conversation ended with, as others may have it, too."""
+        with self._lock:
+            self._earlier.put((given, digest), beginning)
+
+    def _longest(self, ends: Sequence[MessagesEnd], given: object) -> tuple[_Known, MessagesEnd] | None:
+        for end in ends:
+            key = given, end.digest
+            for recent in (self._last, self._earlier):
+                if (beginning := recent.get(key)) is not None:
+                    with self._lock:
+                        recent.use(key)
+                    return beginning, end
         return None
 
-    def _use(self, key: _Key) -> None:
-        with self._lock:
-            if key in self._beginnings:
-                self._beginnings.move_to_end(key)
+
+class _Recent(Generic[_Known]):
+    """Beginnings, the least recently used of which go first. All but `get` needs a lock.
+
+    Attributes:
+        used_bytes: Memory in use.
+        get: A beginning by its key, or None.
+    """
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self._capacity_bytes = 0
+        self._beginnings: OrderedDict[_Key, _Known] = OrderedDict()
+        self.get = self._beginnings.get
+
+    def bound(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        while self.used_bytes > capacity_bytes:
+            self.used_bytes -= self._beginnings.popitem(last=False)[1].size_bytes
+
+    def use(self, key: _Key) -> None:
+        if key in self._beginnings:
+            self._beginnings.move_to_end(key)
+
+    def put(self, key: _Key, beginning: _Known) -> None:
+        size_bytes = beginning.size_bytes
+        if key in self._beginnings or size_bytes > self._capacity_bytes:
+            return
+        self._beginnings[key] = beginning
+        self.used_bytes += size_bytes
+        self.bound(self._capacity_bytes)
+
+    def pop(self, key: _Key) -> _Known | None:
+        beginning = self._beginnings.pop(key, None)
+        if beginning is not None:
+            self.used_bytes -= beginning.size_bytes
+        return beginning

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tokenization.beginnings import Beginning, Beginnings, Shown
+from tokenization.beginnings import NOWHERE, Beginning, Beginnings, Shown
 from tokenization.chat_messages import chat_messages, plain_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
@@ -68,7 +68,7 @@ class Conversation:
     """
 
     __slots__ = (
-        *("_conversations", "_digest", "_encoding", "_ends", "_given", "_known", "_known_bytes", "_messages"),
+        *("_conversations", "_digest", "_encoding", "_ends", "_given", "_known", "_known_end", "_messages"),
         *("_first", "_options", "_text", "chars", "missing_chars"),
     )
 
@@ -87,7 +87,7 @@ class Conversation:
         self._given = given
         self._options = options
         self._known: Beginning | None = None
-        self._known_bytes = 0
+        self._known_end = NOWHERE
         self._digest = b""
         self._text = ""
         self._encoding: Encoding | None = None
@@ -96,13 +96,13 @@ class Conversation:
     def begin(self, *, add_special_tokens: bool) -> bool:
         """Looks up its longest known beginning, for `ids`; False: the whole has to be encoded."""
         conversations, messages = self._conversations, self._messages
-        known, self._known_bytes, self._digest = conversations.beginnings.find(
+        known, self._known_end, self._digest = conversations.beginnings.find(
             messages, self._ends, self._given
         )
         if known is None:
             return False
         shown = known.shown
-        new = _shown_behind(messages, self._known_bytes, conversations.template, shown.later)
+        new = _shown_behind(messages, self._known_end.size_bytes, conversations.template, shown.later)
         if new is None:
             return False
         segments, closing = conversations.segments, shown.later.behind
@@ -124,21 +124,20 @@ class Conversation:
         """Encodes what is missing and remembers it; after `begin`. Do not write to the array."""
         known, encoding = self._known, self._encoding
         assert known is not None
-        is_new = self._known_bytes < len(self._messages)
+        is_new = self._known_end.size_bytes < len(self._messages)
         if encoding is not None:
             ids = encoding.ids()
             closing = known.shown.later.behind
             if is_new and encoding.text.endswith(closing):
                 end = len(encoding.text) - len(closing)
-                self._remember(encoding, known.shown, known.chars, end, self._digest)
+                self._put(_beginning(encoding, known.shown, known.chars, end))
             return ids
         shown = known.shown
         assert shown.closing is not None
         ids = self._conversations.segments.ids_between(known.ids, self._text, shown.closing)
         if is_new:
             chars, tokens = known.chars + len(self._text), len(ids) - len(shown.closing)
-            beginning = Beginning(ids[:tokens], chars, "", shown.proof, shown)
-            self._conversations.beginnings.put(beginning, self._digest, self._given)
+            self._put(Beginning(ids[:tokens], chars, "", shown.proof, shown))
         return ids
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -156,20 +155,26 @@ class Conversation:
         proof, end = later.behind[: segments.proof_chars], len(encoding.text) - len(later.behind)
         size_bytes = sys.getsizeof(later.variables[FIRST]["content"])
         shown = Shown(later, segments.closing_ids(later.behind), proof, size_bytes)
-        self._remember(encoding, shown, 0, end, self._digest)
+        self._put(_beginning(encoding, shown, 0, end))
         shared = shared_end(self._messages)
         last = None if shared is None else _shown_behind(self._messages, shared.size_bytes, template, later)
-        if shared is not None and last is not None and encoding.text.endswith(last, 0, end):
-            self._remember(encoding, shown, 0, end - len(last), shared.digest)
+        if shared is None or last is None or not encoding.text.endswith(last, 0, end):
+            return
+        if (beginning := _beginning(encoding, shown, 0, end - len(last))) is not None:
+            self._conversations.beginnings.share(beginning, shared.digest, self._given)
 
-    def _remember(
-        self, encoding: Encoding, shown: Shown, known_chars: int, turns_end: int, digest: bytes
-    ) -> None:
-        found = encoding.beginning(turns_end)
-        if found is not None:
-            chars, ids, proof = found
-            beginning = Beginning(ids, known_chars + chars, encoding.text[chars:turns_end], proof, shown)
-            self._conversations.beginnings.put(beginning, digest, self._given)
+    def _put(self, beginning: Beginning | None) -> None:
+        if beginning is not None:
+            self._conversations.beginnings.put(beginning, self._digest, self._given, self._known_end)
+
+
+def _beginning(encoding: Encoding, shown: Shown, known_chars: int, turns_end: int) -> Beginning | None:
+    """What is known of messages that end there in an encoded text, in front of which others were known."""
+    found = encoding.beginning(turns_end)
+    if found is None:
+        return None
+    chars, ids, proof = found
+    return Beginning(ids, known_chars + chars, encoding.text[chars:turns_end], proof, shown)
 
 
 def _shown_behind(messages: memoryview, end: int, template: ChatTemplate, later: Later) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokenization.beginnings import Beginnings
+from tokenization.beginnings import NOWHERE, Beginnings
 from tokenization.chat_messages import chat_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
@@ -137,7 +137,7 @@ class ResumedConversation:
     """
 
     __slots__ = (
-        *("_conversations", "_digest", "_encoding", "_ends", "_known", "_known_bytes", "_messages"),
+        *("_conversations", "_digest", "_encoding", "_ends", "_known", "_known_end", "_messages"),
         *("_options", "_shown", "_text", "chars", "missing_chars"),
     )
 
@@ -154,7 +154,7 @@ class ResumedConversation:
         self._ends = ends
         self._options = options
         self._known: Known | None = None
-        self._known_bytes = 0
+        self._known_end = NOWHERE
         self._digest = b""
         self._messages: Sequence[Message] = ()
         self._shown: Shown | None = None
@@ -163,7 +163,7 @@ class ResumedConversation:
     def begin(self, *, add_special_tokens: bool) -> bool:
         """Looks up its longest known beginning, for `ids`; False: the whole has to be encoded."""
         conversations = self._conversations
-        known, self._known_bytes, self._digest = conversations.beginnings.find(self._text, self._ends, None)
+        known, self._known_end, self._digest = conversations.beginnings.find(self._text, self._ends, None)
         new = None if known is None else self._new_messages()
         if known is None or new is None:
             return False
@@ -191,8 +191,8 @@ class ResumedConversation:
         assert shown is not None
         assert encoding is not None
         ids = encoding.ids()
-        if shown.resumable is not None and self._known_bytes < len(self._text):
-            self._remember(encoding, shown.resumable, self._messages, self._digest)
+        if shown.resumable is not None and self._known_end.size_bytes < len(self._text):
+            self._put(self._of(encoding, shown.resumable, self._messages))
         return ids
 
     def render(self, messages: list[dict[str, Any]]) -> str | None:
@@ -210,14 +210,16 @@ class ResumedConversation:
         if shown is None:
             return
         if shown.resumable is not None:
-            self._remember(encoding, shown.resumable, messages, self._digest)
+            self._put(self._of(encoding, shown.resumable, messages))
         earlier, shared = shown.earlier, shared_end(self._text)
-        if shared is not None and earlier is not None and self._chars(earlier) >= _SHARED_LEAST_CHARS:
-            self._remember(encoding, earlier, messages[:-1], shared.digest)
+        if shared is None or earlier is None or self._chars(earlier) < _SHARED_LEAST_CHARS:
+            return
+        if (known := self._of(encoding, earlier, messages[:-1])) is not None:
+            self._conversations.beginnings.share(known, shared.digest, None)
 
     def _new_messages(self) -> list[dict[str, Any]] | None:
         """The messages behind the known ones; None where there is something wrong with them."""
-        text = messages_behind(self._text, self._known_bytes)
+        text = messages_behind(self._text, self._known_end.size_bytes)
         if text is None:
             return None
         try:
@@ -236,19 +238,20 @@ class ResumedConversation:
         )
         return in_front + sum(map(len, shown.rounds[: rounds.shown - left_out]))
 
-    def _remember(
-        self, encoding: Encoding, rounds: Rounds, messages: Sequence[Message], digest: bytes
-    ) -> None:
-        """Remembers what may be left out next time."""
+    def _of(self, encoding: Encoding, rounds: Rounds, messages: Sequence[Message]) -> Known | None:
+        """What is known of these messages, of which these rounds may be left out next time."""
         known, shown, end = self._known, self._shown, self._chars(rounds)
         assert shown is not None
         found = encoding.beginning(end)
         if found is None:
-            return
+            return None
         chars, ids, proof = found
         rest, before = encoding.text[chars:end], shown.before
         chars += 0 if known is None else known.chars
         size_bytes = _ENTRY_BYTES + ids.nbytes + len(self._text) + _MESSAGE_BYTES * len(messages)
         size_bytes += _CHAR_BYTES_MAX * (len(rest) + len(before)) + rounds.size_bytes
-        new = Known(messages, rounds, before, ids, chars, rest, proof, size_bytes)
-        self._conversations.beginnings.put(new, digest, None)
+        return Known(messages, rounds, before, ids, chars, rest, proof, size_bytes)
+
+    def _put(self, known: Known | None) -> None:
+        if known is not None:
+            self._conversations.beginnings.put(known, self._digest, None, self._known_end)

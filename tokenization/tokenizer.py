@@ -29,7 +29,10 @@ from tokenization.template_files import TemplateSources, template_sources
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
-_SEGMENTS_BYTES = _CONVERSATIONS_BYTES = 64 << 20
+CONVERSATIONS_BYTES = 128 << 20
+"""Most memory for what is known of conversations with one chat template, if nothing else is wanted."""
+
+_SEGMENTS_BYTES = 64 << 20
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -72,10 +75,10 @@ class PromptTokenizer:
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
         self._conversations = (
-            Conversations(chat_template, self._segments, _CONVERSATIONS_BYTES) if chat_template else None
+            Conversations(chat_template, self._segments, CONVERSATIONS_BYTES) if chat_template else None
         )
         self._resumed = {
-            template: ResumedConversations(template, self._segments, _CONVERSATIONS_BYTES)
+            template: ResumedConversations(template, self._segments, CONVERSATIONS_BYTES)
             for template in (chat_template, tool_template)
             if template is not None
         }
@@ -119,6 +122,13 @@ class PromptTokenizer:
             return cls(tokenizer, default, eos_token_ids, tools, read_otherwise, images)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
+
+    def bound_conversations(self, capacity_bytes: int) -> None:
+        """Sets how much memory each chat template has for what is known of its conversations."""
+        if self._conversations is not None:
+            self._conversations.beginnings.bound(capacity_bytes)
+        for resumed in self._resumed.values():
+            resumed.beginnings.bound(capacity_bytes)
 
     @property
     def affix_tokens(self) -> tuple[int, int]:
