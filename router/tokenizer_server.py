@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         type=size_bytes,
         default=CONVERSATIONS_BYTES,
         metavar="SIZE",
-        help="most memory of each chat template for what is known of its conversations (default: 128MiB)",
+        help="most memory of each chat template for what is known of its conversations (default: 256MiB)",
     )
     return parser
 

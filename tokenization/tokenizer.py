@@ -29,7 +29,7 @@ from tokenization.template_files import TemplateSources, template_sources
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
-CONVERSATIONS_BYTES = 128 << 20
+CONVERSATIONS_BYTES = 256 << 20
 """Most memory for what is known of conversations with one chat template, if nothing else is wanted."""
 
 _SEGMENTS_BYTES = 64 << 20

@@ -49,7 +49,7 @@ def add_pods_flags(group: argparse._ArgumentGroup) -> None:
         type=size_bytes,
         default=CONVERSATIONS_BYTES,
         metavar="SIZE",
-        help="most memory of each chat template for what is known of its conversations (default: 128MiB); "
+        help="most memory of each chat template for what is known of its conversations (default: 256MiB); "
         "one of 10,000 tokens takes 40 to 120 KB",
     )
     group.add_argument(
