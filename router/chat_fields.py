@@ -21,7 +21,6 @@ from tokenization.message_ends import (
     message_ends,
     messages_digest,
     shared_end,
-    turn_ends,
 )
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -32,6 +31,8 @@ _SPACE = b" \t\r\n"
 # Most bytes between the name and the list.
 _SPACE_MAX = 64
 _KNOWN_MAX = 40_000
+# New messages of most requests: an answer and a question, or a question alone.
+_TURN_MESSAGES = 2
 
 
 class ReadChat(NamedTuple):
@@ -85,7 +86,7 @@ class ChatFields:
         if name < 0 or start < 0 or body[colon:start].strip(_SPACE) != b":":
             return None
         guess = guessed_end(body, start)
-        ends = turn_ends(body, start, guess)
+        ends = message_ends(body, start, guess, _TURN_MESSAGES)
         known = self._known(ends)
         if known is None:
             ends = message_ends(body, start, guess, NEW_MESSAGES_MAX)
@@ -120,7 +121,7 @@ class ChatFields:
         if end is None:
             return ReadChat(fields)
         if end != ends[0].size_bytes:
-            ends = turn_ends(body, start, start + end)
+            ends = message_ends(body, start, start + end, _TURN_MESSAGES)
         if end > known.size_bytes:
             self._remember(ends[0].digest)
         return ReadChat(fields, ends)

@@ -123,7 +123,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     flags = router_parser().parse_args(argv)
     picker = _picker(flags)
     pods_file, watch, kube = _discovery(flags, picker)
-    compat = _compat(flags, picker)
     index = _index(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
@@ -157,7 +156,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         decisions_kept=flags.decisions_kept,
         drain_timeout_s=flags.drain_timeout,
         picker=picker,
-        compat=compat,
+        compat=_compat(flags, picker),
         emit_endpoint_scores=flags.emit_endpoint_scores,
         subset_filter=not flags.disable_endpoint_subset_filter,
         resources_file=flags.resources_file,

@@ -6,7 +6,8 @@ Reading and encoding are two steps, so that its caller may choose where the long
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -109,8 +110,15 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
         body = responses_as_chat(request.body)
     else:
         return request
-    body["messages"] = messages_text(body["messages"])
+    # Images are megabytes of text, and go another way.
+    if not _shows_images(body["messages"]):
+        body["messages"] = messages_text(body["messages"])
     return replace(request, kind=RequestKind.CHAT, body=body)
+
+
+def _shows_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [content for message in messages if type(content := message.get("content")) is list]
+    return any("image_url" in part for content in contents for part in content if type(part) is dict)
 
 
 class Begun:

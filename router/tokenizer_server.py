@@ -192,7 +192,8 @@ def _parser() -> argparse.ArgumentParser:
         type=size_bytes,
         default=CONVERSATIONS_BYTES,
         metavar="SIZE",
-        help="most memory of each chat template for what is known of its conversations (default: 256MiB)",
+        help="most memory for what is known of conversations, for each chat template with tools and again "
+        "without (default: 256MiB)",
     )
     return parser
 

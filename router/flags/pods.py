@@ -49,8 +49,8 @@ def add_pods_flags(group: argparse._ArgumentGroup) -> None:
         type=size_bytes,
         default=CONVERSATIONS_BYTES,
         metavar="SIZE",
-        help="most memory of each chat template for what is known of its conversations (default: 256MiB); "
-        "one of 10,000 tokens takes 40 to 120 KB",
+        help="most memory for what is known of conversations, for each chat template with tools and again "
+        "without (default: 256MiB); one of 10,000 tokens takes 40 to 120 KB",
     )
     group.add_argument(
         "--refresh-metrics-interval",

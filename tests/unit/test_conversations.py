@@ -240,6 +240,8 @@ def test_memory_is_bounded() -> None:
         assert 0 < memory.used_bytes <= 50_000
         found, _, _ = memory.find(memoryview(bytes(raw(messages))[:-1]), (), (True, ()))
         assert found is not None
+    kept = [*memory._last._beginnings.values(), *memory._earlier._beginnings.values()]
+    assert sum(beginning.size_bytes for beginning in kept) == memory.used_bytes
 
 
 @pytest.mark.parametrize(

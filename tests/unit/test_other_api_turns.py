@@ -9,15 +9,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from router.prompt_tokens import as_chat, begin
 from router.request import RequestKind, RouteRequest, http_request
 from tests.unit.looking_templates import ASKED
-from tests.unit.test_chat_turns import TINY, TOKENS
-from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer
+from tests.unit.test_chat_turns import TINY
+from tests.unit.test_conversations import raw, tokenizer_for
+from tokenization import PromptError, PromptTokenizer
 from tokenization.anthropic_messages import messages_as_chat
-from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import NO_LIMITS, chat_prompt
 from tokenization.openai_responses import responses_as_chat
 
@@ -28,12 +27,6 @@ SOURCES = {"tiny": TINY, "asked": ASKED, "shown": SHOWN}
 PATHS = {"messages": "/v1/messages", "input": "/v1/responses"}
 
 Item = dict[str, Any]
-
-
-def tokenizer_for(source: str) -> PromptTokenizer:
-    """The tiny tokenizer behind another template."""
-    library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
-    return PromptTokenizer(library, ChatTemplate(source, TOKENS), frozenset())
 
 
 # Kept over all examples, so that what one leaves behind can harm the next.
@@ -140,12 +133,8 @@ def test_responses_have_the_ids_of_the_whole(name: str, talk: list[Item], turns:
             turned = responses_as_chat({"input": talk[:turn]})
             chat = {"messages": turned["messages"], "add_special_tokens": True}
             plain = json.loads(json.dumps(chat))
-            request = RouteRequest("r", RequestKind.CHAT, "m", {**chat, "messages": _raw(plain["messages"])})
+            request = RouteRequest("r", RequestKind.CHAT, "m", {**chat, "messages": raw(plain["messages"])})
             assert ids(request, REMEMBERING[name]) == chat_prompt(plain, DECODED[name]).tolist()
-
-
-def _raw(talk: list[Item]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(talk))
 
 
 @pytest.mark.parametrize("source", [TINY, ASKED])
@@ -170,3 +159,15 @@ def test_a_further_turn_costs_only_its_new_text(source: str, name: str) -> None:
         else:
             result = {"type": "function_call_output", "call_id": "1", "output": f"{turn} {LONG}"}
             talk = [*talk, call, result, {"role": "user", "content": f"and {turn} {LONG}"}]
+
+
+def test_images_are_not_written_out_again() -> None:
+    """Messages that show images stay decoded: they are megabytes of which nothing is known."""
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    shown = {"type": "input_image", "image_url": "http://x/y.png"}
+    for name, part in (("messages", image), ("input", shown)):
+        talk: list[Item] = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+        assert isinstance(as_chat(sent(name, talk), DECODED["tiny"].chat_template).body["messages"], list)
+        plain: list[Item] = [{"role": "user", "content": "What is it?"}]
+        turned = as_chat(sent(name, plain), DECODED["tiny"].chat_template)
+        assert isinstance(turned.body["messages"], msgspec.Raw)

@@ -328,3 +328,5 @@ def test_memory_is_bounded() -> None:
         begin_chat({"messages": raw(messages), "chat_template_kwargs": kwargs}, tokenizer).ids()
         assert 0 < memory.used_bytes <= 100_000
         assert begin_chat({"messages": raw(messages)}, tokenizer).missing_chars == 0
+    kept = [*memory._last._beginnings.values(), *memory._earlier._beginnings.values()]
+    assert sum(known.size_bytes for known in kept) == memory.used_bytes

@@ -1,0 +1,64 @@
+"""Loops that search: they end where they have found, and only where nothing else can come of their rounds."""
+
+from __future__ import annotations
+
+import pytest
+from jinja2 import nodes
+from jinja2.utils import Namespace
+
+from tokenization.idle_rounds import stopping, while_set
+from tokenization.template_environment import ENVIRONMENT
+
+SEARCH = """\
+{% for m in messages[::-1] %}{% set place = (messages | length - 1) - loop.index0 %}
+{%- if ns.searching and m.role == 'user' %}{% set ns.searching = false %}{% set ns.at = place %}{%- endif %}
+{%- endfor %}"""
+
+
+def search(source: str) -> nodes.For:
+    """The loop that a source is."""
+    (loop,) = ENVIRONMENT.parse(source.replace("\n", "")).find_all(nodes.For)
+    return loop
+
+
+def test_a_search_ends_where_it_has_found() -> None:
+    """A loop whose rounds do nothing once a flag is cleared is not gone through to its end."""
+    loop = stopping(search(SEARCH))
+    assert isinstance(loop.iter, nodes.Call)
+    flags = Namespace(searching=True)
+    seen = []
+    for item in while_set(range(5), flags, "searching"):
+        seen.append(item)
+        if item == 2:
+            flags["searching"] = False
+    assert seen == [0, 1, 2]
+    assert list(while_set([1, 2], {"searching": False}, "searching")) == [1, 2]
+    assert list(while_set([1, 2], Namespace(), "searching")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{%- endfor", "x{%- endfor"),
+        ("{%- endif", "{%- else %}x{%- endif"),
+        ("{%- endif", "{%- elif x %}x{%- endif"),
+        ("ns.searching and", "ns.searching or"),
+        ("ns.searching and", "not ns.searching and"),
+        ("ns.searching and", "m.role and ns.searching and"),
+        ("ns.searching and", "ns['searching'] and"),
+        ("ns.searching and", "m.searching and"),
+        ("place =", "ns ="),
+        ("place =", "ns.place ="),
+        ("loop.index0", "m.at"),
+        ("loop.index0", "loop.revindex0"),
+        ("| length", "| first"),
+        ("messages[::-1]", "messages[::-1] if m"),
+        ("messages[::-1]", "messages[::-1] recursive"),
+        ("{%- endfor", "{%- else %}x{%- endfor"),
+    ],
+)
+def test_other_loops_are_gone_through_to_their_end(old: str, new: str) -> None:
+    """Where a round may do anything without its flag, or know how many there are, none is passed over."""
+    loop = search(SEARCH.replace(old, new))
+    assert new in SEARCH.replace(old, new)
+    assert stopping(loop) is loop
