@@ -10,6 +10,8 @@ never seen before but for what a conversation repeats. CPU of the whole process,
 - `next_turn_16k_reasoning_ms`: the same with a template that looks around as those of reasoning models with
   tools do (reasoning_template.jinja), with the default tokenizer alone; `render_16k_reasoning_ms` what the
   rendering of all its messages costs by itself, which is saved.
+- `next_turn_16k_anthropic_ms`, `next_turn_16k_responses_ms`: the next turn through these APIs.
+- `next_turn_of_many_ms`: of 200 such conversations that go on in turn, each by two turns.
 - `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms` the same text through the library alone.
 """
 
@@ -42,6 +44,12 @@ _NEW_ANSWER_CHARS = 200
 _NEW_QUESTION_CHARS = 100
 # Far off, so that a busy machine cannot turn the measured work into a refusal.
 _DEADLINE_S = 30.0
+_MANY, _MANY_QUICK = 200, 4
+_PATHS = {
+    "chat": ("/v1/chat/completions", "messages"),
+    "anthropic": ("/v1/messages", "messages"),
+    "responses": ("/v1/responses", "input"),
+}
 
 Message = dict[str, Any]
 
@@ -54,7 +62,9 @@ def main() -> int:
     options = options_of(read)
     options.report.machine()
     bench = Bench(read.tokenizer)
-    for name, seconds in bench.measure(options.rounds).items():
+    figures = bench.measure(options.rounds)
+    figures["next_turn_of_many_ms"] = bench.measure_many(options.of_size(_MANY, _MANY_QUICK))
+    for name, seconds in figures.items():
         setting = {"cpu": "process", "prompt_tokens": bench.prompt_tokens, "tokenizer": read.tokenizer.name}
         options.report.figure(name, "ms", [1000 * one_s for one_s in seconds], **setting)
     return 0
@@ -94,17 +104,28 @@ class Bench:
         self.prompt_tokens = statistics.median(lengths)
         return figures
 
+    def measure_many(self, conversations: int) -> list[float]:
+        """CPU seconds of every turn but the first ones."""
+        talks = [self._conversation() for _ in range(conversations)]
+        for talk in talks:
+            self._tokens(_MODEL, talk)
+        seconds = []
+        for _ in range(2):
+            talks = [self._longer(talk) for talk in talks]
+            seconds += [self._turn_s(_MODEL, talk, "chat") for talk in talks]
+        return seconds
+
     def _round(self) -> tuple[dict[str, float], int]:
         messages = self._conversation()
-        longer = [
-            *messages,
-            {"role": "assistant", "content": self._prose(_NEW_ANSWER_CHARS)},
-            {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)},
-        ]
+        longer = self._longer(messages)
         round_s = {"next_turn_16k_ms": self._next_turn_s(_MODEL, messages, longer)}
         if reasoning := self._tokenizers.get(_REASONING):
             round_s["next_turn_16k_reasoning_ms"] = self._next_turn_s(_REASONING, messages, longer)
             round_s["render_16k_reasoning_ms"] = cpu_s(lambda: reasoning.render_chat(longer))
+        for api in ("anthropic", "responses"):
+            # Without the system's message, for which Anthropic's form has another place.
+            talk = self._conversation()[1:]
+            round_s[f"next_turn_16k_{api}_ms"] = self._next_turn_s(_MODEL, talk, self._longer(talk), api)
         other = [*messages[:-1], {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)}]
         round_s["other_question_16k_ms"] = self._next_turn_s(_MODEL, messages, other)
         new = self._prose(_NEW_ANSWER_CHARS + _NEW_QUESTION_CHARS)
@@ -115,10 +136,22 @@ class Bench:
         round_s["cold_16k_library_ms"] = cpu_s(lambda: self._library.encode(text).ids)
         return round_s, self._tokens(_MODEL, longer)
 
-    def _next_turn_s(self, model: str, messages: list[Message], longer: list[Message]) -> float:
-        self._tokens(model, messages)
-        body = _body(longer)
-        return cpu_s(lambda: self._ids(http_request("turn", "/v1/chat/completions", body), model))
+    def _next_turn_s(
+        self, model: str, messages: list[Message], longer: list[Message], api: str = "chat"
+    ) -> float:
+        self._tokens(model, messages, api)
+        return self._turn_s(model, longer, api)
+
+    def _turn_s(self, model: str, messages: list[Message], api: str) -> float:
+        body = _body(messages, api)
+        return cpu_s(lambda: self._ids(http_request("turn", _PATHS[api][0], body), model))
+
+    def _longer(self, messages: list[Message]) -> list[Message]:
+        return [
+            *messages,
+            {"role": "assistant", "content": self._prose(_NEW_ANSWER_CHARS)},
+            {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)},
+        ]
 
     def _conversation(self) -> list[Message]:
         messages = [{"role": "system", "content": self._prose(_ANSWER_CHARS)}]
@@ -129,8 +162,8 @@ class Bench:
             chars += _QUESTION_CHARS + _ANSWER_CHARS
         return [*messages, {"role": "user", "content": self._prose(_QUESTION_CHARS)}]
 
-    def _tokens(self, model: str, messages: list[Message]) -> int:
-        return self._ids(http_request("turn", "/v1/chat/completions", _body(messages)), model)
+    def _tokens(self, model: str, messages: list[Message], api: str = "chat") -> int:
+        return self._ids(http_request("turn", _PATHS[api][0], _body(messages, api)), model)
 
     def _ids(self, request: RouteRequest, model: str) -> int:
         tokens = self._registry.prompt_tokens(request, model)
@@ -153,8 +186,8 @@ def _with_template(directory: Path, template: Path) -> PromptTokenizer:
         return PromptTokenizer.from_directory(other)
 
 
-def _body(messages: list[Message]) -> bytes:
-    return msgspec.json.encode({"model": _MODEL, "messages": messages})
+def _body(messages: list[Message], api: str) -> bytes:
+    return msgspec.json.encode({"model": _MODEL, _PATHS[api][1]: messages})
 
 
 def _prose() -> Iterator[str]:

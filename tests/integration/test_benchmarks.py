@@ -48,6 +48,7 @@ FIGURES = {
     "tokens": {
         *("next_turn_16k_ms", "next_turn_library_ms", "cold_16k_ms", "cold_16k_library_ms"),
         *("next_turn_16k_reasoning_ms", "render_16k_reasoning_ms", "other_question_16k_ms"),
+        *("next_turn_16k_anthropic_ms", "next_turn_16k_responses_ms", "next_turn_of_many_ms"),
     },
     "schedule": SCHEDULE,
     "pick": {
