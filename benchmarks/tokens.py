@@ -11,7 +11,7 @@ never seen before but for what a conversation repeats. CPU of the whole process,
   tools do (reasoning_template.jinja), with the default tokenizer alone; `render_16k_reasoning_ms` what the
   rendering of all its messages costs by itself, which is saved.
 - `next_turn_16k_anthropic_ms`, `next_turn_16k_responses_ms`: the next turn through these APIs.
-- `next_turn_of_many_ms`: of 200 such conversations that go on in turn, each by two turns.
+- `next_turn_of_many_ms`: of 500 such conversations that go on in turn, each by two turns.
 - `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms` the same text through the library alone.
 """
 
@@ -44,7 +44,7 @@ _NEW_ANSWER_CHARS = 200
 _NEW_QUESTION_CHARS = 100
 # Far off, so that a busy machine cannot turn the measured work into a refusal.
 _DEADLINE_S = 30.0
-_MANY, _MANY_QUICK = 200, 4
+_MANY, _MANY_QUICK = 500, 4
 _PATHS = {
     "chat": ("/v1/chat/completions", "messages"),
     "anthropic": ("/v1/messages", "messages"),
