@@ -148,7 +148,7 @@ class RouterServer:
             TokenizeOptions(config.tokenize_deadline_s, conversations_bytes=config.conversations_bytes),
         )
         opened.callback(self._tokenizers.close)
-        registry.register(TokenizerCollector(self._tokenizers.resumed))
+        registry.register(TokenizerCollector(self._tokenizers.local))
         self._traces = Traces.to_collector() if config.tracing else None
         if self._traces is not None:
             opened.callback(self._traces.close)

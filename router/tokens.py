@@ -103,9 +103,10 @@ class TokenizerRegistry:
         """Whether a model's tokens come from another process."""
         return bool(self._remotes)
 
-    def resumed(self) -> dict[str, tuple[int, int]]:
-        """By base model, see `PromptTokenizer.resumed`."""
-        return {model: tokenizer.resumed for model, tokenizer in self._tokenizers.items()}
+    @property
+    def local(self) -> Mapping[str, PromptTokenizer]:
+        """Those in this process, by base model."""
+        return self._tokenizers
 
     def close(self) -> None:
         """Ends threads and connections."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -78,6 +78,22 @@ class Sized(Protocol):
 _Known = TypeVar("_Known", bound=Sized)
 
 
+class Remembered(NamedTuple):
+    """What a memory of conversations tells of itself.
+
+    Attributes:
+        used_bytes: Memory in use.
+        known: Chats so far whose first messages were known.
+        new: Those of which nothing was known.
+        pushed_out: Conversations forgotten, with whatever they ended last, to make room.
+    """
+
+    used_bytes: int
+    known: int
+    new: int
+    pushed_out: int
+
+
 class Beginnings(Generic[_Known]):
     """Beginnings of conversations with one model; safe to share between threads.
 
@@ -92,12 +108,18 @@ class Beginnings(Generic[_Known]):
         self._earlier: _Recent[_Known] = _Recent()
         self._last: _Recent[_Known] = _Recent()
         self._lock = threading.Lock()
+        self._found = self._new = 0
         self.bound(capacity_bytes)
 
     @property
     def used_bytes(self) -> int:
         """Memory in use."""
         return self._earlier.used_bytes + self._last.used_bytes
+
+    @property
+    def remembered(self) -> Remembered:
+        """What it tells of itself."""
+        return Remembered(self.used_bytes, self._found, self._new, self._last.pushed_out)
 
     def bound(self, capacity_bytes: int) -> None:
         """Sets how much may be remembered."""
@@ -121,8 +143,11 @@ class Beginnings(Generic[_Known]):
         if found is None and len(ends) <= NEW_MESSAGES_MAX:
             ends = message_ends(bytes(messages), 0, len(messages), NEW_MESSAGES_MAX)
             found = self._longest(ends, given)
-        beginning, end = found or (None, NOWHERE)
-        return beginning, end, ends[0].digest
+        if found is not None:
+            return *found, ends[0].digest
+        with self._lock:
+            self._new += 1
+        return None, NOWHERE, ends[0].digest
 
     def put(self, beginning: _Known, digest: bytes, given: object, behind: MessagesEnd | None = None) -> None:
         """Remembers a beginning by its digest.
@@ -146,6 +171,7 @@ class Beginnings(Generic[_Known]):
             for recent in (self._last, self._earlier):
                 if (beginning := recent.get(key)) is not None:
                     with self._lock:
+                        self._found += 1
                         recent.use(key)
                     return beginning, end
         return None
@@ -156,11 +182,13 @@ class _Recent(Generic[_Known]):
 
     Attributes:
         used_bytes: Memory in use.
+        pushed_out: How many have gone for others so far.
         get: A beginning by its key, or None.
     """
 
     def __init__(self) -> None:
         self.used_bytes = 0
+        self.pushed_out = 0
         self._capacity_bytes = 0
         self._beginnings: OrderedDict[_Key, _Known] = OrderedDict()
         self.get = self._beginnings.get
@@ -169,6 +197,7 @@ class _Recent(Generic[_Known]):
         self._capacity_bytes = capacity_bytes
         while self.used_bytes > capacity_bytes:
             self.used_bytes -= self._beginnings.popitem(last=False)[1].size_bytes
+            self.pushed_out += 1
 
     def use(self, key: _Key) -> None:
         if key in self._beginnings:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from tokenization.beginnings import Remembered
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.conversations import Conversation, Conversations
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
@@ -145,6 +146,14 @@ class PromptTokenizer:
         """How often a conversation was rendered from its new messages on, and how often wrongly."""
         uses = sum(template.uses for template in self._resumed.values())
         return uses, sum(template.faults for template in self._resumed.values())
+
+    @property
+    def remembered(self) -> Remembered:
+        """What is remembered of conversations, with all templates together."""
+        memories = [resumed.beginnings.remembered for resumed in self._resumed.values()]
+        if self._conversations is not None:
+            memories.append(self._conversations.beginnings.remembered)
+        return Remembered(*map(sum, zip(*memories, strict=True))) if memories else Remembered(0, 0, 0, 0)
 
     def closed_prefix(self, text: str) -> str:
         """The part of a text whose ids are the same whatever follows it."""

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization.beginnings import NOWHERE, Beginnings
+from tokenization.beginnings import NOWHERE, Beginnings, Remembered
 from tokenization.message_ends import messages_digest
 
 
@@ -86,3 +86,16 @@ def test_the_bytes_in_use_are_those_of_what_is_kept(steps: list[tuple[str, int, 
     memory.bound(1000)
     assert memory.used_bytes <= 1000
     assert memory.find(memoryview(b"[1"), (), None)[:2] == (None, NOWHERE)
+
+
+def test_a_memory_tells_what_was_known_what_was_new_and_what_had_to_go() -> None:
+    """Who reads its counters sees whether conversations come back after they were forgotten."""
+    memory: Beginnings[Sized] = Beginnings(400)
+    for talk in range(3):
+        put(memory, listed(f"{talk}"), 100)
+    assert memory.remembered == Remembered(used_bytes=300, known=0, new=3, pushed_out=0)
+    put(memory, listed("3", "and", "on"), 100)
+    assert not put(memory, listed("0", "and", "on"), 100)
+    assert put(memory, listed("3", "and", "on", "so", "why"), 100)
+    assert memory.remembered.pushed_out == 2
+    assert (memory.remembered.known, memory.remembered.new) == (1, 5)

@@ -282,7 +282,7 @@ def test_a_wrong_rendering_is_found_told_and_the_last(
     assert len(caplog.records) == 1
     assert "rendered wrongly" in caplog.text
     registry = CollectorRegistry()
-    registry.register(TokenizerCollector(lambda: {"m": tokenizer.resumed}))
+    registry.register(TokenizerCollector({"m": tokenizer}))
     assert registry.get_sample_value("kvroute_router_resumed_renderings_total", {"model": "m"}) == 1.0
     assert registry.get_sample_value("kvroute_router_resumed_renderings_wrong_total", {"model": "m"}) == 1.0
 
