@@ -1,8 +1,8 @@
 """Model servers that compute nothing: what is measured in front of them is the gateway alone.
 
-`python -m benchmarks.fake_pod FIRST_PORT COUNT`; one process on COUNT ports, which speaks just enough
-HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a stream gets `max_tokens` events, one a
-write, which take the same time however many they are.
+`python -m benchmarks.fake_pod FIRST_PORT COUNT [HOST...]`; one process on COUNT ports of each host
+(127.0.0.1), which speaks just enough HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a
+stream gets `max_tokens` events, one a write, which take the same time however many they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import uvloop
@@ -58,7 +59,9 @@ _PAGES = {
 _NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _TICK_S = 0.001
-_MAX_TOKENS = re.compile(rb'"max_tokens": (\d+)')
+# As clients write it, and as pickers do that write a body anew.
+_STREAMED = (b'"stream": true', b'"stream":true')
+_MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -89,7 +92,7 @@ class _Pod(asyncio.Protocol):
 
     def _serve(self, request: bytes) -> None:
         path = request.split(b" ", 2)[1].partition(b"?")[0]
-        if path.endswith(b"/completions") and b'"stream": true' in request:
+        if path.endswith(b"/completions") and any(sign in request for sign in _STREAMED):
             self._transport.write(_STREAM_HEAD)
             asked = _MAX_TOKENS.search(request)
             self._stream(CHUNKS, max(1, CHUNKS // int(asked[1])) if asked else 1)
@@ -122,14 +125,16 @@ def _request_end(received: bytearray) -> int:
     return head_end
 
 
-async def main(first_port: int, count: int) -> None:
+async def main(first_port: int, count: int, hosts: Sequence[str]) -> None:
     """Serves until it is killed."""
     loop = asyncio.get_running_loop()
     servers = [
-        await loop.create_server(_Pod, "127.0.0.1", port) for port in range(first_port, first_port + count)
+        await loop.create_server(_Pod, host, port)
+        for host in hosts
+        for port in range(first_port, first_port + count)
     ]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or ("127.0.0.1",)))

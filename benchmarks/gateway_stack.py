@@ -1,4 +1,4 @@
-"""A gateway under load: a real Envoy and the router (or the bare picker) in front of fake pods.
+"""A gateway under load: a real Envoy and the router (or another picker) in front of fake pods.
 
 Settings in, processes and what they cost per request out. CPU is read from the processes' own accounts
 (Linux), messages between Envoy and its ext_proc door from Envoy's.
@@ -36,6 +36,9 @@ _ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
 _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
 
+Transport = Literal["native", "grpcio"]
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How often and how long is measured."""
@@ -45,18 +48,38 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
+class PickerPlace:
+    """Where a picker stands that is not the router.
+
+    Attributes:
+        base_port: Its gRPC port; further ones until `base_port` + 50 are its own, but the third is Envoy's.
+        first_pod_port: The pods' ports on 127.0.0.1 begin here.
+        responses: Whether Envoy streams responses to it.
+    """
+
+    base_port: int
+    first_pod_port: int
+    pods: int
+    responses: Literal["skip", "full"]
+
+
+Picker = Callable[[PickerPlace], Sequence[ChildPlan]]
+"""The processes in the router's place and the pods', the picker itself named "router"."""
+
+
+@dataclass(frozen=True, slots=True)
 class StackSetting:
     """What stands behind a figure.
 
     Attributes:
-        bare: The bare picker instead of the router, by this gRPC transport; None: the router.
+        picker: What stands in the router's place; None: the router.
         with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
     """
 
     door: Door = "check"
     responses: Literal["skip", "full"] = "skip"
     pods: int = 16
-    bare: str | None = None
+    picker: Picker | None = None
     with_events: bool = True
     base_port: int = 21_000
     router_flags: Sequence[str] = ()
@@ -138,23 +161,17 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     check_ports([*plan.ports, base + _ADMIN_PORT])
     router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))
     http, *told = first_pod_ports(plan)
-    pods = ChildPlan(
-        "pods",
-        [sys.executable, "-m", "benchmarks.fake_pod", str(http), str(setting.pods)],
-        range(http, http + setting.pods),
-    )
-    if setting.bare:
-        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(base), str(base + 4)]
-        argv += [f"{HOST}:{http}", setting.bare, setting.responses]
-        router = replace(router, argv=argv, ports=(base, base + 4), ready_url=None)
+    if setting.picker:
+        children = setting.picker(PickerPlace(base, http, setting.pods, setting.responses))
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
-    plan = replace(plan, children=[pods, router, envoy])
+        children = [fake_pods(http, setting.pods), router]
+    plan = replace(plan, children=[*children, envoy])
     for name, text in plan.files.items():
         (directory / name).write_text(text)
     (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT))
     supervisor = Supervisor(directory, lambda _line: None)
-    events = _events(told, setting.pods, bodies) if setting.with_events and not setting.bare else None
+    events = _events(told, setting.pods, bodies) if setting.with_events and not setting.picker else None
     try:
         supervisor.start(plan.children)
         if events is not None:
@@ -168,6 +185,24 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         if events is not None:
             events.kill()
             events.communicate()
+
+
+def bare_picker(transport: Transport) -> Picker:
+    """The router's own servers, whose doors do nothing."""
+
+    def children(place: PickerPlace) -> Sequence[ChildPlan]:
+        grpc, check, http = place.base_port, place.base_port + 4, place.first_pod_port
+        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc), str(check)]
+        argv += [f"{HOST}:{http}", transport, place.responses]
+        return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc, check))
+
+    return children
+
+
+def fake_pods(first_port: int, number: int, *hosts: str) -> ChildPlan:
+    """Pods that compute nothing, on so many ports of each host (127.0.0.1)."""
+    argv = [sys.executable, "-m", "benchmarks.fake_pod", str(first_port), str(number), *hosts]
+    return ChildPlan("pods", argv, range(first_port, first_port + number))
 
 
 def _with_admin(plan: StackPlan, port: int) -> str:

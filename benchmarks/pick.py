@@ -20,9 +20,18 @@ from pathlib import Path
 
 from benchmarks import schedule
 from benchmarks.conversations import SIZES, write_bodies
-from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
+from benchmarks.gateway_stack import (
+    Effort,
+    GatewayStack,
+    StackSetting,
+    Stretch,
+    Transport,
+    bare_picker,
+    gateway_stack,
+)
 from benchmarks.next_turns import ANSWER_CHARS, QUESTION_CHARS
 from benchmarks.pick_inside import measure as measure_inside
+from benchmarks.pickers import measure_pickers
 from benchmarks.report import Report, options_of, options_parser
 from benchmarks.rivals import measure_rivals
 from router.local.envoy_config import Door
@@ -37,6 +46,7 @@ _STRETCHES_OF_WORDS = 12
 # Requests of one stretch that show that each chat is known, and stretches at most until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
+_TRANSPORTS: tuple[Transport, ...] = ("native", "grpcio")
 _DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
@@ -61,6 +71,7 @@ def main() -> int:
         schedule.measure(options)
         if options.rivals:
             measure_rivals(bodies["small"], directory, effort, report)
+            measure_pickers(bodies, directory, effort, report)
     return 0
 
 
@@ -119,7 +130,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
         cpu = [one.cpu_ms["router"] for one in rounds]
         report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
         _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
-    setting = replace(setting, bare="native")
+    setting = replace(setting, picker=bare_picker("native"))
     with gateway_stack(setting, bodies["all"], directory) as stack:
         _chunks("chunk_floor_cpu_us", stack, setting, bodies, effort, report)
 
@@ -166,8 +177,8 @@ def _chunks(
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
     for name, door in _DOORS.items():
-        for transport in ("native",) if name == "check" else ("native", "grpcio"):
-            setting = StackSetting(door=door, bare=transport)
+        for transport in _TRANSPORTS[: 1 if name == "check" else None]:
+            setting = StackSetting(door=door, picker=bare_picker(transport))
             with gateway_stack(setting, bodies["all"], directory) as stack:
                 rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
             cpu = [one.cpu_ms["router"] for one in rounds]

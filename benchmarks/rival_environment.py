@@ -11,10 +11,15 @@ import venv
 from pathlib import Path
 
 
+def rivals_home() -> Path:
+    """Where they are kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "kvroute" / "rivals"
+
+
 def environment(package: str) -> Path:
     """The python of an environment with a package from PyPI in it, made on demand and kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    home = cache / "kvroute" / "rivals" / package
+    home = rivals_home() / package
     python = home / "bin" / "python"
     if not (home / ".ready").exists():
         print(f"installing {package} into {home}", file=sys.stderr)

@@ -17,6 +17,7 @@ _BENCHMARKS = {
     "events": "blocks per second from published payloads to the index",
     "tokens": "token ids of a prompt",
     "pick": "a pick behind a real Envoy, door by door",
+    "pickers": "the same picks beside the Go reference's, in turns",
     "pick_inside": "the router's own part of a pick, step by step",
     "pick_counts": "its instructions and cache misses, counted by valgrind",
     "schedule": "a scheduling cycle, from matches to the pod",

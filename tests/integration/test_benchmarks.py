@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import go_picker
 from router.bench import main
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
+PICKERS = ("kvroute", "gie_epp")
 SCHEDULE = {f"schedule_{pods}_pods{order}_us" for pods in (5, 25, 100, 400) for order in ("", "_ordered")}
 FIGURES = {
     "keys": {"keys_16384_tokens_block16_us"},
@@ -59,6 +61,11 @@ FIGURES = {
         "route_small_us",
         *SCHEDULE,
     },
+    "pickers": {
+        *(f"picker_{size}_cpu_ratio" for size in ("small", "40kb", "400kb")),
+        *(f"picker_{name}_small_{what}" for name in PICKERS for what in ("cpu_ms", "per_s", "p99_ms")),
+        *(f"picker_{name}_chunk_cpu_us" for name in PICKERS),
+    },
     "queues": {
         f"ttft_{size}_{load}_{policy}_ms"
         for size in ("short", "mixed")
@@ -84,6 +91,8 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
     """`kvroute bench NAME --json` tells the machine first, then each figure with its unit and setting."""
     if name == "pick_counts" and shutil.which("valgrind") is None:
         pytest.skip("there is no valgrind")
+    if name == "pickers" and not go_picker.program_path().exists():
+        pytest.skip("the Go picker is not compiled: `python -m benchmarks.pickers` does that, in minutes")
     argv = [KVROUTE, "bench", name, "--json", "--quick"]
     ran = subprocess.run(argv, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
