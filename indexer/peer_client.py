@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,14 +20,13 @@ from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, PeerError
 from indexer.peer_identity import PeerIdentity
+from indexer.peer_links import credentials, open_channel, resolve
 from indexer.peer_metrics import PeerMetrics
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot
-from indexer.tls import client_credentials
 from indexer.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_MS = 3000
 _OVERHEAD_BYTES = 4096
 # Who could not be reached is not asked again for so long: there are many engines to ask for.
 _DOWN_S = 5.0
@@ -67,7 +65,7 @@ class PeerClient:
         self._lock = threading.Lock()
         self._channels: set[grpc.Channel] = set()
         self._down_until_s: dict[str, float] = {}
-        self._credentials()
+        credentials(config)
 
     def ask(self, stream: PodStream) -> tuple[ViewSnapshot | None, int]:
         """Asks one peer after another until one has told; tells the bytes of its messages, too."""
@@ -103,19 +101,15 @@ class PeerClient:
                 yield host, address
 
     def _resolved(self, peer: str) -> list[tuple[str, str]]:
-        host, _, port = peer.rpartition(":")
-        host = host.strip("[]")
         if self._is_down(peer):
             return []
         try:
-            found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            return resolve(peer)
         except OSError as error:
             self._metrics.asked.labels("unknown_host").inc()
             _log.info("peer %s: its name is not known: %s", peer, error)
             self._set_down(peer)
             return []
-        addresses = [str(address[0]) for *_, address in found]
-        return [(host, f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}") for ip in addresses]
 
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
@@ -177,32 +171,14 @@ class PeerClient:
         _log.log(level, "no snapshot of %s from peer %s: %s", stream.holder, address, error)
 
     def _channel(self, host: str, address: str) -> grpc.Channel:
-        options = [
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _OVERHEAD_BYTES),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
-        ]
-        try:
-            credentials = self._credentials()
-        except ConfigError as error:
-            raise PeerError("credentials", str(error)) from None
         with self._lock:
             if self._closing.is_set():
                 raise PeerError("unreachable", "we are about to end")
-            if credentials is None:
-                channel = grpc.insecure_channel(address, options)
-            else:
-                # The certificate is the name's, not the address's.
-                named = [*options, ("grpc.ssl_target_name_override", host)]
-                channel = grpc.secure_channel(address, credentials, named)
+            try:
+                channel = open_channel(
+                    self._config, host, address, receive_bytes_max=MESSAGE_BYTES_MAX + _OVERHEAD_BYTES
+                )
+            except ConfigError as error:
+                raise PeerError("credentials", str(error)) from None
             self._channels.add(channel)
         return channel
-
-    def _credentials(self) -> grpc.ChannelCredentials | None:
-        config = self._config
-        if config.peer_ca is None:
-            return None
-        try:
-            return client_credentials(config.peer_ca, config.peer_cert, config.peer_key)
-        except ConfigError as error:
-            raise ConfigError(f"--peer-ca, --peer-cert, --peer-key: {error}") from error
