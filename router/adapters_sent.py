@@ -6,11 +6,14 @@ clock; knows no places and no seconds.
 
 from __future__ import annotations
 
+from threading import Lock
+
 
 class SentAdapters:
-    """Adapters by pod; changed by one thread at a time, read by any."""
+    """Adapters by pod. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         # Requests by adapter, the adapter that came first first; what is in here is replaced, never changed.
         self._requests: dict[str, dict[str, int]] = {}
 
@@ -20,7 +23,9 @@ class SentAdapters:
 
     def began(self, pod: str, adapter: str | None) -> None:
         """A request was sent to the pod; None: it needs no adapter."""
-        if adapter is not None:
+        if adapter is None:
+            return
+        with self._lock:
             requests = self._requests.get(pod, {})
             self._requests[pod] = {**requests, adapter: requests.get(adapter, 0) + 1}
 
@@ -28,11 +33,12 @@ class SentAdapters:
         """One that began there is over, or goes on elsewhere."""
         if adapter is None:
             return
-        requests = dict(self._requests[pod])
-        requests[adapter] -= 1
-        if not requests[adapter]:
-            del requests[adapter]
-        if requests:
-            self._requests[pod] = requests
-        else:
-            del self._requests[pod]
+        with self._lock:
+            requests = dict(self._requests[pod])
+            requests[adapter] -= 1
+            if not requests[adapter]:
+                del requests[adapter]
+            if requests:
+                self._requests[pod] = requests
+            else:
+                del self._requests[pod]

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from router.decision import Decision
-from router.ledger import Dispatch
+from router.dispatch import Dispatch
 
 # Putting one candidate into words takes some microseconds.
 _PODS_SHOWN = 20_000

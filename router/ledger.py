@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, takewhile
 from threading import Lock
 from typing import TypeVar
 
 import msgspec
 
-from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.adapters_sent import SentAdapters
 from router.board import PodBoard, PodWork
-from router.rates import Lesson
+from router.dispatch import Announced, Changes, Dispatch, Expired, InFlight
 
 _Key = TypeVar("_Key", int, str)
 
@@ -49,63 +48,6 @@ class LedgerParameters:
     travel_s: float = 2.0
 
 
-class Dispatch(msgspec.Struct, frozen=True):
-    """One request sent to one pod.
-
-    Attributes:
-        uncached_tokens: Prompt tokens the pod has to compute.
-        confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
-            None where no such announcement is to be expected.
-        lesson: What the time to its first token tells of the pod's prefill rate.
-        decoding: Requests that decoded on the pod that prefills it, others' among them.
-        prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
-        adapter: The LoRA adapter that it needs.
-    """
-
-    request_id: str
-    pod: str
-    uncached_tokens: int
-    queued_prefill_s: float
-    own_prefill_s: float
-    confirm_key: int | None
-    lesson: Lesson
-    dispatched_s: float
-    decoding: int = 0
-    prefill_pod: str | None = None
-    adapter: str | None = None
-
-    @property
-    def computed_on(self) -> str:
-        """The pod that prefills it."""
-        return self.prefill_pod or self.pod
-
-    @property
-    def key(self) -> DispatchKey:
-        """What tells it apart from others of its id."""
-        return DispatchKey(self.request_id, self.dispatched_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """Requests whose last prompt block was announced.
-
-    Attributes:
-        prefills: Those whose prefill this ends.
-        late_s: Of each of the others, how long ago somebody else told that its prefill was over.
-    """
-
-    prefills: list[Dispatch] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """Requests whose prefill, and requests whose life, is over by the clock alone."""
-
-    prefills: list[Dispatch] = field(default_factory=list)
-    lives: list[Dispatch] = field(default_factory=list)
-
-
 class Ledger:
     """In-flight requests, and what they add up to on the board.
 
@@ -114,16 +56,24 @@ class Ledger:
     guesses a prefill's end: the request leaves the pod's queue, and who tells its true end still brings news.
 
     Args:
-        board: Where the sums of each pod are kept; nobody else enters requests there.
+        board: Where the sums of each pod are kept.
+        adapters: Where it is kept which adapters the requests need.
 
     Attributes:
-        adapters: Which adapters the requests need.
+        adapters: See above.
+        changes: Who is told of every change; None: nobody. See `tell`.
     """
 
-    def __init__(self, parameters: LedgerParameters, board: PodBoard | None = None) -> None:
+    def __init__(
+        self,
+        parameters: LedgerParameters,
+        board: PodBoard | None = None,
+        adapters: SentAdapters | None = None,
+    ) -> None:
         self._parameters = parameters
         self._board = board or PodBoard()
-        self.adapters = SentAdapters()
+        self.adapters = adapters or SentAdapters()
+        self.changes: Changes | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, _Entry] = {}
         self._by_id: dict[str, list[_Entry]] = {}
@@ -147,8 +97,19 @@ class Ledger:
         """The pod's sums, in constant time."""
         return self._board.work(pod)
 
-    def dispatch(self, dispatch: Dispatch) -> list[Dispatch]:
+    def tell(self, changes: Changes | None) -> None:
+        """Has somebody told of every change from now on, and of what is in flight now; None: nobody."""
+        with self._lock:
+            self.changes = changes
+            if changes is not None:
+                entries = self._entries.values()
+                changes.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
+
+    def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
+
+        Args:
+            keys: Of the blocks that it will bring; for `changes` alone.
 
         Returns:
             The requests that had to go: the oldest when the ledger is full, or when its id has too many.
@@ -172,6 +133,8 @@ class Ledger:
                     confirming = self._confirming[pod] = {}
                 _add_to(confirming, confirm_key, entry)
             self._schedule(dispatch, number)
+            if (changes := self.changes) is not None:
+                changes.sent(number, dispatch, keys)
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
@@ -221,6 +184,11 @@ class Ledger:
             self._remember(self._unknown_ended_s, request_id, now_s - late_s)
             return None
 
+    def is_on(self, request_id: str, pod: str) -> bool:
+        """Whether a request of this id is in flight on this pod."""
+        with self._lock:
+            return any(entry.dispatch.pod == pod for entry in self._by_id.get(request_id, ()))
+
     def was_over(self, request_id: str, since_s: float) -> bool:
         """Whether an end was told of this id after `since_s`, while no request of it was in flight."""
         # Without the lock: nearly always there is nothing.
@@ -263,6 +231,8 @@ class Ledger:
                 if entry is not None and entry.slot is not None:
                     self._leave_queue(entry, entry.slot, now_s)
                     expired.prefills.append(entry.dispatch)
+                    if self.changes is not None:
+                        self.changes.overdue(number)
             lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
             expired.lives.extend([self._remove(entry, now_s) for entry in list(over)])
@@ -296,6 +266,8 @@ class Ledger:
         # The clock may have guessed it before.
         if entry.slot is not None:
             self._leave_queue(entry, entry.slot, now_s)
+        if self.changes is not None:
+            self.changes.prefilled(entry.number)
 
     def _leave_queue(self, entry: _Entry, slot: int, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -321,6 +293,8 @@ class Ledger:
             self.adapters.ended(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
+        if self.changes is not None:
+            self.changes.ended(entry.number)
         return dispatch
 
     def _leave_pod(self, entry: _Entry) -> None:

@@ -19,9 +19,9 @@ from indexer.keys import Keys, Tokens
 from router.admission import Admission
 from router.candidates import Candidates
 from router.decision import Decision
+from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.flow import FlowControl
-from router.ledger import Dispatch
 from router.lineup import Lineup, Lineups
 from router.pods import PodSet
 from router.request import RouteRequest

@@ -23,7 +23,8 @@ from router.adapters import AdapterParameters, adapter_s
 from router.board import PodBoard
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, price
 from router.decision import Decision
-from router.ledger import Dispatch, Ledger
+from router.dispatch import Dispatch
+from router.ledger import Ledger
 from router.lineup import Lineup
 from router.pick import least_cost_first
 from router.pods import PodSnapshot
@@ -295,6 +296,8 @@ class Scheduler:
             # Who prefills is who is charged, and whose blocks tell that it is done.
             works = decision.ranked.at_place(lineup.addresses.index(prefill))
         loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
+        # Only other routers need them, where there are any.
+        brought = None if self._ledger.changes is None else self._brought(keys, works, prefill)
         return self._ledger.dispatch(
             Dispatch(
                 decision.request_id,
@@ -308,8 +311,15 @@ class Scheduler:
                 works.decoding,
                 prefill,
                 lineup.candidates.lora_name,
-            )
+            ),
+            brought,
         )
+
+    def _brought(self, keys: Sequence[Keys], works: Candidate, prefill: str | None) -> Keys | None:
+        """Keys of the blocks that a request brings to its pods, as far as these are not there."""
+        if len(keys) != 1 or works.view != _EXACT or prefill is not None:
+            return np.concatenate(keys) if keys else None
+        return keys[0][works.cached_tokens // self._block_tokens :]
 
 
 @DirectKernel

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from indexer.keys import Keys
 from router.board import PodWork
-from router.ledger import Announced, Dispatch, Ledger, LedgerParameters
+from router.dispatch import Announced, Dispatch
+from router.ledger import Ledger, LedgerParameters
 from router.rates import Lesson
 
 PARAMETERS = LedgerParameters(

@@ -1,0 +1,102 @@
+"""One sending of a request to a pod, and what the ledger tells of it. Plain values; no I/O and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from indexer.dispatched import DispatchKey
+from indexer.keys import Keys
+from router.rates import Lesson
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """One request sent to one pod.
+
+    Attributes:
+        uncached_tokens: Prompt tokens the pod has to compute.
+        confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
+            None where no such announcement is to be expected.
+        lesson: What the time to its first token tells of the pod's prefill rate.
+        decoding: Requests that decoded on the pod that prefills it, others' among them.
+        prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
+        adapter: The LoRA adapter that it needs.
+    """
+
+    request_id: str
+    pod: str
+    uncached_tokens: int
+    queued_prefill_s: float
+    own_prefill_s: float
+    confirm_key: int | None
+    lesson: Lesson
+    dispatched_s: float
+    decoding: int = 0
+    prefill_pod: str | None = None
+    adapter: str | None = None
+
+    @property
+    def computed_on(self) -> str:
+        """The pod that prefills it."""
+        return self.prefill_pod or self.pod
+
+    @property
+    def key(self) -> DispatchKey:
+        """What tells it apart from others of its id."""
+        return DispatchKey(self.request_id, self.dispatched_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Requests whose last prompt block was announced.
+
+    Attributes:
+        prefills: Those whose prefill this ends.
+        late_s: Of each of the others, how long ago somebody else told that its prefill was over.
+    """
+
+    prefills: list[Dispatch] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Requests whose prefill, and requests whose life, is over by the clock alone."""
+
+    prefills: list[Dispatch] = field(default_factory=list)
+    lives: list[Dispatch] = field(default_factory=list)
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """An entry of the ledger.
+
+    Attributes:
+        number: The ledger's own for it; no other entry ever has it.
+        has_left_queue: Whether it is believed to have its first token.
+    """
+
+    number: int
+    dispatch: Dispatch
+    has_left_queue: bool
+
+
+class Changes(Protocol):
+    """Is told of every change of a ledger in its order, under its lock: must not wait, nor call it."""
+
+    def begin(self, in_flight: Sequence[InFlight]) -> None:
+        """What is in flight now; all else comes after it."""
+
+    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
+        """A request was sent; `keys` are of the blocks that it will bring, where they are known."""
+
+    def overdue(self, number: int) -> None:
+        """By the clock its prefill is over; whoever knows better will tell."""
+
+    def prefilled(self, number: int) -> None:
+        """Somebody told that its prefill is over."""
+
+    def ended(self, number: int) -> None:
+        """It is over."""
