@@ -148,7 +148,8 @@ class IndexerConfig:
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
     # "HOST:PORT" of other indexers and routers with the same hash seed, which are asked for what an engine
-    # does not tell of itself; all addresses of a name are asked, our own is passed over.
+    # does not tell of itself (but with "redis", where all have the views already), and of which a router
+    # follows the ledgers; of a name all addresses but our own.
     peers: tuple[str, ...] = ()
     # PEM files, for TLS to peers: their authority, and what we show them.
     peer_ca: Path | None = None
@@ -195,10 +196,6 @@ class IndexerConfig:
             host, _, port = peer.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
                 raise ConfigError(f"IndexerConfig.peers: must be HOST:PORT, is {peer!r}")
-        if self.backend == "redis":
-            raise ConfigError(
-                "IndexerConfig.peers: not for the backend 'redis': whoever shares it has the views already"
-            )
         if self.hash_seed is None:
             raise ConfigError(
                 "IndexerConfig.hash_seed: must be given with peers (--hash-seed beside --peer), the same for "

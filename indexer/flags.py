@@ -76,7 +76,8 @@ def _add_identity(flags: argparse._ActionsContainer) -> None:
         default=[],
         metavar="HOST:PORT",
         help="gRPC port of another indexer or router with the same --hash-seed, asked at the start for what "
-        "engines do not tell; of a name all addresses but our own; may be repeated",
+        "engines do not tell; a router also follows what the others have in flight; of a name all addresses "
+        "but our own; may be repeated",
     )
     for name, text in (
         ("--peer-ca", "PEM; peers must show a certificate of it (default: no TLS)"),

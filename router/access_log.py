@@ -76,7 +76,9 @@ class AccessLogDoor:
             failed=_has_failed(entry),
             late_s=_late_s(common),
         )
-        return "unknown" if ended is None else "joined"
+        if ended is not None:
+            return "joined"
+        return "other_router" if self._outcomes.is_others(request_id) else "unknown"
 
 
 def _has_failed(entry: Any) -> bool:

@@ -225,7 +225,7 @@ def _data_references(layer: Fields, plugins: dict[str, PluginEntry]) -> tuple[Re
     """Data sources and their extractors; what only several replicas or clusters need is refused."""
     for name in ("peerDiscovery", "crossReplicaSyncerPluginRef", "crossReplicaSyncInterval"):
         if name in layer:
-            layer.fail(name, "not understood; replicas of this router find each other by their own flags")
+            layer.fail(name, "not understood; replicas of this router find each other by --peer")
     layer.flag("injectDefaults", True)
     references = []
     for source in layer.each("sources", ("pluginRef", "extractors")):

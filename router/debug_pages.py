@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class DebugPages:
 
     Args:
         plugins: What configured plugins remember, by name.
+        routers: The others of the fleet, by the time.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class DebugPages:
         explain: Explain,
         health: Health,
         plugins: Callable[[], Mapping[str, Any]] = dict,
+        routers: Callable[[float], Sequence[Mapping[str, Any]]] = lambda _now_s: (),
     ) -> None:
         self._source = source
         self._pods = pods
@@ -62,6 +64,7 @@ class DebugPages:
         self._explain = explain
         self._health = health
         self._plugins = plugins
+        self._routers = routers
 
     def pages(self) -> dict[str, Page]:
         """Path to page."""
@@ -82,6 +85,7 @@ class DebugPages:
             "views_pending": sorted(self._index.pending()),
             "index_reachable": self._index.reachable,
             "parity": self._index.parity_details(),
+            "routers": list(self._routers(time.monotonic())),
         }
         if self._health.ready:
             return 200, {"status": "ready", **index}

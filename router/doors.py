@@ -44,6 +44,8 @@ from router.pick_service import PickDoor
 from router.pods import PodSet
 from router.profiling import Profiling
 from router.reference_wiring import reference_door
+from router.replicas.door import LEDGER_SERVICE, LedgerDoor
+from router.replicas.journal import READERS_MAX
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.slow_streams import SlowStreams
@@ -51,8 +53,8 @@ from router.stream_metrics import StreamMetrics
 from router.stream_watch import StreamWatcher
 from router.tcp_listen import check_free
 
-# Envoy holds one access log stream open per worker thread.
-_ACCESS_LOG_STREAMS = 64
+# Envoy holds one access log stream open per worker thread, and each other router follows by one.
+_LONG_STREAMS = 64 + READERS_MAX
 # Each may be a watch, which keeps a thread.
 _HEALTH_CALLS = 32
 # Larger requests may take long to tokenize; meanwhile others on the same connection are served.
@@ -87,6 +89,7 @@ class DoorParts:
     registry: CollectorRegistry
     pages: DebugPages
     peers: PeerDoor
+    ledger: LedgerDoor
     may_wait: bool
     evictions: Evictions | None = None
 
@@ -175,9 +178,9 @@ class Doors:
             "--grpc-port",
             config.host,
             config.grpc_port,
-            threads=config.max_streams + _ACCESS_LOG_STREAMS,
+            threads=config.max_streams + _LONG_STREAMS,
             # A request phase is over in a millisecond, so a short queue is better than a refusal.
-            requests_max=(1 if config.responses_full else 4) * config.max_streams + _ACCESS_LOG_STREAMS,
+            requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
             message_bytes_max=config.max_request_bytes,
             receive_bytes_max=config.receive_bytes_max,
             send_bytes_max=config.send_bytes_max,
@@ -190,6 +193,7 @@ class Doors:
                 lambda server: add_explain(explain, server),
                 access_log.add_to,
                 parts.peers.add_to,
+                parts.ledger.add_to,
                 parts.health.add_to,
             ),
             service_names=(
@@ -199,6 +203,7 @@ class Doors:
                 EXPLAIN_SERVICE,
                 ACCESS_LOG_SERVICE,
                 PEER_SERVICE,
+                LEDGER_SERVICE,
                 "grpc.health.v1.Health",
             ),
         )

@@ -9,14 +9,18 @@ each is goes to the metrics. Knows no protocol; callable from any thread, holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
 
 from indexer import StreamState
 from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.decision import Decision
+from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.explain import Explain
-from router.ledger import Dispatch, Ledger
+from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.promises import Promises
 from router.rates import PrefillRates
@@ -26,6 +30,36 @@ SCRAPE, CLOCK = "scrape", "clock"
 
 # An enum's members take ten times as long to look up, and every pick would.
 _EXACT = StreamState.EXACT.value
+
+
+FIRST_TOKEN, DONE, FAILED = "first_token", "done", "failed"
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """What was heard of a request that is none of this router's.
+
+    Attributes:
+        event: `FIRST_TOKEN`, `DONE` or `FAILED`.
+        source: Who told.
+        late_s: How long ago it was over, if that was told.
+    """
+
+    request_id: str
+    event: str
+    source: str
+    pod: str | None = None
+    late_s: float | None = None
+    cached_tokens: int | None = None
+
+
+class OtherRouters(Protocol):
+    """The other routers of the fleet."""
+
+    def heard(self, heard: Heard) -> None:
+        """Tells them; whose request it is takes note."""
+
+    def know(self, request_id: str) -> bool:
+        """Whether one of them has a request of this id in flight."""
 
 
 class Outcomes:
@@ -55,6 +89,11 @@ class Outcomes:
         self._metrics = metrics
         self._settle = settle
         self._drop = drop
+        self._others: OtherRouters | None = None
+
+    def join(self, others: OtherRouters) -> None:
+        """From now on other routers are told what is heard of requests that are none of ours."""
+        self._others = others
 
     def decided(self, decision: Decision, displaced: Sequence[Dispatch], took_s: float) -> None:
         """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
@@ -84,11 +123,14 @@ class Outcomes:
         for late_s in announced.late_s:
             self._metrics.told_late("first_token", BLOCKS, late_s)
 
-    def first_token(self, request_id: str, source: str, now_s: float, *, pod: str | None = None) -> bool:
+    def first_token(
+        self, request_id: str, source: str, now_s: float, *, pod: str | None = None, passes_on: bool = True
+    ) -> bool:
         """Its first token was seen; answers whether the request is in flight.
 
         Args:
             pod: Where, if known: it tells apart requests in flight under one id.
+            passes_on: Whether other routers are told, if it is none of ours.
         """
         dispatch = self._ledger.first_token(request_id, now_s, pod)
         if dispatch is not None:
@@ -96,6 +138,8 @@ class Outcomes:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self._ledger.prefill_ended_s(request_id, pod)) is not None:
             self._metrics.told_late("first_token", source, now_s - known_s)
+        elif passes_on and self._others is not None and request_id not in self._ledger:
+            self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
         return request_id in self._ledger
 
     def ended(
@@ -108,12 +152,14 @@ class Outcomes:
         failed: bool = False,
         cached_tokens: int | None = None,
         late_s: float | None = None,
+        passes_on: bool = True,
     ) -> Dispatch | None:
         """The request is over; answers what it was, if it was in flight.
 
         Args:
             pod: Where, if known: it tells apart requests in flight under one id.
             late_s: How long ago it was over, if the source tells; else late by what another was earlier.
+            passes_on: See `first_token`.
         """
         dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
         if dispatch is not None:
@@ -124,6 +170,9 @@ class Outcomes:
             self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self._ledger.ended_s(request_id)) is not None:
             self._metrics.told_late("end", source, now_s - known_s)
+        elif passes_on and self._others is not None:
+            event = FAILED if failed else DONE
+            self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if cached_tokens is not None:
             predicted = self._explain.predicted(request_id, dispatch, pod)
             if predicted is not None:
@@ -160,8 +209,34 @@ class Outcomes:
             self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, dispatch=dispatch)
 
     def remembers(self, request_id: str) -> bool:
-        """Whether a request of this id is in flight, or was not long ago."""
-        return request_id in self._ledger or self._ledger.ended_s(request_id) is not None
+        """Whether a request of this id is in flight, or was not long ago; with other routers' in flight."""
+        if request_id in self._ledger or self._ledger.ended_s(request_id) is not None:
+            return True
+        return self.is_others(request_id)
+
+    def is_others(self, request_id: str) -> bool:
+        """Whether another router has a request of this id in flight."""
+        return self._others is not None and self._others.know(request_id)
+
+    def told(self, heard: Heard, now_s: float) -> None:
+        """Another router has heard of a request that is none of its own: if it is one of ours, it is news."""
+        request_id, source, pod = heard.request_id, heard.source, heard.pod
+        # A gateway may have had to ask two of us for one request, and have taken the other's answer.
+        if pod is not None and self.is_others(request_id) and not self._ledger.is_on(request_id, pod):
+            return
+        if heard.event == FIRST_TOKEN:
+            self.first_token(request_id, source, now_s, pod=pod, passes_on=False)
+            return
+        self.ended(
+            request_id,
+            source,
+            now_s,
+            pod=pod,
+            failed=heard.event == FAILED,
+            cached_tokens=heard.cached_tokens,
+            late_s=heard.late_s,
+            passes_on=False,
+        )
 
     def _learn(self, dispatch: Dispatch, now_s: float) -> None:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s

@@ -40,6 +40,7 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
 from router.reconcile import Reconciler
+from router.replicas.fleet import Fleet
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
@@ -118,6 +119,7 @@ class RouterServer:
         if self._flow is not None:
             self._flow.start()
         self._doors.start()
+        self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     def keep_home_core(self) -> None:
@@ -156,6 +158,13 @@ class RouterServer:
             config.index, registry=registry, on_stored=self._outcomes.stored, on_link=self._link
         )
         opened.callback(self.index.close)
+        self._fleet = Fleet(
+            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self._outcomes
+        )
+        opened.callback(self._fleet.close)
+        registry.register(self._fleet)
+        if config.index.peers:
+            self._outcomes.join(self._fleet)
         self.watch = PodWatch(
             self._source,
             self.pods,
@@ -193,6 +202,7 @@ class RouterServer:
             self.explain,
             self.health,
             lambda: plugin_states(self._ranker, self._flow),
+            self._fleet.shown,
         )
         return Doors(
             self._config,
@@ -208,6 +218,7 @@ class RouterServer:
                 registry=registry,
                 pages=pages,
                 peers=PeerDoor(self.index.exports),
+                ledger=self._fleet.door,
                 may_wait=may_wait(self._config, self._flow, self._tokenizers),
                 evictions=self._flow.evictions if self._flow is not None else None,
             ),

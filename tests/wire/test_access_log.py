@@ -12,6 +12,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
+from router.outcomes import Heard
 from tests.unit.router_support import Bench, completion, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 
@@ -100,6 +101,25 @@ def test_entries_that_join_nothing_are_counted() -> None:
         }
     assert served_joins == {"unknown": 1, "no_request_id": 1, "intermediate": 1, "joined": 0}
     assert len(bench.ledger) == 1
+
+
+def test_entries_of_another_routers_request_are_told_apart_and_passed_on() -> None:
+    """Where several routers share Envoy's log, most entries of each are others', and none of them is lost."""
+    bench, heard = in_flight(), []
+
+    class Others:
+        def heard(self, news: Heard) -> None:
+            heard.append(news.request_id)
+
+        def know(self, request_id: str) -> bool:
+            return request_id == "theirs"
+
+    bench.outcomes.join(Others())
+    with doors(bench) as served:
+        send(served, entry("theirs"), entry("nobodys"), entry())
+        for join in ("other_router", "unknown", "joined"):
+            assert bench.sample("kvroute_router_access_log_entries_total", join=join) == 1
+    assert heard == ["theirs", "nobodys"]
 
 
 @pytest.mark.parametrize(("ip", "pod"), [("10.0.0.1", "10.0.0.1:8000"), ("fd00::1", "[fd00::1]:8000")])

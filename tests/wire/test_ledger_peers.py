@@ -1,0 +1,284 @@
+"""Other routers' ledgers over real gRPC: of peers that tell, end, fall silent, refuse, make no sense."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from indexer.config import IndexerConfig
+from indexer.peer_identity import PeerIdentity
+from router._pb import ledger_pb2 as pb
+from router._pb import ledger_pb2_grpc as pb_grpc
+from router.replicas import follow
+from router.replicas.door import LedgerDoor
+from router.replicas.follow import Followers, PeerState
+from router.replicas.journal import Journal
+from router.replicas.news import News
+from router.replicas.teller import Teller
+from tests.loopback import HERE, free_port
+from tests.unit.test_replicas import KEYS, ONE
+from tests.unit.test_replicas import Teller as Told
+from tests.wire.engine_publisher import wait_until
+
+SEED = 7
+OURS = PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+Answer = Callable[[pb.FollowRequest, grpc.ServicerContext], Iterator[pb.LedgerNews]]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds takes tenths of them."""
+    monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(follow, "_SILENCE_MAX_S", 2.0)
+    monkeypatch.setattr(follow, "_REFUSED_AGAIN_S", 0.2)
+    monkeypatch.setattr(follow, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(follow, "_AGAIN_MAX_S", 0.1)
+
+
+class Watched:
+    """Who follows, and what came of it."""
+
+    def __init__(self, *peers: str) -> None:
+        self.news: list[News] = []
+        self.lost: list[str] = []
+        config = IndexerConfig(hash_seed=SEED, peers=peers)
+        self.followers = Followers(config, OURS, self._take, self._lose)
+
+    def _take(self, _address: str, news: News, _now_s: float) -> None:
+        self.news.append(news)
+
+    def _lose(self, address: str, _now_s: float) -> int:
+        self.lost.append(address)
+        return 0
+
+    @property
+    def numbers(self) -> list[int]:
+        """Requests that were told."""
+        return [sent.number for news in self.news for sent in news.sent]
+
+    def state(self, address: str) -> PeerState | None:
+        """How one peer stands; None: it is not known."""
+        return next((one for one in self.followers.states if one.address == address), None)
+
+    def wait_for(self, address: str, state: str, why: str = "") -> None:
+        """Waits for a peer to be in a state, for a reason that has this in it."""
+
+        def is_so() -> bool:
+            one = self.state(address)
+            return one is not None and one.state == state and why in one.why
+
+        wait_until(f"{address} is {state} {why}", is_so)
+
+
+@contextmanager
+def following(*peers: str) -> Iterator[Watched]:
+    """Follows peers."""
+    watched = Watched(*peers)
+    watched.followers.start()
+    try:
+        yield watched
+    finally:
+        watched.followers.close()
+
+
+@contextmanager
+def served(servicer: Any, port: int = 0) -> Iterator[str]:
+    """A server of this service; yields its address."""
+    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+    servicer(server)
+    bound = server.add_insecure_port(f"{HERE}:{port}")
+    server.start()
+    try:
+        yield f"{HERE}:{bound}"
+    finally:
+        server.stop(0).wait()
+
+
+@contextmanager
+def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> Iterator[str]:
+    """A router's own door."""
+    identity = identity or PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+    teller = Teller(told.journal)
+    teller.start()
+    try:
+        with served(LedgerDoor(told.journal, identity).add_to, port) as address:
+            yield address
+    finally:
+        teller.close()
+
+
+@contextmanager
+def false_peer(answer: Answer) -> Iterator[str]:
+    """A peer that tells what it is made to."""
+
+    class Door(pb_grpc.LedgerPeerServicer):
+        def Follow(  # noqa: N802 (the name is the proto's)
+            self, request: Any, context: grpc.ServicerContext
+        ) -> Iterator[pb.LedgerNews]:
+            yield from answer(request, context)
+
+    with served(lambda server: pb_grpc.add_LedgerPeerServicer_to_server(Door(), server)) as address:
+        yield address
+
+
+def news(number: int = 1) -> pb.LedgerNews:
+    """A request."""
+    return pb.LedgerNews(sent=[pb.SentRequest(number=number, pod="10.0.0.1:8000")])
+
+
+def test_changes_come_as_they_are_made() -> None:
+    """What is in flight comes first, then each change; a peer without news is followed, too."""
+    told = Told()
+    told.ledger.dispatch(ONE)
+    with telling(told) as address, following(address) as watched:
+        watched.wait_for(address, "followed")
+        wait_until("the first", lambda: watched.numbers == [0])
+        told.ledger.dispatch(ONE, KEYS)
+        wait_until("the second", lambda: watched.numbers == [0, 1])
+        assert [np.array(sent.keys).tolist() for one in watched.news for sent in one.sent][1] == KEYS.tolist()
+        told.ledger.end("r1", 1.0)
+        wait_until("the end", lambda: any(list(one.ended) == [0] for one in watched.news))
+
+
+def test_a_quiet_peer_gives_signs_of_life() -> None:
+    """Nothing to tell is no silence."""
+    with telling(Told()) as address, following(address) as watched:
+        watched.wait_for(address, "followed")
+        wait_until("four heartbeats", lambda: len(watched.news) >= 5)
+        assert watched.lost == []
+
+
+def test_a_peer_that_ends_is_lost_and_followed_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Its requests count no longer; back at its address it is followed from the start."""
+    port, told = free_port(), Told()
+    address = f"{HERE}:{port}"
+    with following(address) as watched:
+        watched.wait_for(address, "lost")
+        with telling(told, port):
+            watched.wait_for(address, "followed")
+        with caplog.at_level(logging.WARNING):
+            watched.wait_for(address, "lost")
+        assert watched.lost[-1] == address
+        told = Told()
+        told.ledger.dispatch(ONE)
+        with telling(told, port):
+            wait_until("it is told anew", lambda: watched.numbers == [0])
+
+
+def test_a_silent_peer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """One whose connection stands and that says nothing any more is given up, loudly."""
+    may_end = threading.Event()
+
+    def once(*_: object) -> Iterator[pb.LedgerNews]:
+        yield news()
+        may_end.wait(60)
+
+    with caplog.at_level(logging.WARNING), false_peer(once) as address, following(address) as watched:
+        watched.wait_for(address, "followed")
+        wait_until("it is lost", lambda: address in watched.lost)
+        wait_until("the log says so", lambda: "silent for" in caplog.text)
+        may_end.set()
+
+
+def test_we_are_not_our_own_peer() -> None:
+    """A name of all routers has our own address, too: that one is passed over."""
+    with telling(Told(), identity=OURS) as address, following(address) as watched:
+        watched.wait_for(address, "self")
+        assert watched.news == []
+
+
+def test_a_peer_with_another_seed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It tells nothing: the state says which flags differ, and so does the log, once."""
+    identity = PeerIdentity(fingerprint=8, form="flat", tiers=("gpu",))
+    caplog.set_level(logging.WARNING)
+    with telling(Told(), identity=identity) as address, following(address) as watched:
+        watched.wait_for(address, "refused", "--hash-seed")
+        wait_until("it was asked again", lambda: len(watched.lost) >= 3)
+    assert caplog.text.count("does not tell of its requests") == 1
+
+
+def test_a_peer_without_a_ledger_is_nothing_to_wonder_about(caplog: pytest.LogCaptureFixture) -> None:
+    """A stand-alone indexer may be a peer, for its views."""
+    caplog.set_level(logging.WARNING)
+    with served(lambda _server: None) as address, following(address) as watched:
+        watched.wait_for(address, "no_ledger")
+    assert caplog.text == ""
+
+
+def test_a_peer_of_another_version_is_refused() -> None:
+    """Messages of another version are not guessed at."""
+    request = pb.FollowRequest(schema=2, instance="other", fingerprint=SEED)
+    with telling(Told()) as address, grpc.insecure_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            next(pb_grpc.LedgerPeerStub(channel).Follow(request, timeout=30))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert refused.value.details().startswith("schema: ")
+
+
+def test_a_peer_that_makes_no_sense_is_believed_nothing() -> None:
+    """One wrong number voids all that it told; it is asked again, and may do better."""
+    told: list[pb.LedgerNews] = [news(1), pb.LedgerNews(sent=[pb.SentRequest(number=2)])]
+
+    def answer(*_: object) -> Iterator[pb.LedgerNews]:
+        yield from told
+
+    with false_peer(answer) as address, following(address) as watched:
+        watched.wait_for(address, "refused", "sent.pod is empty")
+        assert address in watched.lost
+
+
+def test_the_door_serves_so_many() -> None:
+    """Who comes when too many follow is told so, and may ask again."""
+    told = Told()
+    with telling(told) as address, grpc.insecure_channel(address) as channel:
+        for _ in range(64):
+            told.journal.join()
+        request = pb.FollowRequest(schema=1, instance="other", fingerprint=SEED)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(pb_grpc.LedgerPeerStub(channel).Follow(request, timeout=30))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_an_unknown_name_is_told_and_looked_up_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A name without addresses is in the log once and in the state until it has some."""
+    with caplog.at_level(logging.WARNING), following("no-such-router.invalid:9002") as watched:
+        wait_until("it is known to be unknown", lambda: bool(watched.followers.unknown_names))
+        wait_until("it was looked up often", lambda: watched.followers.states == [])
+    assert caplog.text.count("its name is not known") == 1
+
+
+def test_an_address_that_nobody_names_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that is gone for good leaves the list; one that still tells is followed to its end."""
+    port = free_port()
+    address, named = f"{HERE}:{port}", [("router", f"{HERE}:{port}")]
+    monkeypatch.setattr(follow, "resolve", lambda _peer: list(named))
+    with following("router:9002") as watched:
+        with telling(Told(), port):
+            watched.wait_for(address, "followed")
+            named.clear()
+            wait_until("it is told of still", lambda: len(watched.news) >= 3)
+            assert watched.state(address) is not None
+        wait_until("it is forgotten", lambda: watched.followers.states == [])
+
+
+def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """What could not be told ends all accounts, and whoever followed is told all again."""
+    told = Told()
+    journal: Journal = told.journal
+    with telling(told) as address, following(address) as watched:
+        watched.wait_for(address, "followed")
+        with caplog.at_level(logging.ERROR):
+            # No message can hold it.
+            told.ledger.changes.sent(-1, ONE, None)  # type: ignore[union-attr]
+            wait_until("it is asked anew", lambda: len(watched.lost) == 1)
+        told.ledger.dispatch(ONE)
+        wait_until("it is told", lambda: watched.numbers == [0])
+        assert journal.readers == 1
