@@ -126,14 +126,20 @@ class Router:
         self._names = [str(number) for number in range(pods)]
         self._board = PodBoard()
         self._board.declare(self._names)
-        for name in self._names:
-            load = EngineLoad(0, 0, 0.0, None, 0.0, _TOKENS_PER_S, ordered_step_tokens=step_tokens)
-            self._board.scraped(name, load)
+        self._step_tokens = step_tokens
+        self.scraped([0] * pods, 0.0)
         self._rows = self._board.rows(self._names)
         self._credits = np.zeros(pods, CREDIT)
         self._sent: set[tuple[int, int]] = set()
         self._slots: dict[int, int] = {}
         self._random = random.Random(seed)
+
+    def scraped(self, requests: Sequence[int], now_s: float) -> None:
+        """Each pod told how many requests it has, of which it computes one."""
+        for name, number in zip(self._names, requests, strict=True):
+            running = min(1, number)
+            load = EngineLoad(number - running, running, 0.0, None, now_s, _TOKENS_PER_S, self._step_tokens)
+            self._board.scraped(name, load)
 
     def pick(self, arrival: Arrival) -> int:
         """See `Policy`."""
@@ -141,14 +147,22 @@ class Router:
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
         self._credits["cached_tokens"] = cached
         board, now_s = self._board, arrival.arrived_s
-        facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, 0.0)
+        facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
         prices = price(board.pods, board.waiting, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
         least = prices["cost_s"].min()
         pod = self._random.choice([pod for pod in pods if prices["cost_s"][pod] == least])
-        self._sent.add((pod, arrival.prompt))
-        uncached_tokens = arrival.tokens - cached[pod]
-        self._slots[arrival.number] = board.begin(self._names[pod], uncached_tokens, now_s)
+        self.send(arrival, pod, now_s)
         return pod
+
+    def send(self, arrival: Arrival, pod: int, now_s: float) -> None:
+        """A request was sent to a pod."""
+        cached = _SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0
+        self.holds(pod, arrival.prompt)
+        self._slots[arrival.number] = self._board.begin(self._names[pod], arrival.tokens - cached, now_s)
+
+    def holds(self, pod: int, prompt: int) -> None:
+        """The pod holds, or will soon hold, what requests begin with."""
+        self._sent.add((pod, prompt))
 
     def first_token(self, number: int, now_s: float) -> None:
         """See `Policy`."""

@@ -22,6 +22,7 @@ _BENCHMARKS = {
     "pick_counts": "its instructions and cache misses, counted by valgrind",
     "schedule": "a scheduling cycle, from matches to the pod",
     "queues": "first tokens behind each way to price a queue, in virtual time",
+    "replicas": "what several routers lose alone, and what sharing their ledgers brings and costs",
     "startup": "the router's start until it is ready",
     "engine": "the model server's engine beside transformers",
     "macs": "multiply-accumulates of a generation with and without a KV cache",

@@ -72,6 +72,16 @@ FIGURES = {
         for load in ("4_pods_50", "4_pods_80", "8_pods_90")
         for policy in ("ordered", "fifo", "least_requests", "round_robin")
     },
+    "replicas": {
+        *(
+            f"ttft_{size}_{load}_{routers}_ms"
+            for size in ("short", "mixed")
+            for load in ("4_pods_50", "4_pods_80", "8_pods_90")
+            for routers in ("1_router", "4_routers_alone", "4_routers_shared_5ms_late")
+        ),
+        *(f"share_{what}_cpu_us" for what in ("ledger_alone", "tell", "take")),
+        "share_late_ms",
+    },
     "startup": {"ready_s", "ready_cpu_s", "imports_s", "imports_cpu_s"},
     "macs": {
         *(
