@@ -262,10 +262,6 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"peers": {"enabled": True}}, "indexer.hashSeed"),
         ({"indexer": {"backend": "redis", "hashSeed": 1}}, "indexer.redis.url"),
         ({"tokenizer": {"enabled": True}}, "tokenizer.source"),
-        (
-            {"peers": {"enabled": True}, "indexer": {"backend": "redis", "hashSeed": 1}},
-            "peers.enabled",
-        ),
         ({"modelServers": {"engine": "vllm"}}, "modelServers.model.source"),
         ({"modelServers": {"model": {"name": "m", "source": "hub"}}}, "modelServers.model.hub.repository"),
         ({"modelServers": {"model": {"name": "m", "source": "pvc"}}}, "modelServers.model.pvc.claim"),

@@ -143,10 +143,15 @@ def image_values() -> dict[str, Any]:
 
 
 def base_values(namespace: str) -> dict[str, Any]:
-    """Values of the release that most tests share: two routers, and metrics for one more namespace."""
+    """Values of the release that most tests share: two routers, peers, and metrics for one more namespace."""
     label = {"kubernetes.io/metadata.name": f"{namespace}-monitoring"}
     monitoring = {"namespaceSelector": {"matchLabels": label}}
-    return {"router": {"replicas": 2}, "networkPolicy": {"monitoring": [monitoring]}}
+    return {
+        "router": {"replicas": 2},
+        "peers": {"enabled": True},
+        "indexer": {"hashSeed": 8124},
+        "networkPolicy": {"monitoring": [monitoring]},
+    }
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

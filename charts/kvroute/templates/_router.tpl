@@ -40,9 +40,6 @@
 {{- end }}
 {{ include "kvroute.router.indexArgs" . }}
 {{- if .Values.peers.enabled }}
-{{- if eq .Values.indexer.backend "redis" }}
-{{- fail "peers.enabled: not with indexer.backend=redis, which holds the index's state already" }}
-{{- end }}
 - --peer={{ include "kvroute.host" (list . "-epp-pods") }}:9002
 {{- end }}
 {{- with $router.verbosity }}
