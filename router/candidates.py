@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from router.errors import NoEndpointError, RequestError
 from router.pods import Pod, PodSnapshot
-from router.request import RouteRequest
+from router.request import MODEL_CHARS_MAX, RouteRequest
+
+# An error goes into a gRPC status, too, of which clients take some kilobytes.
+_MODEL_CHARS_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +55,41 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
             excluded[pod.address] = "does not serve the model"
             continue
         serving = True
-        if _allowed(pod, request.candidates):
+        if is_allowed(pod, request.candidates):
             allowed.append(pod)
         else:
             excluded[pod.address] = "not allowed by the gateway"
     if not ready:
         raise NoEndpointError("no model server is ready")
     if not serving:
-        raise RequestError(404, f"The model `{request.model}` does not exist.", "model")
+        raise RequestError(404, f"The model `{_shown(request.model)}` does not exist.", "model")
     if not allowed:
-        raise NoEndpointError("none of the endpoints that the gateway allows is a ready model server")
+        raise not_allowed()
     base, lora = _base_and_adapter(request.model, allowed)
     return Candidates(allowed, base, lora, _context_tokens(allowed), excluded)
 
 
-def _serves(pod: Pod, model: str | None) -> bool:
-    return model is None or pod.models is None or pod.models.serves(model)
-
-
-def _allowed(pod: Pod, allowed: frozenset[str] | None) -> bool:
+def is_allowed(pod: Pod, allowed: frozenset[str] | None) -> bool:
+    """Whether the gateway allows the pod; None: it allows all."""
     # The reference compares addresses without their ports; a port that is given is meant, so it counts here.
     return allowed is None or pod.address in allowed or pod.address.rpartition(":")[0] in allowed
+
+
+def not_allowed() -> NoEndpointError:
+    """The answer where no pod is left of those that the gateway allows."""
+    return NoEndpointError("none of the endpoints that the gateway allows is a ready model server")
+
+
+def _serves(pod: Pod, model: str | None) -> bool:
+    if model is None:
+        return True
+    # A pod that does not tell is not asked for what is no name.
+    return len(model) <= MODEL_CHARS_MAX if pod.models is None else pod.models.serves(model)
+
+
+def _shown(model: str | None) -> str:
+    name = model or ""
+    return name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
 
 
 def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | None, str | None]:

@@ -18,6 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
+from router.candidates import is_allowed, not_allowed
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
 from router.errors import EvictedError, RequestError
@@ -39,7 +40,7 @@ from router.reference_messages import (
     request_headers_answer,
 )
 from router.reference_response import ReferenceResponse
-from router.request import RequestKind, RouteRequest, too_large
+from router.request import MODEL_CHARS_MAX, RequestKind, RouteRequest, too_large
 from router.rewrite import RewriteRules, with_model
 
 _DOOR = "ext_proc"
@@ -276,11 +277,15 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
     def _any_endpoint(self) -> pb.ProcessingResponse:
-        """The answer to a request without a body: any endpoint will do."""
+        """The answer to a request without a body: any endpoint that the gateway allows will do."""
         self.is_routed = True
-        ready = [pod.address for pod in self._parts.pods.snapshot().values() if pod.ready]
-        if not ready:
+        pods = [pod for pod in self._parts.pods.snapshot().values() if pod.ready]
+        if not pods:
             self._refuse(RequestError(500, "no pods available in datastore"))
+        candidates = self._candidates()
+        ready = [pod.address for pod in pods if is_allowed(pod, candidates)]
+        if not ready:
+            self._refuse(not_allowed())
         request_id, _ = kept_request_id(self._headers or {})
         destination = ready[int(self._parts.random.integers(len(ready)))]
         return request_headers_answer(destination, {REQUEST_ID_HEADER: request_id}, None)
@@ -324,6 +329,9 @@ class _Exchange:
         model = self._parts.rewrites.target(named) or asked
         if model is None and api.needs_model:
             raise RequestError(400, "model not found in request body", "model")
+        if named is not None and len(named) > MODEL_CHARS_MAX:
+            # Rewritten, it is looked for nowhere, but kept with the decision.
+            raise RequestError(400, f"model is longer than {MODEL_CHARS_MAX} characters", "model")
         if model is None or model == named:
             return request, body, api
         return replace(request, model=model, client_model=named or ""), with_model(body, model), api

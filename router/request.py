@@ -18,6 +18,9 @@ from router.chat_fields import ChatFields, ReadChat
 from router.errors import RequestError
 from tokenization.message_ends import MessagesEnd
 
+MODEL_CHARS_MAX = 4096
+"""A model is named by a repository or a path; decisions that are kept keep its name."""
+
 _CHAT_FIELDS = ChatFields()
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 

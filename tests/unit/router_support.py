@@ -135,6 +135,7 @@ class Bench:
     ranker: Ranker | None = None
     admission: AdmissionParameters = field(default_factory=AdmissionParameters)
     traces: Traces | None = None
+    decisions_kept: int = 100
     clock: Callable[[], float] = lambda: 0.0  # tests' times are theirs alone
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class Bench:
         self.ledger = Ledger(LedgerParameters(), board)
         self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
-        self.explain = Explain(100, lambda address: f"pod-{address.rpartition(':')[2]}")
+        self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
         self.outcomes = Outcomes(
             self.ledger, self.rates, self.explain, self.metrics, self.index.settle, self.index.dropped
         )

@@ -96,6 +96,15 @@ def test_a_pod_that_has_not_told_its_models_may_serve_any() -> None:
     assert addresses(ONE, UNKNOWN) == [ONE.address, UNKNOWN.address]
 
 
+def test_what_is_no_models_name_is_kept_nowhere_and_not_said_again() -> None:
+    """Megabytes in a model's place are 404, even where a pod may serve any model; a part of them is told."""
+    with pytest.raises(RequestError) as caught:
+        addresses(ONE, UNKNOWN, model="x" * 1_000_000)
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert len(caught.value.body()) < 1000
+    assert addresses(UNKNOWN, model="/models/" + "x" * 4000) == [UNKNOWN.address]
+
+
 def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
     """A LoRA adapter's name selects its pods, and roots its keys in the base model."""
     tuned = ready_pod("10.0.0.4:8000", adapters=["sql"])

@@ -19,7 +19,7 @@ from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc import ExtProcOptions
 from router.plugins.build import build_pipeline
 from router.plugins.labels import ROLE_LABEL
-from router.request import RequestKind, RouteRequest
+from router.request import MODEL_CHARS_MAX, RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, entry, long_text, ready_pod
 from tests.wire.router_wire_support import (
     TIMEOUT_S,
@@ -106,18 +106,20 @@ def test_what_a_pipeline_decided_is_told_over_grpc() -> None:
     assert (told.prefill_pod, told.partial, told.degraded) == (A.address, "media", "")
 
 
-@pytest.mark.parametrize(("others", "model"), [(1000, TINY), (0, "m" * 100_000)])
-def test_an_answer_is_never_larger_than_a_client_takes(others: int, model: str) -> None:
+@pytest.mark.parametrize(
+    ("others", "model", "decisions"), [(1000, TINY, 100), (0, "\U0001d52a" * MODEL_CHARS_MAX, 400)]
+)
+def test_an_answer_is_never_larger_than_a_client_takes(others: int, model: str, decisions: int) -> None:
     """Asked for more than a message has room for, as by many excluded pods or long names, it ends before."""
     untold = replace(A, models=None) if model != TINY else A
     excluded = [ready_pod(f"10.1.{number // 250}.{number % 250}:8000", model="m") for number in range(others)]
-    bench = Bench().with_pods(untold, *excluded)
-    for number in range(100):
+    bench = Bench(decisions_kept=decisions).with_pods(untold, *excluded)
+    for number in range(decisions):
         bench.router.route(completion(f"r{number}", "hi", model=model), 0.0)
     with doors(bench) as served:
-        told = explain(served, count=100)
-    assert [one.request_id for one in told] == [f"r{99 - place}" for place in range(len(told))]
-    assert 10 < len(told) < 100
+        told = explain(served, count=decisions)
+    assert [one.request_id for one in told] == [f"r{decisions - 1 - place}" for place in range(len(told))]
+    assert 10 < len(told) < decisions
 
 
 def test_the_last_decisions_come_newest_first() -> None:

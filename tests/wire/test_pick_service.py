@@ -103,6 +103,13 @@ def test_errors_are_grpc_codes(fields: dict[str, Any], code: grpc.StatusCode) ->
     assert caught.value.details()
 
 
+def test_a_senseless_model_is_answered_within_what_a_client_takes() -> None:
+    """A status with the whole of a long name in it would be lost, and read as a router that is too busy."""
+    with doors(Bench().with_pods(A)) as served, pytest.raises(grpc.RpcError) as caught:
+        pick(served, model="\u00e9" * 100_000, prompt="hi")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_an_unexpected_failure_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """If routing itself fails, the call ends with INTERNAL and nothing of the router's insides."""
 

@@ -242,3 +242,24 @@ def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:
     with door(options) as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.9.9.9:9"]))
         assert set_headers(first)[DESTINATION] in (A.address, B.address)
+
+
+def test_a_request_without_a_body_keeps_to_the_subset() -> None:
+    """Whatever needs no pod in particular goes to one that the gateway allows, or is refused."""
+    asked = headers(end=True, path="/v1/models")
+    hint = asked.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+    with door() as served:
+        for allowed in (A.address, B.address):
+            hint.update({"x-gateway-destination-endpoint-subset": [allowed]})
+            assert {set_headers(*served.exchange(asked))[DESTINATION] for _ in range(8)} == {allowed}
+        hint.update({"x-gateway-destination-endpoint-subset": ["10.9.9.9:9"]})
+        (refused,) = served.exchange(asked)
+        assert refused.immediate_response.status.code == 503
+
+
+def test_a_name_that_a_rule_would_replace_is_bounded_too() -> None:
+    """What is kept with a decision is a name: megabytes in its place are refused, whatever the rules say."""
+    with door() as served:
+        data = json.dumps({"model": "x" * 1_000_000, "prompt": "hello"}).encode()
+        (answer,) = served.exchange(headers(x_llm_d_model_name_rewrite=TINY), body(data))
+        assert answer.immediate_response.status.code == 400
