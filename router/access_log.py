@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+from envoy.config.core.v3.base_pb2 import RequestMethod
 from envoy.service.accesslog.v3 import als_pb2
 
 from indexer.pod_entry import pod_address
@@ -20,7 +21,10 @@ from router.health import ACCESS_LOG_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import ACCESS_LOG, Outcomes
 
-_SERVER_ERROR = 500
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+# How Envoy explains an answer of its own where one of our doors has refused the request.
+_REFUSALS = (b"ext_authz_denied", b"kvroute")
+_NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
 class AccessLogDoor:
@@ -68,12 +72,17 @@ class AccessLogDoor:
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
             return "no_request_id"
+        failed = _has_failed(entry)
+        if _was_no_work(entry, failed):
+            # Another request under its id may be in flight.
+            return "no_work"
         ended = self._outcomes.ended(
             request_id,
             ACCESS_LOG,
             time.monotonic(),
             pod=pod,
-            failed=_has_failed(entry),
+            failed=failed,
+            refused=entry.response.response_code.value >= _CLIENT_ERROR,
             late_s=_late_s(common),
         )
         if ended is not None:
@@ -86,6 +95,15 @@ def _has_failed(entry: Any) -> bool:
     code = entry.response.response_code.value
     flags = entry.common_properties.response_flags
     return code == 0 or code >= _SERVER_ERROR or bool(flags.ListFields())
+
+
+def _was_no_work(entry: Any, failed: bool) -> bool:
+    """Whether no pod was charged with it: it was refused here, or has no body."""
+    if entry.response.response_code_details in _REFUSALS:
+        return True
+    request = entry.request
+    # Of one that was cut off the body may not have come yet.
+    return not request.request_body_bytes and (not failed or request.request_method in _NO_BODIES)
 
 
 def _late_s(common: Any) -> float | None:

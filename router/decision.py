@@ -51,6 +51,11 @@ class Decision(msgspec.Struct, frozen=True):
         return DispatchKey(self.request_id, self.decided_s)
 
     @property
+    def is_charged(self) -> bool:
+        """Whether it is work for a pod, and so in the ledger: a request without a body is none."""
+        return self.prompt_tokens > 0
+
+    @property
     def primary(self) -> Candidate:
         """The picked pod."""
         return self.ranked.best

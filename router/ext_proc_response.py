@@ -24,7 +24,8 @@ class ResponsePhase:
     """One response.
 
     Attributes:
-        request_id: The request that was picked for, as long as it is not over; None before and after.
+        request_id: The request that was picked for, as long as it is not over; None before and after, and
+            for one that is no work.
         pod: The picked pod.
         explained: What the response says of the decision; None: nothing.
     """
@@ -35,7 +36,7 @@ class ResponsePhase:
         self.pod: str | None = None
         self.explained: str | None = None
         self._usage: UsageReader | None = None
-        self._failed = True
+        self._failed, self._refused = True, False
         self._sees_body = True
         self._awaits_first_token = False
 
@@ -64,7 +65,8 @@ class ResponsePhase:
         is_event_stream = "text/event-stream" in headers.get("content-type", "")
         # Of an answer in one piece, the first byte is no earlier than the last token.
         self._awaits_first_token = is_event_stream
-        self._failed = headers.get(":status", "200") >= "500"
+        status = headers.get(":status", "200")
+        self._failed, self._refused = status >= "500", "400" <= status < "500"
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
         # An answer in one piece is made when its headers come, whoever sees the rest of it.
@@ -113,5 +115,6 @@ class ResponsePhase:
             time.monotonic(),
             pod=self.pod,
             failed=failed,
+            refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
         )

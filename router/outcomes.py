@@ -18,6 +18,7 @@ from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.decision import Decision
 from router.dispatch import Dispatch
+from router.echoes import Echoes
 from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Ledger
@@ -89,6 +90,7 @@ class Outcomes:
         self._metrics = metrics
         self._settle = settle
         self._drop = drop
+        self._echoes = Echoes()
         self._others: OtherRouters | None = None
 
     def join(self, others: OtherRouters) -> None:
@@ -106,7 +108,7 @@ class Outcomes:
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
             self._lost(dispatch, decision.decided_s)
-        if self._ledger.was_over(decision.request_id, decision.decided_s - took_s):
+        if decision.is_charged and self._ledger.was_over(decision.request_id, decision.decided_s - took_s):
             # Its client was gone before there was a pick, and Envoy tells that once.
             self.ended(decision.request_id, ACCESS_LOG, decision.decided_s, pod=best.pod, failed=True)
 
@@ -152,18 +154,24 @@ class Outcomes:
         failed: bool = False,
         cached_tokens: int | None = None,
         late_s: float | None = None,
+        refused: bool = False,
         passes_on: bool = True,
     ) -> Dispatch | None:
         """The request is over; answers what it was, if it was in flight.
 
         Args:
             pod: Where, if known: it tells apart requests in flight under one id.
+            refused: The pod answered that the client asked something wrong: it has computed nothing.
             late_s: How long ago it was over, if the source tells; else late by what another was earlier.
             passes_on: See `first_token`.
         """
-        dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
+        dispatch = None
+        if source != ACCESS_LOG or not self._echoes.take(request_id, now_s):
+            dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
         if dispatch is not None:
-            if failed:
+            if source == RESPONSE:
+                self._echoes.expect(request_id, now_s)
+            if failed or refused:
                 self._lost(dispatch, now_s)
             else:
                 self._answered(dispatch, now_s)
@@ -248,7 +256,7 @@ class Outcomes:
         self._settle(request, now_s)
 
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
-        """It failed, or nothing was heard of it: if it got no first token, nothing follows from that."""
+        """It failed, was refused, or nothing was heard of it: without a first token that tells nothing."""
         request = dispatch.key
         self.promises.void(request)
         self._drop(request)

@@ -345,7 +345,8 @@ class _Exchange:
 
     def _note(self, decision: Decision, request: RouteRequest) -> None:
         """Remembers what the response needs, and refuses what came to nothing."""
-        self._phase.request_id, self._phase.pod = decision.request_id, decision.primary.pod
+        if decision.is_charged:
+            self._phase.request_id, self._phase.pod = decision.request_id, decision.primary.pod
         if request.headers.get("prefer") == "if-available" and not decision.primary.cached_tokens:
             self._phase.cut()
             self._refuse(RequestError(412, "the selected endpoint holds no cached prefix of the request"))
@@ -356,7 +357,7 @@ class _Exchange:
         self._phase.explained = self._parts.picks.explained(decision)
         if request.body.get("stream") is True:
             self._response.streams()
-        if decision.priority < 0 and self._parts.evictions is not None:
+        if decision.priority < 0 and decision.is_charged and self._parts.evictions is not None:
             self.evictable_priority = decision.priority
 
     def _refuse(self, error: RequestError) -> NoReturn:

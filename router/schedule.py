@@ -286,7 +286,7 @@ class Scheduler:
         matches: Sequence[PodMatches],
         adapters_s: NDArray[np.float64],
     ) -> Sequence[Dispatch]:
-        if not decision.prompt_tokens:
+        if not decision.is_charged:
             return ()
         works, prefill = decision.ranked.best, None
         if decision.routing is not None:

@@ -22,6 +22,7 @@ from router.server import RouterServer
 from tests.integration.router_server_support import (
     FakePod,
     fake_pods,
+    get,
     ready_pods,
     running_router,
     write_pods,
@@ -55,9 +56,10 @@ class Gateway:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         return self._http.request("POST", self._url + path, body=data, headers=sent)
 
-    def get(self, path: str) -> urllib3.BaseHTTPResponse:
+    def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
         """Gets a path."""
-        return self._http.request("GET", self._url + path)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self._http.request("GET", self._url + path, headers=sent)
 
     def stat(self, name: str) -> int:
         """One of Envoy's own counters."""
@@ -185,6 +187,21 @@ def test_a_client_that_goes_away_leaves_nothing_behind(served: Gateway) -> None:
     assert record["end"]["failed"] is True
 
 
+def test_no_other_request_of_its_id_ends_one_in_flight(served: Gateway) -> None:
+    """Meshes use an id for many requests: one that is refused and one without a body tell of themselves."""
+    for pod in served.pods:
+        pod.may_finish.clear()
+    with socket.create_connection(served.address) as client:
+        client.sendall(_request({**BODY, "stream": True}, "x-request-id: r\r\n"))
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert served.post({**BODY, "model": "gpt-9"}, x_request_id="r").status == 404
+        assert served.get("/v1/models", x_request_id="r").status == 200
+        logged = b'kvroute_router_access_log_entries_total{join="no_work"} 2.0'
+        wait_until(lambda: logged in get(served.router, "/metrics")[1], "the log")
+        assert served.router.requests_in_flight == 1
+    wait_until(lambda: served.router.requests_in_flight == 0, "its own end")
+
+
 def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
     """Nobody tells of a killed Envoy's requests; the engines' own counts show that they are over."""
     for pod in served.pods:
@@ -299,8 +316,8 @@ def _envoy(
             process.wait(300)
 
 
-def _request(body: object) -> bytes:
+def _request(body: object, more_headers: str = "") -> bytes:
     """A POST as bytes, for clients that do not stay."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n"
+    return f"{head}{more_headers}\r\n".encode() + data

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, StreamState
+from router.echoes import Echoes
 from router.outcomes import ACCESS_LOG, REPORT, RESPONSE
 from router.rates import RateParameters
 from tests.unit.router_support import (
@@ -211,3 +212,44 @@ def test_only_the_last_decisions_are_kept() -> None:
     assert [record["request_id"] for record in bench.explain.latest(2)] == ["r119", "r118"]
     assert len(bench.explain.latest(1000)) == 100
     assert bench.explain.one("r19") is None
+
+
+@pytest.mark.parametrize("source", [ACCESS_LOG, RESPONSE])
+def test_what_a_pod_refused_it_has_not_looked_up(source: str) -> None:
+    """An answer of 4xx is done, keeps no promise of cached tokens, and no block of it is awaited.
+
+    Else a client's mistakes would look like a pod that lost its cache, or sees other tokens than we do.
+    """
+    bench = Bench().with_pods(A)
+    bench.index.hold(A.address, bench.keys(TEXT)[:5])
+    assert bench.router.route(completion("r", TEXT), 10.0).primary.cached_tokens
+    bench.outcomes.ended("r", source, 10.1, pod=A.address, refused=True)
+    assert bench.sample("kvroute_router_request_ends_total", source=source, outcome="done") == 1
+    assert bench.outcomes.promises.promised_tokens(A.address) == 0
+    assert (bench.index.lost, bench.index.settled, len(bench.ledger)) == (["r"], ["r"], 0)
+
+
+def test_an_end_that_is_logged_once_more_ends_no_other_request_of_its_id() -> None:
+    """What the response told, the access log tells again; by then its id may be in flight anew."""
+    bench = Bench().with_pods(A)
+    for now_s in (10.0, 10.1, 10.2):
+        bench.router.route(completion("r", TEXT), now_s)
+    for now_s in (11.0, 11.1):
+        assert bench.outcomes.ended("r", RESPONSE, now_s, pod=A.address) is not None
+    for now_s in (12.0, 12.1):
+        assert bench.outcomes.ended("r", ACCESS_LOG, now_s, pod=A.address) is None
+    assert len(bench.ledger) == 1
+    told = {"event": "end", "source": "access_log"}
+    assert bench.sample("kvroute_router_told_late_seconds_count", **told) == 2
+    assert bench.outcomes.ended("r", ACCESS_LOG, 12.2, pod=A.address) is not None
+
+
+def test_echoes_are_bounded_and_forgotten_in_time() -> None:
+    """Where no log ever tells, the oldest ids go; what a log tells much later is of another request."""
+    echoes = Echoes(capacity=2)
+    for number in range(3):
+        echoes.expect(f"r{number}", 0.0)
+    assert len(echoes) == 2
+    assert [echoes.take(f"r{number}", 1.0) for number in range(3)] == [False, True, True]
+    echoes.expect("r", 2.0)
+    assert (echoes.take("r", 60.0), len(echoes)) == (False, 0)

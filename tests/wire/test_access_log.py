@@ -8,6 +8,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
@@ -25,7 +26,7 @@ def entry(request_id: str = "r", code: int = 200, **common: object) -> accesslog
     """An entry as Envoy writes it at a response's end."""
     made = accesslog_pb2.HTTPAccessLogEntry(
         common_properties=accesslog_pb2.AccessLogCommon(**common),
-        request=accesslog_pb2.HTTPRequestProperties(request_id=request_id),
+        request=accesslog_pb2.HTTPRequestProperties(request_id=request_id, request_body_bytes=100),
     )
     made.response.response_code.value = code
     return made
@@ -120,6 +121,52 @@ def test_entries_of_another_routers_request_are_told_apart_and_passed_on() -> No
         for join in ("other_router", "unknown", "joined"):
             assert bench.sample("kvroute_router_access_log_entries_total", join=join) == 1
     assert heard == ["theirs", "nobodys"]
+
+
+def without_body(method: base_pb2.RequestMethod, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:
+    """An entry of a request that had no body."""
+    made = entry(**common)
+    made.request.request_method = method
+    made.request.ClearField("request_body_bytes")
+    return made
+
+
+def refused(details: str) -> accesslog_pb2.HTTPAccessLogEntry:
+    """An entry of a request that a door of ours has refused."""
+    made = entry(code=429)
+    made.response.response_code_details = details
+    return made
+
+
+CUT = {"response_flags": accesslog_pb2.ResponseFlags(downstream_connection_termination=True)}
+
+
+@pytest.mark.parametrize(
+    "logged",
+    [
+        refused("ext_authz_denied"),
+        refused("kvroute"),
+        without_body(base_pb2.GET),
+        without_body(base_pb2.GET, **CUT),
+        without_body(base_pb2.POST),
+    ],
+    ids=["check", "ext_proc", "get", "get_cut_off", "post_without_body"],
+)
+def test_what_was_no_work_ends_no_other_request_of_its_id(logged: accesslog_pb2.HTTPAccessLogEntry) -> None:
+    """Meshes use an id for many requests: one that was refused, or has no body, ends none of the others."""
+    bench = in_flight()
+    with doors(bench) as served:
+        send(served, logged)
+    assert len(bench.ledger) == 1
+    assert bench.sample("kvroute_router_access_log_entries_total", join="no_work") == 1
+
+
+def test_a_post_that_was_cut_off_before_its_body_came_is_over() -> None:
+    """A pod may be picked by headers alone, so of a request that failed the missing body says nothing."""
+    bench = in_flight()
+    with doors(bench) as served:
+        send(served, without_body(base_pb2.POST, **CUT))
+    assert len(bench.ledger) == 0
 
 
 @pytest.mark.parametrize(("ip", "pod"), [("10.0.0.1", "10.0.0.1:8000"), ("fd00::1", "[fd00::1]:8000")])

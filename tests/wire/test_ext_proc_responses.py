@@ -228,3 +228,17 @@ def test_parallel_responses_stay_apart() -> None:
         assert all(pool.map(one, range(128)))
         wait_until(lambda: len(bench.ledger) == 0, "all requests' ends")
         assert ends(bench, "done") == 128
+
+
+def test_a_request_without_a_body_ends_no_other_of_its_id() -> None:
+    """A GET is no work for its pod: its answer leaves the request in flight that has the same id."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        working, asking = requested(served), served.stream()
+        asking.send(headers(path="/v1/models", x_request_id="r", end=True), response_headers(end=True))
+        assert set_headers(asking.receive())["x-gateway-destination-endpoint"] == A.address
+        asking.receive()
+        assert asking.rest() == []
+        wait_until(lambda: bench.metrics.requests_inside == 1, "the GET's end")
+        assert len(bench.ledger) == 1
+        working.cancel()
