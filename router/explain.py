@@ -36,8 +36,8 @@ class Explain:
 
     Args:
         capacity: Decisions kept; the oldest goes first.
-        candidates_max: Candidates in all of them, also of those that filters removed: among hundreds of pods,
-            fewer decisions are kept.
+        candidates_max: Candidates in all of them, also of those that filters removed, and more for many
+            prompts, see `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
         pod_name: A pod's name by its address.
     """
 
@@ -133,12 +133,12 @@ class Explain:
             record = self._fresh.popleft()
             request_id = record.decision.request_id
             if (old := records.pop(request_id, None)) is not None:
-                self._candidates -= len(old.decision.ranked.pods)
+                self._candidates -= old.decision.ranked.weight
             records[request_id] = record
-            self._candidates += len(record.decision.ranked.pods)
+            self._candidates += record.decision.ranked.weight
             while len(records) > self._capacity or self._is_too_full():
                 _, oldest = records.popitem(last=False)
-                self._candidates -= len(oldest.decision.ranked.pods)
+                self._candidates -= oldest.decision.ranked.weight
 
     def _is_too_full(self) -> bool:
         return self._candidates > self._candidates_max and len(self._records) > 1

@@ -120,6 +120,11 @@ class Ranking(Sequence[Candidate]):
         return made
 
     @property
+    def weight(self) -> int:
+        """As how many candidates for one prompt it takes memory: a further prompt adds about a fifth."""
+        return len(self.pods) * (4 + max(1, len(self._matches))) // 5
+
+    @property
     def holders_of_most(self) -> tuple[int, int]:
         """How many would serve the most, and the rank of the best of them."""
         cached_tokens = self.credits["cached_tokens"][self.order].tolist()

@@ -28,6 +28,15 @@ def test_among_many_pods_fewer_decisions_are_kept() -> None:
     assert [record["request_id"] for record in small.latest(100)] == ["r2"]
 
 
+def test_of_requests_with_many_prompts_fewer_decisions_are_kept() -> None:
+    """What each prompt found on each pod is kept: eleven prompts take the room of three decisions."""
+    bench, explain = Bench().with_pods(*PODS), Explain(100, str, candidates_max=60)
+    for number, prompt in enumerate([TEXT, [TEXT] * 11, [TEXT] * 11, TEXT]):
+        explain.decided(bench.router.route(completion(f"r{number}", prompt), 0.0))
+        kept = [record["request_id"] for record in explain.latest(100)]
+    assert kept == ["r3", "r2"]
+
+
 def test_a_page_shows_as_many_decisions_as_have_room() -> None:
     """A page of so many pods, the excluded among them, ends before one too many, but is never empty."""
     bench = Bench().with_pods(*PODS, *(ready_pod(f"10.0.1.{number}:8000", model="m") for number in range(5)))
