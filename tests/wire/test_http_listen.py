@@ -1,130 +1,43 @@
-"""The HTTP server on real sockets: who waits, who is slow and who takes nothing hold up nobody."""
+"""The HTTP server on real sockets: whoever waits, fails or goes away holds up nobody."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from queue import SimpleQueue
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router import http_connection, http_desk
+from router import http_desk
 from router.http_listen import HttpServer
-from router.http_requests import HttpRequest, HttpRequestError
-from router.steps import AT_ONCE_MAX, GOES_ON, MAY_WAIT, Steps
+from router.steps import AT_ONCE_MAX
+from tests.wire.http_support import (
+    CONNECTIONS_MAX,
+    INLINE_BYTES,
+    LARGE,
+    Waits,
+    ask,
+    bound,
+    http_threads,
+    request,
+    served,
+)
 from tests.wire.raw_http_support import Client
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
-
-_INLINE_BYTES = 1000
-_CONNECTIONS_MAX = 100
-_LARGE = 8 << 20
-
-
-class Waits:
-    """Serves: /wait... waits until it may go, /steps... takes three steps, /large gives much, /fail fails.
-
-    Attributes:
-        entered: One path for each request that waits.
-        active: By path, whether its client still waits.
-        may_go: Lets all go.
-        steps: The path of each step that was taken.
-    """
-
-    def __init__(self) -> None:
-        self.entered: SimpleQueue[str] = SimpleQueue()
-        self.active: dict[str, Callable[[], bool]] = {}
-        self.may_go = threading.Event()
-        self.steps: list[str] = []
-
-    def serve(self, request: HttpRequest, closes: bool, is_active: Callable[[], bool]) -> Steps[bytes]:
-        """The path comes back as the body."""
-        path = request.path
-        if path.startswith("/steps"):
-            for _ in range(3):
-                self.steps.append(path)
-                yield GOES_ON
-        if path.startswith("/wait"):
-            if path.startswith("/wait-told"):
-                yield MAY_WAIT
-            self.active[path] = is_active
-            self.entered.put(path)
-            assert self.may_go.wait(TIMEOUT_S)
-        if path == "/fail":
-            raise ValueError("a plugin tripped")
-        return _answer(200, path.encode() + (b"x" * _LARGE if path == "/large" else b""), closes=closes)
-
-    def refuse(self, error: HttpRequestError) -> bytes:
-        """Says why."""
-        return _answer(error.status, str(error).encode(), closes=True)
-
-
-@contextmanager
-def served(
-    *, inline_bytes_max: int = _INLINE_BYTES, connections_max: int = _CONNECTIONS_MAX, desks: int = 1
-) -> Iterator[tuple[HttpServer, Waits]]:
-    """A server on a free port."""
-    waits = Waits()
-    server = _bound(waits, inline_bytes_max=inline_bytes_max, connections_max=connections_max, desks=desks)
-    server.start()
-    try:
-        yield server, waits
-    finally:
-        waits.may_go.set()
-        server.close()
-
-
-def _bound(waits: Waits, *, inline_bytes_max: int, connections_max: int, desks: int) -> HttpServer:
-    return HttpServer(
-        "--port",
-        "127.0.0.1",
-        0,
-        waits.serve,
-        waits.refuse,
-        body_bytes_max=1 << 20,
-        inline_bytes_max=inline_bytes_max,
-        connections_max=connections_max,
-        refused=lambda: None,
-        desks=desks,
-    )
-
-
-def _answer(status: int, body: bytes, *, closes: bool) -> bytes:
-    end = b"connection: close\r\n" if closes else b""
-    return b"HTTP/1.1 %d -\r\ncontent-length: %d\r\n%b\r\n%b" % (status, len(body), end, body)
-
-
-def request(path: str, body: bytes = b"") -> bytes:
-    """A request."""
-    return b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
-
-
-def ask(server: HttpServer, path: str = "/") -> bytes:
-    """What is answered on a connection of its own."""
-    with Client(server.port) as client:
-        client.send(request(path))
-        return client.answer().body
-
-
-def http_threads() -> int:
-    """Threads that serve."""
-    return sum(thread.name == "http" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize(
     ("path", "body", "inline_bytes_max"),
     [
-        ("/wait-told", b"", _INLINE_BYTES),
-        ("/wait", b"x" * (_INLINE_BYTES + 1), _INLINE_BYTES),
-        ("/wait", b"x" * 500_000, _INLINE_BYTES),
+        ("/wait-told", b"", INLINE_BYTES),
+        ("/wait", b"x" * (INLINE_BYTES + 1), INLINE_BYTES),
+        ("/wait", b"x" * 500_000, INLINE_BYTES),
         ("/wait", b"", -1),
     ],
     ids=["it says so", "large", "larger than what is received at once", "none is served inline"],
@@ -272,7 +185,7 @@ def test_clients_that_come_and_go_get_their_own_answers_and_leave_nothing(
             with Client(server.port) as client:
                 for part in range(3):
                     path = f"/{random.choice(['plain', 'wait-told'])}/{seed}-{number}-{part}"
-                    client.send(request(path, b"x" * random.choice([0, _INLINE_BYTES + 1])))
+                    client.send(request(path, b"x" * random.choice([0, INLINE_BYTES + 1])))
                     if random.random() < 0.3:
                         break
                     assert client.answer().body == path.encode()
@@ -289,7 +202,7 @@ def test_clients_that_come_and_go_get_their_own_answers_and_leave_nothing(
 def _are_served(server: HttpServer, opened: ExitStack) -> bool:
     """Whether as many clients as there may be are served at once."""
     opened.close()
-    clients = [opened.enter_context(Client(server.port)) for _ in range(_CONNECTIONS_MAX)]
+    clients = [opened.enter_context(Client(server.port)) for _ in range(CONNECTIONS_MAX)]
     try:
         for client in clients:
             client.send(request("/"))
@@ -302,7 +215,7 @@ def _are_served(server: HttpServer, opened: ExitStack) -> bool:
 @given(data=st.data())
 def test_however_requests_come_all_are_answered_in_order(data: st.DataObject) -> None:
     """Several clients, any pieces in any order, some requests handed over: each gets its own answers."""
-    sizes, pieces = st.sampled_from([0, 10, _INLINE_BYTES + 1, 70_000]), st.integers(1, 80_000)
+    sizes, pieces = st.sampled_from([0, 10, INLINE_BYTES + 1, 70_000]), st.integers(1, 80_000)
     kinds = st.lists(st.tuples(st.sampled_from(["plain", "wait-told"]), sizes), min_size=1, max_size=5)
     asked = data.draw(st.lists(kinds, min_size=1, max_size=4))
     with served() as (server, waits), ExitStack() as opened:
@@ -322,57 +235,11 @@ def test_however_requests_come_all_are_answered_in_order(data: st.DataObject) ->
             assert [client.answer().body.decode() for _ in own] == own
 
 
-def test_slow_clients_take_no_threads() -> None:
-    """Any number of requests that come piece by piece are read by the one thread that serves all."""
-    bodies = [b"", b"x" * 300_000]
-    with served() as (server, _), ExitStack() as opened:
-        ask(server)
-        slow = [opened.enter_context(Client(server.port)) for _ in range(60)]
-        for number, client in enumerate(slow):
-            client.send(request("/slow", bodies[number % 2])[:40])
-        for _ in range(3):
-            assert ask(server) == b"/"
-        assert http_threads() == 1
-        for number, client in enumerate(slow):
-            data = request("/slow", bodies[number % 2])[40:]
-            client.send(data[: len(data) // 2])
-            client.send(data[len(data) // 2 :])
-        assert {client.answer().body for client in slow} == {b"/slow"}
-
-
-def test_whoever_takes_no_answer_holds_up_nobody() -> None:
-    """An answer that does not fit goes on when there is room, whole and before the next one."""
-    with served() as (server, _), Client(server.port) as client:
-        client.send(request("/large") + request("/large") + request("/next"))
-        for _ in range(3):
-            assert ask(server) == b"/"
-        sizes = [len(client.answer().body) for _ in range(3)]
-        assert sizes == [_LARGE + len("/large")] * 2 + [len("/next")]
-        client.send(request("/after"))
-        assert client.answer().body == b"/after"
-
-
-@pytest.mark.parametrize("line", [b"", b"connection: close\r\n"], ids=["it stays", "it ends with it"])
-def test_whoever_takes_no_answer_for_long_is_closed_on(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection whose answer is not taken in time gives its place to another."""
-    monkeypatch.setattr(http_connection, "_REQUEST_S", 1.0)
-    with served(connections_max=1) as (server, _), Client(server.port) as client:
-        client.send(request("/large").replace(b"content-length", line + b"content-length"))
-
-        def is_served() -> bool:
-            try:
-                return ask(server) == b"/"
-            except (AssertionError, OSError):
-                return False
-
-        wait_until(is_served, "a free place")
-
-
 def test_an_answer_that_ends_a_connection_is_sent_whole() -> None:
     """Behind `connection: close` the connection ends, but not before all of the answer has gone."""
     with served() as (server, _), Client(server.port) as client:
         client.send(request("/large").replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
-        assert len(client.answer().body) == _LARGE + len("/large")
+        assert len(client.answer().body) == LARGE + len("/large")
         assert client.is_closed()
 
 
@@ -384,16 +251,6 @@ def test_a_request_that_fails_ends_its_own_connection_alone(caplog: pytest.LogCa
         other.send(request("/"))
         assert other.answer().body == b"/"
     assert "a plugin tripped" in caplog.text
-
-
-def test_whoever_goes_on_after_a_refusal_is_closed_on() -> None:
-    """Of what follows a refused request some is read, that the answer is not lost, but not all there is."""
-    with served() as (server, _), Client(server.port) as client:
-        client.send(b"NONSENSE\r\n\r\n")
-        assert client.answer().status == 400
-        more = iter(lambda: client.send(b"x" * (1 << 20)), 0)
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            deque(more, maxlen=0)
 
 
 def test_the_close_waits_for_requests_that_wait() -> None:
@@ -413,7 +270,7 @@ def test_the_close_waits_for_requests_that_wait() -> None:
 
 def test_what_never_began_is_closed_at_once() -> None:
     """A server that was bound and not started leaves its port to others, however often it is closed."""
-    server = _bound(Waits(), inline_bytes_max=_INLINE_BYTES, connections_max=1, desks=1)
+    server = bound(Waits(), inline_bytes_max=INLINE_BYTES, connections_max=1, desks=1)
     server.close()
     server.close()
     with socket.create_server(("127.0.0.1", server.port)):
