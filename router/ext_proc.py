@@ -141,7 +141,7 @@ class _Exchange:
                 case "response_body":
                     yield from self._response.body(message.response_body, self._response_body_mode)
                 case "response_trailers":
-                    yield from self._response.trailers()
+                    yield from self._response.trailers(message.response_trailers)
                 case _:
                     self._metrics.dropped(_DOOR, "unknown_message")
         except RequestError as error:
@@ -155,7 +155,7 @@ class _Exchange:
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_body_mode = message.protocol_config.response_body_mode
-        self._headers = header_values(message.request_headers)
+        self._headers = header_values(message.request_headers.headers)
         self._candidates = subset_hint(message.metadata_context)
         length = self._headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):

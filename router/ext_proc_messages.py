@@ -22,11 +22,11 @@ BodyMode = processing_mode_pb2.ProcessingMode
 CHUNK_BYTES_MAX = 62_000
 
 
-def header_values(message: pb.HttpHeaders) -> dict[str, str]:
+def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
     """Headers by lower-cased name; the last of several wins, raw values win over plain ones."""
     return {
         header.key.lower(): header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
-        for header in message.headers.headers
+        for header in message.headers
     }
 
 

@@ -7,7 +7,7 @@ stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
@@ -54,23 +54,25 @@ class ResponsePhase:
             return (message.echo,)
         return streamed_bytes(RESPONSE_BODY, message.body, end_of_stream=message.end_of_stream)
 
-    def trailers(self) -> Iterator[pb.ProcessingResponse]:
+    def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's trailers, which end it."""
-        self.note_end()
+        self.note_trailers(message)
         yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
     def note_headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
         """Reads the response's headers without answering them."""
-        headers = header_values(message)
-        is_event_stream = "text/event-stream" in headers.get("content-type", "")
+        headers = header_values(message.headers)
+        content_type = headers.get("content-type", "")
+        is_event_stream = "text/event-stream" in content_type
         # Of an answer in one piece, the first byte is no earlier than the last token.
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
-        self._failed, self._refused = status >= "500", "400" <= status < "500"
+        self._failed, self._refused = status >= "500" or _has_grpc_failed(headers), "400" <= status < "500"
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
-        # An answer in one piece is made when its headers come, whoever sees the rest of it.
-        if message.end_of_stream or not (self._sees_body or is_event_stream):
+        # An answer in one piece is made when its headers come, whoever sees the rest of it; gRPC's are not.
+        comes_in_pieces = is_event_stream or content_type.startswith("application/grpc")
+        if message.end_of_stream or not (self._sees_body or comes_in_pieces):
             self.note_end()
         return headers
 
@@ -83,6 +85,12 @@ class ResponsePhase:
             self._usage.feed(message.body)
         if message.end_of_stream:
             self.note_end()
+
+    def note_trailers(self, message: pb.HttpTrailers) -> None:
+        """Reads the response's trailers, which end it, without answering them."""
+        if _has_grpc_failed(header_values(message.trailers)):
+            self._failed = True
+        self.note_end()
 
     @property
     def usage_json(self) -> bytes | None:
@@ -118,3 +126,8 @@ class ResponsePhase:
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
         )
+
+
+def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
+    """gRPC answers 200 whatever happened, and tells in its trailers, or in headers without a body."""
+    return headers.get("grpc-status", "0") != "0"

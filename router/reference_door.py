@@ -220,7 +220,7 @@ class _Exchange:
                 case "response_body":
                     yield from self._response.body(message.response_body, self._response_body_mode)
                 case "response_trailers":
-                    yield from self._response.trailers()
+                    yield from self._response.trailers(message.response_trailers)
                 case _:
                     self._parts.metrics.dropped(_DOOR, "unknown_message")
         except RequestError as error:
@@ -246,7 +246,7 @@ class _Exchange:
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_body_mode = message.protocol_config.response_body_mode
-        self._headers = header_values(message.request_headers)
+        self._headers = header_values(message.request_headers.headers)
         if not self._options.strict:
             self._subset = subset_hint(message.metadata_context)
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:

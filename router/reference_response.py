@@ -83,9 +83,9 @@ class ReferenceResponse:
                 return
         yield from self._echo(data, end_of_stream=message.end_of_stream)
 
-    def trailers(self) -> Iterator[pb.ProcessingResponse]:
+    def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's trailers, after what was held."""
-        self._phase.note_end()
+        self._phase.note_trailers(message)
         if self._held:
             data, self._held = bytes(self._held), None
             yield from self._echo(data, end_of_stream=False)

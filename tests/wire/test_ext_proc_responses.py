@@ -125,6 +125,40 @@ def test_trailers_end_a_response() -> None:
         wait_until(lambda: ends(bench, "done") == 1, "end")
 
 
+def grpc_trailers(status: str) -> pb.ProcessingRequest:
+    """Trailers as gRPC ends its answers."""
+    message = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
+    message.response_trailers.trailers.headers.add(key="grpc-status", raw_value=status.encode())
+    return message
+
+
+@pytest.mark.parametrize("config", [None, HEADERS_ALONE], ids=["whole", "headers_alone"])
+@pytest.mark.parametrize(("status", "outcome"), [("0", "done"), ("13", "failed")])
+def test_grpcs_trailers_are_the_verdict(status: str, outcome: str, config: tuple[int, int] | None) -> None:
+    """An engine's gRPC answer is 200 in any case, is not over with its headers, and fails by its trailers."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served, config=config)
+        stream.send(response_headers(status="200", content_type="application/grpc"))
+        stream.receive()
+        assert len(bench.ledger) == 1
+        stream.send(grpc_trailers(status))
+        stream.rest()
+        wait_until(lambda: ends(bench, outcome) == 1, "end")
+
+
+def test_a_grpc_answer_of_trailers_alone_tells_its_verdict_in_headers() -> None:
+    """Where nothing came before them, gRPC's trailers are the response's headers."""
+    bench = Bench().with_pods(A)
+    with doors(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(
+            response_headers(status="200", content_type="application/grpc", grpc_status="8", end=True)
+        )
+        stream.rest()
+        wait_until(lambda: ends(bench, "failed") == 1, "end")
+
+
 def test_a_client_that_goes_away_ends_its_request() -> None:
     """A reset in mid-response frees the load at once, counted as failed."""
     bench = Bench().with_pods(A)
