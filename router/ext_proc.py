@@ -238,9 +238,7 @@ class _Exchange:
         """The destination's value."""
         self.is_routed = True
         decision = yield from self._picks.deciding(request, self._is_active)
-        # Of what the ledger does not have there is nothing to tell; it may have another request of that id.
-        if decision.is_charged:
-            self._response.request_id, self._response.pod = decision.request_id, decision.primary.pod
+        self._response.of(decision)
         self._response.explained = self._picks.explained(decision)
         return self._picks.destination(decision)
 

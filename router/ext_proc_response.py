@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
+from router.decision import Decision
 from router.ext_proc_bytes import RESPONSE_BODY, Answer, ResponseChunk, streamed_bytes
 from router.ext_proc_messages import BodyMode, header_values, response_headers_answer
 from router.outcomes import RESPONSE, Outcomes
@@ -26,19 +27,26 @@ class ResponsePhase:
     Attributes:
         request_id: The request that was picked for, as long as it is not over; None before and after, and
             for one that is no work.
-        pod: The picked pod.
         explained: What the response says of the decision; None: nothing.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
         self.request_id: str | None = None
-        self.pod: str | None = None
+        self._pod: str | None = None
+        self._sent_s: float | None = None
         self.explained: str | None = None
         self._usage: UsageReader | None = None
         self._failed, self._refused = True, False
         self._sees_body = True
         self._awaits_first_token = False
+
+    def of(self, decision: Decision) -> None:
+        """The response is to this request."""
+        # Of what the ledger does not have there is nothing to tell; it may have another request of that id.
+        if decision.is_charged:
+            self.request_id, self._pod = decision.request_id, decision.primary.pod
+            self._sent_s = decision.decided_s
 
     def headers(self, message: pb.HttpHeaders, mode: int) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's headers; `mode`: how the body will come here."""
@@ -80,7 +88,9 @@ class ResponsePhase:
         """Reads a chunk of the response's body without answering it."""
         if self._awaits_first_token and self.request_id is not None:
             self._awaits_first_token = False
-            self._outcomes.first_token(self.request_id, RESPONSE, time.monotonic(), pod=self.pod)
+            self._outcomes.first_token(
+                self.request_id, RESPONSE, time.monotonic(), pod=self._pod, sent_s=self._sent_s
+            )
         if self._usage is not None:
             self._usage.feed(message.body)
         if message.end_of_stream:
@@ -121,7 +131,8 @@ class ResponsePhase:
             request_id,
             RESPONSE,
             time.monotonic(),
-            pod=self.pod,
+            pod=self._pod,
+            sent_s=self._sent_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,

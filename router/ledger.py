@@ -52,8 +52,9 @@ class Ledger:
     """In-flight requests, and what they add up to on the board.
 
     Each dispatch is an entry of its own: clients reuse request ids, also while the first use is in flight.
-    News of an id concerns its oldest entry, or the oldest on the pod that the news names. The clock only
-    guesses a prefill's end: the request leaves the pod's queue, and who tells its true end still brings news.
+    News of an id concerns its oldest entry, or the oldest on the pod that the news names, or the one that was
+    sent when the news says. The clock only guesses a prefill's end: the request leaves the pod's queue, and
+    who tells its true end still brings news.
 
     Args:
         board: Where the sums of each pod are kept.
@@ -160,17 +161,25 @@ class Ledger:
                 del self._confirming[pod]
         return announced
 
-    def first_token(self, request_id: str, now_s: float, pod: str | None = None) -> Dispatch | None:
+    def first_token(
+        self, request_id: str, now_s: float, pod: str | None = None, sent_s: float | None = None
+    ) -> Dispatch | None:
         """Its first token was seen; returns the request if that was news."""
         with self._lock:
-            entry = self._find(request_id, pod)
+            entry = self._find(request_id, pod, sent_s)
             if entry is None or entry.prefill_ended_s is not None:
                 return None
             self._end_prefill(entry, now_s)
             return entry.dispatch
 
     def end(
-        self, request_id: str, now_s: float, pod: str | None = None, *, late_s: float = 0.0
+        self,
+        request_id: str,
+        now_s: float,
+        pod: str | None = None,
+        sent_s: float | None = None,
+        *,
+        late_s: float = 0.0,
     ) -> Dispatch | None:
         """It is done or has failed; returns the request if it was in flight.
 
@@ -178,7 +187,7 @@ class Ledger:
             late_s: How long ago it was over.
         """
         with self._lock:
-            entry = self._find(request_id, pod)
+            entry = self._find(request_id, pod, sent_s)
             if entry is not None:
                 return self._remove(entry, now_s)
             self._remember(self._unknown_ended_s, request_id, now_s - late_s)
@@ -194,10 +203,12 @@ class Ledger:
         # Without the lock: nearly always there is nothing.
         return self._unknown_ended_s.get(request_id, since_s) > since_s
 
-    def prefill_ended_s(self, request_id: str, pod: str | None = None) -> float | None:
+    def prefill_ended_s(
+        self, request_id: str, pod: str | None = None, sent_s: float | None = None
+    ) -> float | None:
         """When somebody told that its prefill is over; None until then, and after its end."""
         with self._lock:
-            entry = self._find(request_id, pod)
+            entry = self._find(request_id, pod, sent_s)
             return entry.prefill_ended_s if entry else None
 
     def ended_s(self, request_id: str) -> float | None:
@@ -310,10 +321,12 @@ class Ledger:
         if not confirming:
             del self._confirming[pod]
 
-    def _find(self, request_id: str, pod: str | None) -> _Entry | None:
+    def _find(self, request_id: str, pod: str | None, sent_s: float | None) -> _Entry | None:
         entries = self._by_id.get(request_id)
         if entries is None:
             return None
+        if sent_s is not None:
+            return next((entry for entry in entries if entry.dispatch.dispatched_s == sent_s), None)
         if len(entries) == 1 or pod is None:
             return entries[0]
         return next((entry for entry in entries if entry.dispatch.pod == pod), entries[0])

@@ -33,14 +33,14 @@ SCRAPE, CLOCK = "scrape", "clock"
 _EXACT = StreamState.EXACT.value
 
 
-FIRST_TOKEN, DONE, FAILED = "first_token", "done", "failed"
+FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
 
 
 class Heard(msgspec.Struct, frozen=True):
     """What was heard of a request that is none of this router's.
 
     Attributes:
-        event: `FIRST_TOKEN`, `DONE` or `FAILED`.
+        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED`.
         source: Who told.
         late_s: How long ago it was over, if that was told.
     """
@@ -126,19 +126,27 @@ class Outcomes:
             self._metrics.told_late("first_token", BLOCKS, late_s)
 
     def first_token(
-        self, request_id: str, source: str, now_s: float, *, pod: str | None = None, passes_on: bool = True
+        self,
+        request_id: str,
+        source: str,
+        now_s: float,
+        *,
+        pod: str | None = None,
+        sent_s: float | None = None,
+        passes_on: bool = True,
     ) -> bool:
         """Its first token was seen; answers whether the request is in flight.
 
         Args:
             pod: Where, if known: it tells apart requests in flight under one id.
+            sent_s: When it was sent (`Decision.decided_s`), if known: so does this, on one pod, too.
             passes_on: Whether other routers are told, if it is none of ours.
         """
-        dispatch = self._ledger.first_token(request_id, now_s, pod)
+        dispatch = self._ledger.first_token(request_id, now_s, pod, sent_s)
         if dispatch is not None:
             self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, source, now_s)
-        elif (known_s := self._ledger.prefill_ended_s(request_id, pod)) is not None:
+        elif (known_s := self._ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
             self._metrics.told_late("first_token", source, now_s - known_s)
         elif passes_on and self._others is not None and request_id not in self._ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
@@ -151,6 +159,7 @@ class Outcomes:
         now_s: float,
         *,
         pod: str | None = None,
+        sent_s: float | None = None,
         failed: bool = False,
         cached_tokens: int | None = None,
         late_s: float | None = None,
@@ -160,14 +169,14 @@ class Outcomes:
         """The request is over; answers what it was, if it was in flight.
 
         Args:
-            pod: Where, if known: it tells apart requests in flight under one id.
+            pod, sent_s: See `first_token`.
             refused: The pod answered that the client asked something wrong: it has computed nothing.
             late_s: How long ago it was over, if the source tells; else late by what another was earlier.
             passes_on: See `first_token`.
         """
         dispatch = None
         if source != ACCESS_LOG or not self._echoes.take(request_id, now_s):
-            dispatch = self._ledger.end(request_id, now_s, pod, late_s=max(0.0, late_s or 0.0))
+            dispatch = self._ledger.end(request_id, now_s, pod, sent_s, late_s=max(0.0, late_s or 0.0))
         if dispatch is not None:
             if source == RESPONSE:
                 self._echoes.expect(request_id, now_s)
@@ -179,7 +188,7 @@ class Outcomes:
         elif (known_s := self._ledger.ended_s(request_id)) is not None:
             self._metrics.told_late("end", source, now_s - known_s)
         elif passes_on and self._others is not None:
-            event = FAILED if failed else DONE
+            event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if cached_tokens is not None:
             predicted = self._explain.predicted(request_id, dispatch, pod)
@@ -241,6 +250,7 @@ class Outcomes:
             now_s,
             pod=pod,
             failed=heard.event == FAILED,
+            refused=heard.event == REFUSED,
             cached_tokens=heard.cached_tokens,
             late_s=heard.late_s,
             passes_on=False,

@@ -345,8 +345,7 @@ class _Exchange:
 
     def _note(self, decision: Decision, request: RouteRequest) -> None:
         """Remembers what the response needs, and refuses what came to nothing."""
-        if decision.is_charged:
-            self._phase.request_id, self._phase.pod = decision.request_id, decision.primary.pod
+        self._phase.of(decision)
         if request.headers.get("prefer") == "if-available" and not decision.primary.cached_tokens:
             self._phase.cut()
             self._refuse(RequestError(412, "the selected endpoint holds no cached prefix of the request"))

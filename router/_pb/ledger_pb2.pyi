@@ -61,10 +61,12 @@ class Outcome(_message.Message):
         EVENT_FIRST_TOKEN: _ClassVar[Outcome.Event]
         EVENT_DONE: _ClassVar[Outcome.Event]
         EVENT_FAILED: _ClassVar[Outcome.Event]
+        EVENT_REFUSED: _ClassVar[Outcome.Event]
     EVENT_UNSPECIFIED: Outcome.Event
     EVENT_FIRST_TOKEN: Outcome.Event
     EVENT_DONE: Outcome.Event
     EVENT_FAILED: Outcome.Event
+    EVENT_REFUSED: Outcome.Event
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]

@@ -16,7 +16,7 @@ from indexer.errors import PeerError
 from indexer.keys import Keys
 from router._pb import ledger_pb2 as pb
 from router.dispatch import Dispatch
-from router.outcomes import DONE, FAILED, FIRST_TOKEN, Heard
+from router.outcomes import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
 
 SCHEMA = 1
 
@@ -57,6 +57,7 @@ _EVENTS = {
     FIRST_TOKEN: pb.Outcome.EVENT_FIRST_TOKEN,
     DONE: pb.Outcome.EVENT_DONE,
     FAILED: pb.Outcome.EVENT_FAILED,
+    REFUSED: pb.Outcome.EVENT_REFUSED,
 }
 _EVENT_NAMES = {event: name for name, event in _EVENTS.items()}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import PeerError
 from router._pb import ledger_pb2 as pb
-from router.outcomes import DONE, FAILED, FIRST_TOKEN, Heard
+from router.outcomes import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
 from router.replicas.news import KEYS_MAX, MESSAGE_BYTES_MAX, News, Sent, news_messages, read_news
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -34,7 +34,7 @@ SENT = st.builds(
 HEARD = st.builds(
     Heard,
     TEXTS,
-    st.sampled_from([FIRST_TOKEN, DONE, FAILED]),
+    st.sampled_from([FIRST_TOKEN, DONE, FAILED, REFUSED]),
     TEXTS,
     st.none() | TEXTS.filter(bool),
     st.none() | SECONDS,

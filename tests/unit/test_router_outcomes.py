@@ -253,3 +253,18 @@ def test_echoes_are_bounded_and_forgotten_in_time() -> None:
     assert [echoes.take(f"r{number}", 1.0) for number in range(3)] == [False, True, True]
     echoes.expect("r", 2.0)
     assert (echoes.take("r", 60.0), len(echoes)) == (False, 0)
+
+
+def test_requests_under_one_id_on_one_pod_are_told_apart_by_when_they_were_sent() -> None:
+    """Who saw the pick itself, as the response phase has, tells of that request and of no namesake."""
+    bench = Bench().with_pods(A)
+    first, second = (bench.router.route(completion("r", "hello " * 20), now_s) for now_s in (0.0, 1.0))
+    assert bench.outcomes.first_token("r", RESPONSE, 2.0, pod=A.address, sent_s=second.decided_s)
+    assert bench.ledger.prefill_ended_s("r", A.address, first.decided_s) is None
+    assert bench.ledger.prefill_ended_s("r", A.address, second.decided_s) == 2.0
+    for _ in range(2):
+        bench.outcomes.ended("r", RESPONSE, 3.0, pod=A.address, sent_s=second.decided_s)
+        assert len(bench.ledger) == 1
+    ended = bench.outcomes.ended("r", RESPONSE, 4.0, pod=A.address, sent_s=first.decided_s)
+    assert ended is not None
+    assert ended.key == first.key
