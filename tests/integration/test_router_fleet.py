@@ -20,12 +20,30 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.outcomes import ACCESS_LOG
 from router.server import RouterServer
 from router.tls_options import TlsOptions
-from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
+from tests.integration.router_server_support import (
+    METRICS,
+    fake_pods,
+    get,
+    ready_pods,
+    running_router,
+    write_pods,
+)
 from tests.loopback import HERE, free_port
 from tests.unit.router_support import completion, long_text
 from tests.wire.router_wire_support import wait_until
 
 SEED = 7
+# Engines that have so many requests end none of ours, however long a test takes.
+BUSY = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 100.0')
+
+
+@contextmanager
+def two_pods(directory: Path) -> Iterator[Path]:
+    """Two fake pods; yields a file that names them."""
+    with fake_pods(2) as pods:
+        for pod in pods:
+            pod.metrics = BUSY
+        yield write_pods(directory / "pods.yaml", [pod.address for pod in pods])
 
 
 @contextmanager
@@ -48,8 +66,7 @@ def router(
 def fleet(directory: Path, **settings: Any) -> Iterator[tuple[RouterServer, RouterServer]]:
     """Two routers that follow each other."""
     ports = free_port(), free_port()
-    with fake_pods(2) as pods, ExitStack() as running:
-        pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
+    with two_pods(directory) as pods_file, ExitStack() as running:
         first, second = (running.enter_context(router(pods_file, port, *ports, **settings)) for port in ports)
         wait_until(lambda: states(first) == states(second) == ["followed"], "each other")
         yield first, second
@@ -140,33 +157,29 @@ def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
 ) -> None:
     """Its requests are gone with it, and log, page and metrics say so; back, it is followed again."""
     ports = free_port(), free_port()
-    with fake_pods(2) as pods:
-        pods_file = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
-        with router(pods_file, ports[0], *ports) as first:
-            with router(pods_file, ports[1], *ports) as second:
-                wait_until(lambda: states(first) == ["followed"], "the second")
-                pick(second, "a", "hello")
-                await_work(first, 1)
-                caplog.set_level(logging.WARNING)
-            wait_until(lambda: states(first) == ["lost"], "its loss")
-            assert awaiting(first) == 0
-            assert "its 1 requests in flight count no longer" in caplog.text
-            _, page = get(first, "/metrics")
-            assert b'kvroute_router_ledger_peers{state="lost"} 1.0' in page
-            with router(pods_file, ports[1], *ports):
-                wait_until(lambda: states(first) == ["followed"], "its return")
+    with two_pods(tmp_path) as pods_file, router(pods_file, ports[0], *ports) as first:
+        with router(pods_file, ports[1], *ports) as second:
+            wait_until(lambda: states(first) == ["followed"], "the second")
+            pick(second, "a", "hello")
+            await_work(first, 1)
+            caplog.set_level(logging.WARNING)
+        wait_until(lambda: states(first) == ["lost"], "its loss")
+        assert awaiting(first) == 0
+        assert "its 1 requests in flight count no longer" in caplog.text
+        _, page = get(first, "/metrics")
+        assert b'kvroute_router_ledger_peers{state="lost"} 1.0' in page
+        with router(pods_file, ports[1], *ports):
+            wait_until(lambda: states(first) == ["followed"], "its return")
 
 
 def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
     """One router alone has no such lines, and notes nothing for others."""
-    with fake_pods(2) as pods:
-        pods_file = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
-        with router(pods_file, 0) as alone:
-            pick(alone, "a", "hello")
-            _, page = get(alone, "/metrics")
-            assert shown(alone) == []
-            assert b"kvroute_router_ledger_peers" not in page
-            assert alone._ledger.changes is None
+    with two_pods(tmp_path) as pods_file, router(pods_file, 0) as alone:
+        pick(alone, "a", "hello")
+        _, page = get(alone, "/metrics")
+        assert shown(alone) == []
+        assert b"kvroute_router_ledger_peers" not in page
+        assert alone._ledger.changes is None
 
 
 def test_routers_meet_over_tls(tmp_path: Path) -> None:
