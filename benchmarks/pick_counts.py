@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -26,7 +28,7 @@ from benchmarks.pick_inside import Inside
 from benchmarks.report import Report, read_options
 from router.steps import AT_ONCE_MAX
 
-_INSIDE = "inside"
+_INSIDE, _BEFORE = "inside", "before"
 _BURST, _BURSTS = 32, 6
 # How many go step by step together: one, as on a calm day, or as many as do under load.
 _AT_ONCE = {"request_small": 1, "request_small_together": AT_ONCE_MAX}
@@ -50,8 +52,12 @@ _FIGURES = {
 }
 
 
-def serve(warm_bursts: int) -> None:
-    """The requests, under valgrind."""
+def serve(warm_bursts: int, callgrind: Callable[[str], None]) -> None:
+    """The requests.
+
+    Args:
+        callgrind: Tells valgrind when to count.
+    """
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         bodies = write_bodies(Path(name))
         inside = Inside(bodies["all"])
@@ -66,11 +72,11 @@ def serve(warm_bursts: int) -> None:
             gc.collect()
             gc.freeze()
             for at_once, bursts in zip(_AT_ONCE.values(), counted, strict=True):
-                _callgrind("--instr=on")
+                callgrind("--instr=on")
                 for requests in bursts:
                     _burst(inside, requests, at_once)
-                _callgrind("--instr=off")
-                _callgrind("--dump")
+                callgrind("--instr=off")
+                callgrind("--dump")
         finally:
             inside.close()
 
@@ -102,20 +108,25 @@ def measure(report: Report, warm_bursts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         out = Path(name, "counts")
         argv = [*_VALGRIND, *_CACHES, f"--callgrind-out-file={out}", sys.executable, "-m", __spec__.name]
-        # Kernels are compiled for the processor, and would be anew for the one that valgrind plays.
-        features = llvm.get_host_cpu_features().flatten()
+        # Kernels are compiled for the processor, and would be anew for the one that valgrind plays: for both
+        # without what valgrind does not know, and before it begins.
+        features = re.sub(r"\+(avx512|evex512|avx10)", r"-\1", llvm.get_host_cpu_features().flatten())
         processor = {"NUMBA_CPU_NAME": llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": features}
         environment = {**os.environ, **processor, "PYTHONHASHSEED": "0"}
-        argv += [_INSIDE, str(warm_bursts)]
-        ran = subprocess.run(argv, env=environment, capture_output=True, text=True)
-        if ran.returncode:
-            raise SystemExit(f"under valgrind it failed:\n{ran.stderr[-2000:]}")
+        _run([sys.executable, "-m", __spec__.name, _BEFORE, "0"], environment, "beforehand")
+        _run([*argv, _INSIDE, str(warm_bursts)], environment, "under valgrind")
         dumps = [_totals(out.with_name(f"{out.name}.{number + 1}")) for number in range(len(_AT_ONCE))]
     for (name, at_once), counts in zip(_AT_ONCE.items(), dumps, strict=True):
         for figure, events in _FIGURES.items():
             each = sum(counts[event] for event in events) / (_BURST * _BURSTS)
             shown = {"requests": _BURST * _BURSTS, "at_once": at_once, "caches": _CACHES}
             report.figure(f"{name}_{figure}", "count", [each], **shown)
+
+
+def _run(argv: list[str], environment: dict[str, str], where: str) -> None:
+    ran = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(f"{where} it failed:\n{ran.stderr[-2000:]}")
 
 
 def _totals(dump: Path) -> dict[str, int]:
@@ -126,8 +137,8 @@ def _totals(dump: Path) -> dict[str, int]:
 
 def main() -> int:
     """Counts and prints."""
-    if sys.argv[1:2] == [_INSIDE]:
-        serve(int(sys.argv[2]))
+    if sys.argv[1:2] in ([_INSIDE], [_BEFORE]):
+        serve(int(sys.argv[2]), _callgrind if sys.argv[1] == _INSIDE else lambda _command: None)
         return 0
     read = read_options(__doc__)
     read.report.machine()
