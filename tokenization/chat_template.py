@@ -100,7 +100,7 @@ class ChatTemplate:
             )
         if self.moves(messages):
             messages = as_system(messages)
-        shown = _opened(messages) if continue_final_message else messages
+        shown, last_text = _opened(messages) if continue_final_message else (messages, "")
         options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         variables = {
             **self._special_tokens,
@@ -124,7 +124,7 @@ class ChatTemplate:
             raise PromptError(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
-        return _left_open(text) if continue_final_message else text
+        return _left_open(text, last_text) if continue_final_message else text
 
     def moves(self, messages: Sequence[Message]) -> bool:
         """Whether messages are shown elsewhere than in their places, see `developer_role`."""
@@ -192,24 +192,25 @@ class ChatTemplate:
             return None
 
 
-def _opened(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the mark behind the last text of the last one."""
+def _opened(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """The messages with the mark behind the last text of the last one, and this text."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if isinstance(content, str):
-        return [*messages[:-1], {**last, "content": content + _OPEN_MARK}]
+        return [*messages[:-1], {**last, "content": content + _OPEN_MARK}], content
     parts = list(content) if isinstance(content, list) else []
     for at in reversed(range(len(parts))):
         if "text" in parts[at]:
-            parts[at] = {**parts[at], "text": parts[at]["text"] + _OPEN_MARK}
-            return [*messages[:-1], {**last, "content": parts}]
+            last_text = parts[at]["text"]
+            parts[at] = {**parts[at], "text": last_text + _OPEN_MARK}
+            return [*messages[:-1], {**last, "content": parts}], last_text
     raise UnsupportedPromptError("continue_final_message needs a last message with text", "messages")
 
 
-def _left_open(text: str) -> str:
-    """Cuts at the mark what the template puts behind the last message's content."""
+def _left_open(text: str, last_text: str) -> str:
+    """Cuts at the mark what the template puts behind the last message's content, which has to be there."""
     at = text.rfind(_OPEN_MARK.rstrip())
-    if at < 0:
+    if at < 0 or last_text.strip() not in text:
         raise PromptError(
             "the chat template does not show the last message as it is", "continue_final_message"
         )

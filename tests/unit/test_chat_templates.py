@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokenizer_support import tekken
 from tokenization import MediaPromptError, PromptError, PromptTokenizer
+from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import chat_prefix, chat_prompt, completion_prompts
 
 # Each in the manner of its family: BOS by the template, headers, trimming, tools, parts, thinking, documents.
@@ -150,6 +151,39 @@ def test_chat_ids_equal_transformers(
     defaults = {"add_generation_prompt": True, "return_dict": False, "tokenize": True}
     expected = references[name].apply_chat_template(messages, **{**defaults, **options})
     assert chat_prompt(body, models[name]).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "is_shown"), [("At night", True), ("At night ", True), ("It is|At night", False), ("|", False)]
+)
+def test_an_answer_of_which_a_part_is_hidden_cannot_be_left_open(
+    references: dict[str, PreTrainedTokenizerFast], said: str, is_shown: bool
+) -> None:
+    """A last message goes on only where a template shows all of it: of any other engines make no prompt."""
+    shown = "{% set text = text.split('|')[-1] %}{{ text | trim }}. "
+    plain = f"{{% for m in messages %}}{{% set text = m.content %}}{shown}{{% endfor %}}"
+    by_parts = "{% for m in messages %}{% for p in m.content %}{% set text = p.text %}"
+    by_parts += f"{shown}{{% endfor %}}{{% endfor %}}"
+    texts = ["When?", said]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    for source, contents in (
+        (plain, texts),
+        (by_parts, [[{"type": "text", "text": text}] for text in texts]),
+    ):
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        ours = ChatTemplate(source, {})
+        if is_shown:
+            theirs = references["llama"].apply_chat_template(
+                messages, chat_template=source, tokenize=False, **options
+            )
+            assert ours.render(messages, **options) == theirs
+            continue
+        with pytest.raises(ValueError, match="continue_final_message"):
+            references["llama"].apply_chat_template(messages, chat_template=source, tokenize=False, **options)
+        with pytest.raises(PromptError) as caught:
+            ours.render(messages, **options)
+        assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize("special", [True, False])
