@@ -42,6 +42,12 @@ from tokenization.openai_responses import responses_as_chat
 LONGER_THAN_CONTEXT = "longer_than_context"
 """Why a prompt that every engine will refuse is routed by load alone."""
 
+TOO_MANY_PROMPTS = "too_many_prompts"
+"""Why a request with more than PROMPTS_MAX prompts is routed by load alone."""
+
+PROMPTS_MAX = 64
+"""Each is tokenized, and matched while other picks wait, on its own."""
+
 MEDIA = "media"
 """Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
 
@@ -189,6 +195,23 @@ def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimit
         return (
             _begin_prefix(request, tokenizer) if images is None else BegunImages(images, request, tokenizer)
         )
+
+
+def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
+    """What is seen at once to be of no use to any cache; None for any other request.
+
+    Args:
+        context_tokens: As for `TokenizerRegistry.tokenizing`.
+    """
+    prompt = request.body.get("prompt")
+    if request.kind is not RequestKind.COMPLETIONS or type(prompt) is not list or not prompt:
+        return None
+    first = type(prompt[0])
+    if first in (str, list):
+        return unknown(request, TOO_MANY_PROMPTS) if len(prompt) > PROMPTS_MAX else None
+    if first is not int or context_tokens is None or "truncate_prompt_tokens" in request.body:
+        return None
+    return PromptTokens((), len(prompt), LONGER_THAN_CONTEXT) if len(prompt) > context_tokens else None
 
 
 def given(request: RouteRequest) -> PromptTokens | None:

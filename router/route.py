@@ -24,14 +24,12 @@ from router.errors import RequestError
 from router.flow import FlowControl
 from router.lineup import Lineup, Lineups
 from router.pods import PodSet
+from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
 from router.request import RouteRequest
 from router.schedule import Prompted, Scheduler
 from router.steps import GOES_ON, Steps, alone
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
 from router.traces import RequestTrace, Traces
-
-# Each prompt of a request is matched on its own, while other picks wait.
-_PROMPTS_MAX = 64
 
 
 class Index(Protocol):
@@ -180,8 +178,8 @@ class Router:
         """Block keys per prompt, and why there are none."""
         if tokens.degraded is not None or candidates.base_model is None:
             return [], tokens.degraded or "no_model"
-        if len(tokens.prompts) > _PROMPTS_MAX:
-            return [], "too_many_prompts"
+        if len(tokens.prompts) > PROMPTS_MAX:
+            return [], TOO_MANY_PROMPTS
         context_tokens = candidates.context_tokens
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # The engine will refuse it: no pod's cache will ever hold it.

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
-from router.prompt_tokens import LONGER_THAN_CONTEXT, PromptTokens, as_chat, begin, given, refused, unknown
+from router.prompt_tokens import (
+    LONGER_THAN_CONTEXT,
+    PromptTokens,
+    as_chat,
+    begin,
+    given,
+    refused,
+    too_much,
+    unknown,
+)
 from router.request import RequestKind, RouteRequest
 from router.steps import MAY_WAIT, Steps, alone
 from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
+from tokenization.item_counts import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
 from tokenization.openai_prompts import PromptLimits
 from tokenization.tokenizer import CONVERSATIONS_BYTES
 from tokenization.words import compile_words
@@ -34,6 +45,9 @@ _INLINE_SHARE = 0.1
 # Reading and rendering so much takes a few milliseconds; templates write out tools in slow ways.
 _INLINE_BODY_BYTES = 1 << 20
 _INLINE_TOOLS_BODY_BYTES = 128 << 10
+_SHOWN_AS_JSON = ("tools", "documents")
+# What is turned into a chat's messages.
+_DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +158,17 @@ class TokenizerRegistry:
         """
         if request.kind is RequestKind.PASSTHROUGH:
             return unknown(request, "passthrough")
-        if (ids := given(request)) is not None:
-            return ids
+        if (known := too_much(request, context_tokens) or given(request)) is not None:
+            return known
         tokenizer, remote = self._tokenizers.get(base_model or ""), self._remotes.get(base_model or "")
         if tokenizer is None and remote is None:
             return unknown(request, "no_tokenizer")
         try:
-            chat = as_chat(request, tokenizer.chat_template if tokenizer is not None else None)
             if tokenizer is not None:
-                return (yield from self._local(chat, tokenizer, context_tokens))
+                return (yield from self._local(request, tokenizer, context_tokens))
             assert remote is not None
             yield MAY_WAIT
-            tokens = self._remote(chat, remote, context_tokens, pods)
+            tokens = self._remote(request, remote, context_tokens, pods)
             self._missed.discard(base_model or "")
             return tokens
         except PromptError as error:
@@ -180,19 +193,22 @@ class TokenizerRegistry:
         """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
         started_s = time.monotonic()
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
-        limits = PromptLimits(chars_max, context_tokens)
-        tools = request.body.get("tools") or request.body.get("documents")
-        if request.body_bytes > (_INLINE_TOOLS_BODY_BYTES if tools else _INLINE_BODY_BYTES):
-            yield MAY_WAIT
-            return self._pool.run(
-                lambda: begin(request, tokenizer, limits).tokens(), self._options.deadline_s
-            )
-        begun = begin(request, tokenizer, limits)
-        if begun.missing_chars <= self._inline_chars:
-            return begun.tokens()
+        limits = PromptLimits(chars_max, context_tokens, ITEMS_AT_ONCE_MAX)
+        work: Callable[[], PromptTokens]
+        try:
+            if _is_large(request):
+                raise ManyItemsError
+            begun = begin(as_chat(request, tokenizer.chat_template), tokenizer, limits)
+        except ManyItemsError:
+            limits = PromptLimits(chars_max, context_tokens)
+            work = partial(_whole, request, tokenizer, limits)
+        else:
+            if begun.missing_chars <= self._inline_chars:
+                return begun.tokens()
+            work = begun.tokens
         yield MAY_WAIT
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
-        return self._pool.run(begun.tokens, max(0.0, left_s))
+        return self._pool.run(work, max(0.0, left_s))
 
     def _remote(
         self,
@@ -215,3 +231,19 @@ class TokenizerRegistry:
             _log.warning(
                 "no tokens for the model %s, its requests are picked by load alone: %s", model, error
             )
+
+
+def _is_large(request: RouteRequest) -> bool:
+    """Whether to read and render a request may take long, as far as that can be told at once."""
+    body = request.body
+    kwargs = body.get("chat_template_kwargs")
+    shown = (body, kwargs) if type(kwargs) is dict else (body,)
+    has_tools = any(fields.get(name) for fields in shown for name in _SHOWN_AS_JSON)
+    if request.body_bytes > (_INLINE_TOOLS_BODY_BYTES if has_tools else _INLINE_BODY_BYTES):
+        return True
+    # A chat's messages are text still.
+    return items_of(body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
+
+
+def _whole(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
+    return begin(as_chat(request, tokenizer.chat_template), tokenizer, limits).tokens()

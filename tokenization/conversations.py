@@ -17,6 +17,7 @@ from tokenization.beginnings import NOWHERE, Beginning, Beginnings, Shown
 from tokenization.chat_messages import chat_messages, plain_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
+from tokenization.item_counts import ITEMS_AT_ONCE_MAX, items_of
 from tokenization.message_ends import MessagesEnd, last_message_end, messages_behind, shared_end
 from tokenization.segment_memory import TokenIds
 from tokenization.segments import Encoding, SegmentEncoder
@@ -189,7 +190,10 @@ def _shown_behind(messages: memoryview, end: int, template: ChatTemplate, later:
         if shown is not None:
             return shown
     try:
+        decoded = msgspec.json.decode(text)
+        if items_of(decoded) > ITEMS_AT_ONCE_MAX:
+            return None
         # Whatever is wrong with them, whoever looks at all of them says so better.
-        return template.render_later(chat_messages(msgspec.json.decode(text), wants_parts=False), later)
+        return template.render_later(chat_messages(decoded, wants_parts=False), later)
     except (PromptError, ValueError, RecursionError):
         return None

@@ -21,6 +21,7 @@ from tokenization.conversations import Conversation
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.image_parts import image_parts
 from tokenization.image_prompts import ImagePrompt
+from tokenization.item_counts import ManyItemsError, items_of
 from tokenization.message_ends import MessagesEnd
 from tokenization.resumed import ResumedConversation
 from tokenization.segment_memory import TokenIds
@@ -59,10 +60,12 @@ class PromptLimits(msgspec.Struct, frozen=True):
     Attributes:
         chars_max: Longer text is refused without the work of encoding it; None takes any.
         context_tokens: The model's context, for requests that want to be cut to it; None: not known.
+        items_max: Of a chat that is not known, more messages and parts are not rendered; None: any number is.
     """
 
     chars_max: int | None = None
     context_tokens: int | None = None
+    items_max: int | None = None
 
 
 NO_LIMITS = PromptLimits()
@@ -149,6 +152,7 @@ def begin_chat(
         PromptError: `messages` or a template option has the wrong type, or the template refuses the messages.
         PromptTooLongError: The rendered text, tools included, is longer than `limits.chars_max`.
         UnsupportedPromptError: A message holds a part other than text, or the model has no chat template.
+        ManyItemsError: There are more of them than `limits.items_max`, and they are not known.
     """
     options, special, truncation = _PLAIN_OPTIONS, False, WHOLE
     if not _CHAT_OPTIONS.isdisjoint(body):
@@ -163,7 +167,10 @@ def begin_chat(
         if conversation is not None and conversation.begin(add_special_tokens=special):
             _check_length(conversation.chars, "messages", truncation, limits)
             return _pending(conversation, tokenizer, special, truncation)
-    known = chat_messages(decoded(messages), wants_parts=_wants_parts(tokenizer, options))
+    messages = decoded(messages)
+    if limits.items_max is not None and items_of(messages) > limits.items_max:
+        raise ManyItemsError
+    known = chat_messages(messages, wants_parts=_wants_parts(tokenizer, options))
     text = None if conversation is None else conversation.render(known)
     if text is None:
         text = tokenizer.render_chat(known, **options)

@@ -45,7 +45,8 @@ def _joined(last: Message, message: Message) -> bool:
     if last["role"] != "assistant" or message["role"] != "assistant":
         return False
     if "tool_calls" in message:
-        last["tool_calls"] = CallsInOrder([*last.get("tool_calls", ()), *message["tool_calls"]])
+        # Added to, not made anew: a request may hold very many calls.
+        last.setdefault("tool_calls", CallsInOrder()).extend(message["tool_calls"])
         return True
     if message.keys() & last.keys() != {"role"}:
         return False

@@ -18,6 +18,7 @@ from tokenization.beginnings import NOWHERE, Beginnings
 from tokenization.chat_messages import chat_messages
 from tokenization.chat_template import ChatTemplate
 from tokenization.errors import PromptError
+from tokenization.item_counts import ITEMS_AT_ONCE_MAX, items_of
 from tokenization.loop_run import Message, Rounds, Shown
 from tokenization.message_ends import MessagesEnd, last_message_end, messages_behind, shared_end
 from tokenization.segment_memory import TokenIds
@@ -224,6 +225,8 @@ class ResumedConversation:
             return None
         try:
             messages = msgspec.json.decode(text)
+            if items_of(messages) > ITEMS_AT_ONCE_MAX:
+                return None
             # Whatever is wrong with them, whoever looks at all of them says so better.
             return chat_messages(messages, wants_parts=self._conversations.template.wants_parts)
         except (PromptError, ValueError, RecursionError):
