@@ -49,7 +49,8 @@ def known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds,
         raise ValueError(f"mm_placeholders: an item is not within the prompt's {len(ids)} tokens")
     nested = any(second.offset < first.offset + first.length for first, second in pairwise(items))
     if items and (features.mm_hashes is None or nested):
-        return ids[: items[0].offset], ()
+        # A view would keep all of them where this is kept.
+        return ids[: items[0].offset].copy(), ()
     return ids, items
 
 

@@ -7,7 +7,6 @@ left to others.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from tokenization.beginnings import NOWHERE, Beginning, Beginnings, Shown
 from tokenization.chat_messages import chat_messages, plain_messages
 from tokenization.chat_template import ChatTemplate
+from tokenization.decoded_bytes import decoded_bytes
 from tokenization.errors import PromptError
 from tokenization.item_counts import ITEMS_AT_ONCE_MAX, items_of
 from tokenization.message_ends import MessagesEnd, last_message_end, messages_behind, shared_end
@@ -154,7 +154,7 @@ class Conversation:
         if later is None or not encoding.text.endswith(later.behind):
             return
         proof, end = later.behind[: segments.proof_chars], len(encoding.text) - len(later.behind)
-        size_bytes = sys.getsizeof(later.variables[FIRST]["content"])
+        size_bytes = decoded_bytes(later.variables[FIRST])
         shown = Shown(later, segments.closing_ids(later.behind), proof, size_bytes)
         self._put(_beginning(encoding, shown, 0, end))
         shared = shared_end(self._messages)

@@ -68,16 +68,20 @@ class PrefixMemory:
         chars = next((chars for chars in _SHELF_CHARS if prefix.end > chars), None)
         if chars is None or prefix.size_bytes > self._capacity_bytes:
             return
-        shelf = self._shelves.setdefault(prefix.text[:chars], [])
-        if any(known.text == prefix.text for known in shelf):
+        key = prefix.text[:chars]
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            shelf = self._shelves[key] = []
+            self.used_bytes += sys.getsizeof(key)
+        elif any(known.text == prefix.text for known in shelf):
             return
         shelf.append(prefix)
         self.used_bytes += prefix.size_bytes
         if len(shelf) > _SHELF_PREFIXES_MAX:
             self.used_bytes -= shelf.pop(0).size_bytes
         while self.used_bytes > self._capacity_bytes:
-            _, oldest = self._shelves.popitem(last=False)
-            self.used_bytes -= sum(prefix.size_bytes for prefix in oldest)
+            key, oldest = self._shelves.popitem(last=False)
+            self.used_bytes -= sys.getsizeof(key) + sum(prefix.size_bytes for prefix in oldest)
 
 
 def _end(prefix: Prefix) -> int:

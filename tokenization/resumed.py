@@ -9,6 +9,7 @@ conversation wrongly.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 from tokenization.beginnings import NOWHERE, Beginnings
 from tokenization.chat_messages import chat_messages
 from tokenization.chat_template import ChatTemplate
+from tokenization.decoded_bytes import decoded_bytes
 from tokenization.errors import PromptError
 from tokenization.item_counts import ITEMS_AT_ONCE_MAX, items_of
 from tokenization.loop_run import Message, Rounds, Shown
@@ -33,7 +35,7 @@ _SHARED_LEAST_CHARS = 2 << 10
 _REFUSALS_MAX, _TRY_EVERY = 32, 32
 # Uses that are checked: all of the first ones, then one of so many.
 _CHECKS_FIRST, _CHECK_EVERY = 8, 256
-_ENTRY_BYTES, _MESSAGE_BYTES, _CHAR_BYTES_MAX = 1500, 300, 4
+_ENTRY_BYTES, _CHAR_BYTES_MAX = 1500, 4
 
 
 class Known(msgspec.Struct, frozen=True, eq=False):
@@ -47,6 +49,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
         chars: How many characters these stand for.
         rest: What they show behind these.
         proof: What has to follow these characters, for their ids to be what they are.
+        messages_bytes: Memory of the messages.
         size_bytes: Memory in use, about.
     """
 
@@ -57,6 +60,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
     chars: int
     rest: str
     proof: str
+    messages_bytes: int
     size_bytes: int
 
 
@@ -250,10 +254,15 @@ class ResumedConversation:
             return None
         chars, ids, proof = found
         rest, before = encoding.text[chars:end], shown.before
-        chars += 0 if known is None else known.chars
-        size_bytes = _ENTRY_BYTES + ids.nbytes + len(self._text) + _MESSAGE_BYTES * len(messages)
+        new, messages_bytes = messages, 0
+        if known is not None:
+            chars += known.chars
+            new, messages_bytes = messages[len(known.messages) :], known.messages_bytes
+        # By what they take decoded: a client can make that fifty times their JSON text.
+        messages_bytes += sum(map(decoded_bytes, new))
+        size_bytes = _ENTRY_BYTES + ids.nbytes + messages_bytes + sys.getsizeof(messages)
         size_bytes += _CHAR_BYTES_MAX * (len(rest) + len(before)) + rounds.size_bytes
-        return Known(messages, rounds, before, ids, chars, rest, proof, size_bytes)
+        return Known(messages, rounds, before, ids, chars, rest, proof, messages_bytes, size_bytes)
 
     def _put(self, known: Known | None) -> None:
         if known is not None:

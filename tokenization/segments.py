@@ -32,6 +32,8 @@ _PIECE_CHARS = 256
 _BATCH_CHARS = 64 << 10
 # So many pieces of a long text teach words, which takes about as long again as to encode them.
 _LESSONS = 4
+# One in so many ids that a view keeps may be of no use.
+_VIEWED_SHARE = 8
 _NO_IDS: TokenIds = np.zeros(0, np.uint32)
 
 
@@ -263,7 +265,7 @@ class Encoding:
         self._arrays, self._ids = arrays, _joined(arrays)
         if self._remembers:
             end = len(self.text) - len(self._pieces[-1])
-            self._encoder.remember(self.text, end, self._ids[: len(self._ids) - len(arrays[-1])])
+            self._encoder.remember(self.text, end, _first(self._ids, len(self._ids) - len(arrays[-1])))
         if self._affixes is None:
             return self._ids
         head, tail = self._affixes
@@ -287,7 +289,7 @@ class Encoding:
                 break
         if not tokens or chars > chars_max:
             return None
-        return chars, self._ids[:tokens], self._encoder.proof(self.text, chars)
+        return chars, _first(self._ids, tokens), self._encoder.proof(self.text, chars)
 
 
 def segmentable(tokenizer: Tokenizer) -> bool:
@@ -335,6 +337,11 @@ def _joined(arrays: Sequence[TokenIds]) -> TokenIds:
     # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy. And writable:
     # kernels are compiled anew for arrays that are not.
     return np.frombuffer(bytearray().join(arrays), np.uint32)  # type: ignore[arg-type]  # they are buffers
+
+
+def _first(ids: TokenIds, tokens: int) -> TokenIds:
+    """The first ids, to be kept: as a view only where that keeps few others in memory."""
+    return ids[:tokens] if _VIEWED_SHARE * (len(ids) - tokens) <= tokens else ids[:tokens].copy()
 
 
 def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:

@@ -10,9 +10,11 @@ import secrets
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import Environment
+from xxhash import xxh3_128_digest
 
 from tokenization.chat_messages import PlainMessage
 from tokenization.turn_form import FIRST, MESSAGES, TURNS, TurnForm, turn_form
@@ -62,8 +64,10 @@ class Turns:
         self._mark = mark
         self._memory = _Memory(capacity_bytes)
         self._settings: dict[object, _Setting] = {}
-        self._made = 0
+        self._numbers = count(1)
         self._frames: dict[tuple[int, str], list[str] | None] = {}
+        # Unknown to clients: no content is made to have another's digest.
+        self._seed = secrets.randbits(64)
 
     @classmethod
     def of(cls, environment: Environment, source: str) -> Turns | None:
@@ -190,15 +194,19 @@ class Turns:
             role, content = messages[0].get("role"), messages[0].get("content")
             if tuple(messages[0]) != _PLAIN_FORM or type(content) is not str:
                 return None
-            of_first = role, content
+            if type(role) is not str or len(role) > _ROLE_CHARS_MAX:
+                return None
+            # A long one is not kept for the sake of telling it apart.
+            is_long = len(content) > _OPTION_CHARS_MAX
+            of_first = role, xxh3_128_digest(content.encode(), self._seed) if is_long else content
         key = of_first, given
         setting = self._settings.get(key)
         if setting is None:
             ends = self._ends(variables) if self._form.is_fixed else None
             if len(self._settings) >= _SETTINGS_MAX:
                 self._settings = {}
-            self._made += 1
-            setting = self._settings[key] = (self._made, ends)
+            # In one step: two threads that got one number would be shown each other's turns.
+            setting = self._settings[key] = (next(self._numbers), ends)
         return setting
 
     def _ends(self, variables: Mapping[str, Any]) -> tuple[str, str]:
@@ -252,7 +260,7 @@ class _Memory:
         """Remembers a turn; None: one that has no key."""
         if key is None:
             return
-        size_bytes = sys.getsizeof(turn) + sys.getsizeof(key[2]) + _ENTRY_BYTES
+        size_bytes = sum(map(sys.getsizeof, (turn, *key[1:]))) + _ENTRY_BYTES
         with self._lock:
             if key in self._young or size_bytes > self._half_bytes:
                 return
