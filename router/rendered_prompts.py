@@ -6,7 +6,7 @@ The form is vLLM's GenerateRequest, see `prompt_media`. Knows no HTTP.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,9 +17,9 @@ from router.request import RequestKind
 
 
 class _Rendered(msgspec.Struct):
-    """What is read of a rendered prompt."""
+    """What is read of a rendered prompt; one without ids is none."""
 
-    token_ids: list[int]
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
     features: MediaFeatures | None = None
 
 

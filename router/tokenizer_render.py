@@ -1,7 +1,8 @@
 """A model's tokens from a server that renders: vLLM's `/v1/.../render` endpoints, asked over HTTP.
 
-The pod's own word, so it is right for every model, images included, at the price of a request. Keeps the last
-answers, since a client's next try is the same request.
+The pod's own word, so it is right for every model, images included, at the price of a request. Keeps answers
+for a minute, since a client's next try is the same request; later the template may show another date, or the
+pods may have another template.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import urllib3
-from cachetools import LRUCache
+from cachetools import TTLCache
 
 from router.errors import TokenizerUnavailableError
 from router.pods import Pod
@@ -34,6 +35,7 @@ _READ_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _CHUNK_BYTES = 64 << 10
 _KEPT_BYTES = 32 << 20
+_KEPT_S = 60.0
 _ITEM_BYTES = 200
 _CONNECTIONS = 8
 _POOLS = 256
@@ -45,11 +47,12 @@ class RenderTokenizer:
     Args:
         model: The base model's name.
         url: Of a server that renders; None asks the model's pods in turn.
+        clock: Seconds, by which answers grow old.
     """
 
     keeps_deadline = False
 
-    def __init__(self, model: str, url: str | None) -> None:
+    def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
         self._url = url
         self._turn = itertools.count()
@@ -60,7 +63,7 @@ class RenderTokenizer:
             timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
         )
         self._lock = threading.Lock()
-        self._kept: LRUCache[bytes, PromptTokens] = LRUCache(_KEPT_BYTES, getsizeof=_size_bytes)
+        self._kept: TTLCache[bytes, PromptTokens] = TTLCache(_KEPT_BYTES, _KEPT_S, clock, _size_bytes)
 
     def prompt_tokens(
         self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
@@ -102,9 +105,12 @@ class RenderTokenizer:
         if answer.status != 200:
             raise TokenizerUnavailableError(f"{url}: answered {answer.status}")
         try:
-            return read_rendered(request.kind, data)
+            tokens = read_rendered(request.kind, data)
         except (ValueError, OverflowError, RecursionError) as error:
             raise TokenizerUnavailableError(f"{url}: not a rendered prompt: {error}") from error
+        if len(tokens.prompts) != (asked := _prompts_of(request)):
+            raise TokenizerUnavailableError(f"{url}: rendered {len(tokens.prompts)} of {asked} prompts")
+        return tokens
 
     def _server(self, pods: Sequence[Pod]) -> str:
         if self._url is not None:
@@ -112,6 +118,14 @@ class RenderTokenizer:
         if not pods:
             raise TokenizerUnavailableError(f"no pod of {self._model} can be asked")
         return f"http://{pods[next(self._turn) % len(pods)].address}"
+
+
+def _prompts_of(request: RouteRequest) -> int:
+    """How many prompts a request holds: a completion's may be several texts, or lists of ids."""
+    prompt = request.body.get("prompt") if request.kind is RequestKind.COMPLETIONS else None
+    if not isinstance(prompt, list) or not prompt or type(prompt[0]) is int:
+        return 1
+    return len(prompt)
 
 
 def _body(answer: urllib3.BaseHTTPResponse) -> bytes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
 from router.request import RequestKind, RouteRequest
+from router.tokenizer_render import RenderTokenizer
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import completion, ready_pod
@@ -135,6 +137,29 @@ def test_no_ids_have_a_reason(
     renderer.answers = {CHAT: (status, body)}
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert (tokens.prompts, tokens.degraded) == ((), reason)
+
+
+@pytest.mark.parametrize("body", ["[]", '[{"token_ids": [1]}]', '[{"token_ids": [1]}, {"token_ids": []}]'])
+def test_prompts_of_which_some_lack_are_not_known(
+    renderer: Renderer, registry: TokenizerRegistry, body: str
+) -> None:
+    """An answer that tells fewer prompts than were asked for, or none of one's ids, is no answer."""
+    renderer.answers = {COMPLETIONS: (200, body.encode()), CHAT: (200, b'{"token_ids": []}')}
+    for request in (completion("id", ["a", "b"]), chat()):
+        tokens = registry.prompt_tokens(request, MODEL)
+        assert (tokens.prompts, tokens.degraded) == ((), "tokenizer_unavailable")
+
+
+def test_an_answer_is_not_believed_for_ever(renderer: Renderer) -> None:
+    """A minute later a template may show another date, or pods another template: they are asked again."""
+    clock = Mock()
+    tokenizer = RenderTokenizer(MODEL, f"http://{renderer.address}", clock)
+    told = []
+    for ids, clock.return_value in (([1], 0.0), ([2], 59.0), ([3], 61.0)):
+        renderer.answers = {CHAT: (200, json.dumps(rendered(ids)).encode())}
+        told += [prompt.tolist() for prompt in tokenizer.prompt_tokens(chat(), None, (), 30.0).prompts]
+    assert told == [[1], [1], [3]]
+    tokenizer.close()
 
 
 def test_a_server_that_is_not_there_has_a_reason(registry: TokenizerRegistry) -> None:
