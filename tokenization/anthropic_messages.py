@@ -30,12 +30,17 @@ def messages_as_chat(body: Body, effort_without_thinking: str = "none") -> dict[
         PromptError: A field has the wrong type.
         UnsupportedPromptError: vLLM's releases do not agree on what becomes of a part of it.
     """
-    messages = [*_system(body.get("system")), *_turns(body.get("messages"))]
+    system = [*_system(body.get("system"))]
+    messages = [*system, *_turns(body.get("messages"), may_begin_with_system=not system)]
     chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
     chat["messages"] = messages
     if (tools := body.get("tools")) is not None:
         # A tool choice changes the grammar, not the prompt; only "none" would, which this API has not.
         chat["tools"] = [_tool(tool) for tool in _objects(tools, "tools")]
+        kwargs = chat.get("chat_template_kwargs", {})
+        if not tools and isinstance(kwargs, dict) and kwargs.get("tools") in (None, "auto"):
+            # Other than a chat's, an empty list is seen by the template.
+            chat["chat_template_kwargs"] = {**kwargs, "tools": []}
     config = body.get("output_config")
     if isinstance(config, dict) and config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
@@ -56,13 +61,18 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": text}
 
 
-def _turns(messages: object) -> Iterator[dict[str, Any]]:
+def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[str, Any]]:
     for at, message in enumerate(_objects(messages, "messages")):
         if (plain := _plain(message)) is not None:
             yield plain
             continue
         role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
         if role == "system":
+            text = _only_text(content)
+            if at == 0 and may_begin_with_system and text and not text.startswith(_BILLING):
+                # In its place, merged into the system's field or folded: in every release it is the system's.
+                yield {"role": "system", "content": text}
+                continue
             raise UnsupportedPromptError(
                 f"{where}: where a system message within a conversation goes depends on the release", where
             )
@@ -76,12 +86,17 @@ def _turns(messages: object) -> Iterator[dict[str, Any]]:
 
 def _plain(message: Body) -> dict[str, Any] | None:
     """The most common message, a role and one text: the same as `_turn` makes of it, at less cost."""
-    role, content = message.get("role"), message.get("content")
+    role, text = message.get("role"), _only_text(message.get("content"))
+    if role not in ("user", "assistant") or not text:
+        return None
+    return {"role": role, "content": text}
+
+
+def _only_text(content: object) -> str | None:
+    """A content that is one text; None for any other."""
     if type(content) is list and len(content) == 1 and type(content[0]) is dict:
         content = content[0].get("text") if content[0].get("type") == "text" else None
-    if role not in ("user", "assistant") or type(content) is not str or not content:
-        return None
-    return {"role": role, "content": content}
+    return content if type(content) is str else None
 
 
 def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, Any]]:

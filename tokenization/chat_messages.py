@@ -5,7 +5,7 @@ Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,14 @@ _MEDIA_TYPES = {
     "video_url": "video",
     "video_embeds": "video",
 }
+# Of parts; vLLM 0.32 hands all others on to templates that take parts.
+_PART_FIELDS = frozenset(
+    {
+        *("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url"),
+        *("input_audio", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid"),
+        *("video_embeds", "video_url"),
+    }
+)
 # Parts that are known by such a field where they have no type, but have no form here.
 _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
 # A client adds it to the system's text for its bill; it changes with every request.
@@ -148,8 +156,9 @@ def _message(message: object, where: str, wants_parts: bool, media: MediaForm | 
         if reasoning is not None:
             known["reasoning"] = known["reasoning_content"] = reasoning
     elif role == "tool":
-        if "tool_call_id" in message:
-            known["tool_call_id"] = message["tool_call_id"]
+        # Null is as good as none.
+        if (call_id := message.get("tool_call_id")) is not None:
+            known["tool_call_id"] = call_id
     elif role == "developer":
         known["tools"] = developer_tools(message.get("tools"))
     for name in ("name", "task"):
@@ -166,7 +175,7 @@ def _content(content: object, where: str, wants_parts: bool, media: MediaForm | 
     if not isinstance(content, list):
         raise PromptError(f"{where}.content must be a string or a list of parts", f"{where}.content")
     where = f"{where}.content"
-    parts: list[dict[str, str]] = []
+    parts: list[dict[str, Any]] = []
     in_front: list[str] = []
     for at, part in enumerate(content):
         if (medium := medium_of(part)) is not None:
@@ -175,13 +184,20 @@ def _content(content: object, where: str, wants_parts: bool, media: MediaForm | 
             in_front.append(media.text)
             if media.mark and wants_parts:
                 parts.append({"type": "text", "text": media.mark})
-            parts.append({"type": medium})
+            parts.append({"type": medium, **_extra_fields(part, wants_parts)})
         elif (text := _part_text(part, f"{where}[{at}]")) is not None:
-            parts.append({"type": "text", "text": text})
+            parts.append({"type": "text", "text": text, **_extra_fields(part, wants_parts)})
     if wants_parts:
         return parts
     # Engines put the places of media in front of the message's text.
     return "\n".join(filter(None, [*in_front, *(part.get("text") for part in parts)]))
+
+
+def _extra_fields(part: object, wants_parts: bool) -> Mapping[str, Any]:
+    """What a part has beside the fields that are known."""
+    if not wants_parts or not isinstance(part, dict) or part.keys() <= _PART_FIELDS:
+        return {}
+    return {name: value for name, value in part.items() if name not in _PART_FIELDS}
 
 
 def _without_billing(content: object) -> object:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tokenization.errors import PromptError
+from tokenization.errors import PromptError, UnsupportedPromptError
 
 _CALL_FIELDS = ("id", "function", "type")
 _CALLED_FIELDS = ("arguments", "name")
@@ -127,7 +127,8 @@ def _arguments(arguments: object, where: str) -> dict[str, Any]:
                 # The body is UTF-8, but this is JSON of its own, which may name what has no UTF-8 form.
                 json.dumps(arguments, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"{where} holds half of a surrogate pair", where) from error
+            # Engines refuse it only if the template shows it.
+            raise UnsupportedPromptError(f"{where} holds half of a surrogate pair", where) from error
         except (ValueError, RecursionError):
             return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -35,6 +35,10 @@ Body = Mapping[str, Any]
 _COMPLETION_OUTPUT_TOKENS = 16
 # What a chat's body may say of how its images are read and processed.
 _PROCESSING = ("mm_processor_kwargs", "media_io_kwargs")
+# What vLLM's server takes for true or false as well.
+_READ_AS_FLAGS = frozenset(
+    {"0", "0.0", "off", "f", "false", "n", "no", "1", "1.0", "on", "t", "true", "y", "yes"}
+)
 # What a chat's body may say, beside its messages, of how they become a prompt.
 _CHAT_OPTIONS = frozenset(
     {
@@ -336,9 +340,12 @@ def _flag(body: Body, name: str, default: bool) -> bool:
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, bool):
-        raise PromptError(f"{name} must be true or false", name)
-    return value
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | int | float) and str(value).lower() in _READ_AS_FLAGS:
+        # Engines are not as strict.
+        raise UnsupportedPromptError(f"{name} must be true or false", name)
+    raise PromptError(f"{name} must be true or false", name)
 
 
 def _checked_ids(ids: list[object], tokenizer: PromptTokenizer) -> TokenIds:

@@ -1,7 +1,8 @@
 """Whether a chat template takes a message's content in parts: its syntax in, yes or no out.
 
 Engines then hand it every content in that form. vLLM's server looks for a loop over a message's content, over
-a macro's argument that is one, or over a variable of that name, and so does this. Renders nothing.
+a macro's argument that is one, or over a variable of that name, and so does this; what its look fails on gets
+texts. Renders nothing.
 """
 
 from __future__ import annotations
@@ -11,19 +12,32 @@ from jinja2 import nodes
 _MESSAGES, _CONTENT = "messages", "content"
 
 
+class _UnnamedError(Exception):
+    """Messages, or parts, go by something else than a plain name."""
+
+
 def wants_parts(template: nodes.Template) -> bool:
     """Says whether a template iterates over a message's `content`."""
+    try:
+        return _wants_parts(template)
+    except _UnnamedError:
+        return False
+
+
+def _wants_parts(template: nodes.Template) -> bool:
     turns = _turn_names(template)
     # A loop within a macro -> names of the macro's arguments that are contents.
     contents: dict[int, set[str]] = {}
     for macro in template.find_all(nodes.Macro):
         names = _content_arguments(template, macro, turns)
         contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
-    return any(
-        _is_content(loop.iter, turns)
-        or (isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT}))
-        for loop in template.find_all(nodes.For)
-    )
+    for loop in template.find_all(nodes.For):
+        if _is_content(loop.iter, turns) or (
+            isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
+        ):
+            _named(loop.target)
+            return True
+    return False
 
 
 def _turn_names(template: nodes.Template) -> set[str]:
@@ -32,15 +46,23 @@ def _turn_names(template: nodes.Template) -> set[str]:
     while len(messages) > found:
         found = len(messages)
         messages |= {
-            assign.target.name
+            _named(assign.target)
             for assign in template.find_all(nodes.Assign)
-            if isinstance(assign.target, nodes.Name) and _name(assign.node) in messages
+            if _name(assign.node) in messages
         }
-    return {
-        loop.target.name
-        for loop in template.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name) and _name(loop.iter) in messages
-    }
+    return {_named(loop.target) for loop in template.find_all(nodes.For) if _name(loop.iter) in messages}
+
+
+def _named(target: nodes.Node) -> str:
+    """The name of what is assigned to.
+
+    Raises:
+        _UnnamedError: It is a namespace's attribute, or are several.
+    """
+    if not isinstance(target, nodes.Name):
+        raise _UnnamedError
+    name: str = target.name
+    return name
 
 
 def _content_arguments(template: nodes.Template, macro: nodes.Macro, turns: set[str]) -> set[str]:
