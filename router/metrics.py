@@ -159,6 +159,9 @@ class RouterMetrics:
         labels = _model_labels(named, model, priority)
         self._requests.add(labels, len(decisions))
         self._picks.add((degraded or "",), len(decisions))
+        for reason, picks in Counter([decision.partial for decision in decisions]).items():
+            if reason is not None:
+                self._partial.add((reason,), picks)
         best = [decision.ranked.best for decision in decisions]
         for pod, picks in Counter([candidate.pod for candidate in best]).items():
             # A pick that is older than the pod's end must not bring its series back for good.
@@ -188,6 +191,11 @@ class RouterMetrics:
         self._input = make.histogram(_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
         self._picks = make.counter(
             _OURS + "picks_total", "Picks; `degraded` says why the cache's view was not used.", ("degraded",)
+        )
+        self._partial = make.counter(
+            _OURS + "partial_prompts_total",
+            "Picks by the beginning of a prompt alone; `partial` says why.",
+            ("partial",),
         )
         self._predicted = make.counter(
             _OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."

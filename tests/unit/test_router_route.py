@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import StreamState
+from indexer.errors import TokenError
 from router.admission import AdmissionParameters
 from router.decision import Decision
 from router.errors import RequestError, SaturatedError
@@ -99,6 +101,32 @@ def test_without_tokens_the_least_work_wins() -> None:
     assert {first.primary.pod, second.primary.pod} == {pod.address for pod in pods}
     assert (first.degraded, first.primary.cached_tokens) == ("no_tokenizer", 0)
     assert bench.sample("kvroute_router_picks_total", degraded="no_tokenizer") == 2
+
+
+def test_a_prompt_that_is_known_in_part_is_counted_by_its_reason() -> None:
+    """A pick by what stands in front of a film uses the cache's view, and is counted as one of a part."""
+    bench = Bench().with_pods(A)
+    film = {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}}
+    messages = [
+        {"role": "system", "content": TEXT},
+        {"role": "user", "content": [film, {"type": "text", "text": "What is it?"}]},
+    ]
+    request = RouteRequest("r", RequestKind.CHAT, TINY, {"model": TINY, "messages": messages}, 400)
+    decision = bench.router.route(request, 0.0)
+    assert (decision.degraded, decision.partial) == (None, "media")
+    assert bench.sample("kvroute_router_picks_total", degraded="") == 1
+    assert bench.sample("kvroute_router_partial_prompts_total", partial="media") == 1
+
+
+def test_keys_that_cannot_be_made_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of no model that is known, and ids that the index refuses, are told by a reason and counted."""
+    bench = Bench().with_pods(A)
+    nameless = msgspec.structs.replace(completion("r1", IDS), model=None)
+    assert bench.router.route(nameless, 0.0).degraded == "no_model"
+    monkeypatch.setattr(bench.index, "block_keys", Mock(side_effect=TokenError("no such ids")))
+    assert bench.router.route(completion("r2", IDS), 0.0).degraded == "token_error"
+    for reason in ("no_model", "token_error"):
+        assert bench.sample("kvroute_router_picks_total", degraded=reason) == 1
 
 
 @settings(max_examples=30, deadline=None)
