@@ -290,6 +290,9 @@ def _fact(value: Any) -> object:
         NotResumable: It is of a kind for which that is not known.
     """
     kind = type(value)
+    if kind is float:
+        # Zero is shown with its sign, and not a number is equal to nothing.
+        return kind, repr(value)
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, Undefined):

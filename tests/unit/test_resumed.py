@@ -330,3 +330,18 @@ def test_memory_is_bounded() -> None:
         assert begin_chat({"messages": raw(messages)}, tokenizer).missing_chars == 0
     kept = [*memory._last._beginnings.values(), *memory._earlier._beginnings.values()]
     assert sum(known.size_bytes for known in kept) == memory.used_bytes
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_zero_is_told_apart_from_zero_below() -> None:
+    """Equal numbers that a template shows in two ways are not the same to rounds that are left out."""
+    tokenizer = tokenizer_for(
+        "{% for m in messages %}<|im_start|>{{ m.content }}{{ x }}{% endfor %}<|im_start|>"
+    )
+    messages = [user(LONG), says(LONG), user(LONG), says(LONG), user(LONG)]
+    for count, zero in ((1, "0.0"), (3, "0.0"), (5, "-0.0")):
+        body = {"messages": raw(messages[:count]), "chat_template_kwargs": {"x": float(zero)}}
+        ids = begin_chat(body, tokenizer).ids().tolist()
+        shown = tokenizer.decode(ids, skip_special_tokens=False)
+        assert shown == f"<|im_start|>{LONG}{zero}" * count + "<|im_start|>"
+    assert tokenizer.resumed == (1, 0)
