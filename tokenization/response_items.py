@@ -17,6 +17,8 @@ Item = Mapping[str, Any]
 Message = dict[str, Any]
 
 _SPEAKERS = ("user", "system", "developer")
+# With these vLLM takes a message for a part of another response.
+_OUTPUT_FIELDS = frozenset(("id", "status", "type"))
 # What is read of their messages; an answer's other fields are dropped.
 _SPOKEN_FIELDS = ("role", "content", "name", "task")
 
@@ -60,6 +62,8 @@ def _plain(item: object) -> Message | None:
         return None
     role, content = item.get("role"), item.get("content")
     if role == "assistant":
+        if item.keys() >= _OUTPUT_FIELDS and type(content) is str:
+            return None
         if type(content) is list and content and type(content[0]) is dict:
             content = content[0].get("text")
         return {"role": role, "content": content} if type(content) is str else None
@@ -93,6 +97,10 @@ def _message(item: object, where: str) -> Message:
 def _said(item: Item, where: str) -> Message:
     role, content = item.get("role"), _content(item, "content", where)
     if role == "assistant":
+        if item.keys() >= _OUTPUT_FIELDS and isinstance(content, str):
+            raise UnsupportedPromptError(
+                f"{where}: an answer of this form has parts, which vLLM looks for", where
+            )
         # Of an answer's parts vLLM takes the first.
         return {"role": role, "content": content if isinstance(content, str) else _first(content, where)}
     if role not in _SPEAKERS:

@@ -89,6 +89,19 @@ def test_a_template_sees_an_anthropic_requests_empty_tools(fields: dict[str, Any
     assert text_of(source, "/v1/messages", body) == shown
 
 
+def test_an_answer_in_the_form_of_a_response_has_parts() -> None:
+    """vLLM looks for parts in a text that stands where a response has them: it finds none, or refuses."""
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": ""}
+    registry = TokenizerRegistry({"m": tokenizer_for(source)})
+    body = json.dumps({"model": "m", "input": [USER, answer]}).encode()
+    request = http_request("r", "/v1/responses", body)
+    assert registry.prompt_tokens(request, "m").degraded == "unsupported_prompt"
+    for name in ("type", "id", "status"):
+        other = {field: value for field, value in answer.items() if field != name}
+        assert text_of(source, "/v1/responses", {"input": [USER, other]}) == "user:a;assistant:;"
+
+
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 def test_an_anthropic_request_may_begin_with_its_system_message(content: object) -> None:
     """A system message in front, without a `system`, is the chat's in every release; elsewhere it depends."""
