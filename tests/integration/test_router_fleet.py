@@ -20,6 +20,7 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.outcomes import ACCESS_LOG
 from router.server import RouterServer
 from router.tls_options import TlsOptions
+from tests.contract.redis_server import running_redis
 from tests.integration.router_server_support import (
     METRICS,
     fake_pods,
@@ -35,6 +36,8 @@ from tests.wire.router_wire_support import wait_until
 SEED = 7
 # Engines that have so many requests end none of ours, however long a test takes.
 BUSY = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 100.0')
+# Settings that are the index's.
+OF_INDEX = ("backend", "redis_url", "peer_ca")
 
 
 @contextmanager
@@ -51,9 +54,9 @@ def router(
     pods_file: Path, port: int, *peers: int, host: str = HERE, **settings: Any
 ) -> Iterator[RouterServer]:
     """A router at this port whose peers are at those."""
-    tls = {name: settings.pop(name) for name in ("peer_ca", "peer_cert", "peer_key") if name in settings}
+    of_index = {name: settings.pop(name) for name in OF_INDEX if name in settings}
     index = IndexerConfig(
-        bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **tls
+        bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **of_index
     )
     # Pods so slow that no clock ends a prefill while a test runs.
     slow = {"prefill_tokens_per_s": 1.0}
@@ -123,6 +126,22 @@ def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path) -> None:
         cached = {candidate.pod: candidate.cached_tokens for candidate in decision.ranked}
         assert cached.pop(here) > 300
         assert set(cached.values()) == {0}
+
+
+def test_routers_that_share_an_index_share_what_is_in_flight_as_peers(tmp_path: Path) -> None:
+    """Redis holds what pods hold; what was only just sent to them it does not, and peers tell."""
+    with (
+        running_redis() as redis,
+        fleet(tmp_path, backend="redis", redis_url=redis.url) as (first, second),
+    ):
+        prompt = long_text(400)
+        here = pick(first, "a", prompt)
+        await_work(second, 1)
+        decision = second.router.route(completion("b", prompt + " more"), time.monotonic())
+        cached = {candidate.pod: candidate.cached_tokens for candidate in decision.ranked}
+        assert cached.pop(here) > 300
+        _, page = get(second, "/metrics")
+        assert b"kvroute_indexer_peer_snapshots_total{" not in page
 
 
 def test_an_access_log_that_reaches_the_other_router_ends_the_request(tmp_path: Path) -> None:
