@@ -108,9 +108,8 @@ class KvIndexer:
         )
         self._roster = self._ingest.roster
         take_lost = None if self._shared is None else self._shared.take_lost
-        # Whoever shares an index has the views already.
-        asks_peers = config.peers and self._shared is None
-        peers = PeerClient(config, identity, peer_metrics) if asks_peers else None
+        asks_views = config.peers and self._shared is None  # whoever shares an index has them
+        peers = PeerClient(config, identity, peer_metrics) if asks_views else None
         self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, peers=peers, clock=clock)
         self.exports = PeerExports(
             identity, self._subscriber.export, peer_metrics, total_s=config.snapshot_total_s

@@ -116,9 +116,17 @@ def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
         assert first.requests_in_flight == second.requests_in_flight == 3
 
 
-def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path) -> None:
-    """A prompt that one router has sent away is believed cached there by the other, and priced so."""
-    with fleet(tmp_path) as (first, second):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool) -> None:
+    """A prompt that one router has sent away is believed cached there by the other, and priced so.
+
+    Also where both have one index in Redis, which holds only what pods told.
+    """
+    with ExitStack() as running:
+        shared = {}
+        if is_shared:
+            shared = {"backend": "redis", "redis_url": running.enter_context(running_redis()).url}
+        first, second = running.enter_context(fleet(tmp_path, **shared))
         prompt = long_text(400)
         here = pick(first, "a", prompt)
         await_work(second, 1)
@@ -126,22 +134,6 @@ def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path) -> None:
         cached = {candidate.pod: candidate.cached_tokens for candidate in decision.ranked}
         assert cached.pop(here) > 300
         assert set(cached.values()) == {0}
-
-
-def test_routers_that_share_an_index_share_what_is_in_flight_as_peers(tmp_path: Path) -> None:
-    """Redis holds what pods hold; what was only just sent to them it does not, and peers tell."""
-    with (
-        running_redis() as redis,
-        fleet(tmp_path, backend="redis", redis_url=redis.url) as (first, second),
-    ):
-        prompt = long_text(400)
-        here = pick(first, "a", prompt)
-        await_work(second, 1)
-        decision = second.router.route(completion("b", prompt + " more"), time.monotonic())
-        cached = {candidate.pod: candidate.cached_tokens for candidate in decision.ranked}
-        assert cached.pop(here) > 300
-        _, page = get(second, "/metrics")
-        assert b"kvroute_indexer_peer_snapshots_total{" not in page
 
 
 def test_an_access_log_that_reaches_the_other_router_ends_the_request(tmp_path: Path) -> None:
