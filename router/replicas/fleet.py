@@ -102,8 +102,6 @@ class Fleet(Collector):
         yield GaugeMetricFamily(
             _NAME + "followers", "Other routers that follow this one's ledger.", value=self._journal.readers
         )
-        if not self._has_peers:
-            return
         states = Counter(one.state for one in self._followers.states)
         peers = GaugeMetricFamily(
             _NAME + "peers", "Routers by whether their ledgers are followed.", labels=["state"]

@@ -184,12 +184,12 @@ def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
 
 
 def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
-    """One router alone has no such lines, and notes nothing for others."""
+    """One router alone follows nobody, and notes nothing for others."""
     with two_pods(tmp_path) as pods_file, router(pods_file, 0) as alone:
         pick(alone, "a", "hello")
         _, page = get(alone, "/metrics")
         assert shown(alone) == []
-        assert b"kvroute_router_ledger_peers" not in page
+        assert b'kvroute_router_ledger_peers{state="followed"} 0.0' in page
         assert alone._ledger.changes is None
 
 

@@ -108,7 +108,7 @@ def test_conversations_that_go_on_are_known_there(registry: TokenizerRegistry) -
 def test_refusals_and_reasons_come_through(registry: TokenizerRegistry) -> None:
     """A malformed prompt is a 400 with its field; what has no ids, or only some, tells why."""
     with pytest.raises(RequestError) as caught:
-        registry.prompt_tokens(chat(add_generation_prompt="yes"), MODEL)
+        registry.prompt_tokens(chat(add_generation_prompt="perhaps"), MODEL)
     assert (caught.value.status, caught.value.param) == (400, "add_generation_prompt")
     odd = chat(messages=[{"role": "user", "content": [{"type": "hologram"}]}])
     assert registry.prompt_tokens(odd, MODEL).degraded == "unsupported_prompt"
