@@ -13,7 +13,9 @@ from router.board import PodWork
 from router.config_file import parse_config
 from router.plugins.build import build_pipeline
 from router.plugins.labels import ROLE_LABEL
+from router.replicas.journal import Journal
 from router.schedule import Scheduler
+from tests.unit import replica_support
 from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -99,3 +101,15 @@ def test_a_decoding_engine_need_not_know_what_is_still_prefilled() -> None:
     assert "r" in made.ledger
     made.outcomes.reconcile(B, 0, 30.0, 30.0)
     assert "r" not in made.ledger
+
+
+def test_other_routers_are_told_of_all_blocks_where_two_pods_share_a_request() -> None:
+    """What the prefilling pod holds already, the decoding one may not: others assume all of both."""
+    made, text = disaggregated(), long_text(100)
+    journal = Journal(made.ledger, lambda: 0.0)
+    reader = journal.join()
+    prompt = made.keys(text)
+    made.index.hold(A, prompt[:10])
+    made.router.route(completion("r", text), 0.0)
+    ((sent,),) = [news.sent for news in replica_support.told(journal, reader)]
+    assert (sent.pod, sent.prefill_pod, sent.keys.tolist()) == (B, A, prompt.tolist())
