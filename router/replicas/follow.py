@@ -178,15 +178,16 @@ class _Follower:
         )
         self._events = events
         self._call: Any = None
+        self._asked_s = 0.0
         self._silent = False
         self.is_named = True
         self.state = PeerState(address, CONNECTING, "not asked yet", None)
         self.thread = threading.Thread(target=self._run, name="ledger-peer", daemon=True)
 
     def watch(self, now_s: float) -> None:
-        """Gives up one that has fallen silent."""
-        state, call = self.state, self._call
-        if state.state == FOLLOWED and now_s - (state.heard_s or 0.0) > _SILENCE_MAX_S and call is not None:
+        """Gives up one that has fallen silent, or never says anything."""
+        call = self._call
+        if call is not None and now_s - max(self._asked_s, self.state.heard_s or 0.0) > _SILENCE_MAX_S:
             self._silent = True
             call.cancel()
 
@@ -245,6 +246,7 @@ class _Follower:
         try:
             # The generated class has no types.
             stub: Any = pb_grpc.LedgerPeerStub
+            self._asked_s = self._events.clock()
             self._call = stub(channel).Follow(self._request)
             for message in self._call:
                 now_s = self._events.clock()

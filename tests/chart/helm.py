@@ -133,6 +133,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "indexer": {"backend": "redis", "hashSeed": 4711, "redis": {"deploy": True}},
     "tokenizer": {"enabled": True, "source": "hf:Qwen/Qwen3-8B@main"},
+    "peers": {"enabled": True},
     "monitoring": {
         "serviceMonitor": True,
         "podMonitor": True,
@@ -145,4 +146,4 @@ EVERYTHING: dict[str, Any] = {
     "priorityClass": {"create": True},
     "commonLabels": {"team": "inference"},
 }
-"""Gateway mode with every part of the chart switched on but peers, which a shared index needs not."""
+"""Gateway mode with every part of the chart switched on."""

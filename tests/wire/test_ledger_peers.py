@@ -188,6 +188,19 @@ def test_a_silent_peer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
         may_end.set()
 
 
+def test_a_peer_that_never_says_anything_is_lost() -> None:
+    """One that takes the call and is stuck does not stay "connecting" for ever: nobody would hear of it."""
+    may_end = threading.Event()
+
+    def never(*_: object) -> Iterator[pb.LedgerNews]:
+        may_end.wait(60)
+        yield from ()
+
+    with false_peer(never) as address, following(address) as watched:
+        watched.wait_for(address, "lost", "silent for")
+        may_end.set()
+
+
 def test_we_are_not_our_own_peer() -> None:
     """A name of all routers has our own address, too: that one is passed over."""
     with telling(Told(), identity=OURS) as address, following(address) as watched:
