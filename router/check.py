@@ -52,7 +52,7 @@ class CheckDoor:
             try:
                 candidates = subset_hint(message.attributes.metadata_context)
                 request = self._requests.read(
-                    request_id, http.path, body_of(http), headers, candidates, http.size
+                    request_id, http.method, http.path, body_of(http), headers, candidates, http.size
                 )
                 decision = yield from self._picks.deciding(request, context.is_active)
             except RequestError as error:

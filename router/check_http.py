@@ -71,7 +71,13 @@ class CheckHttpDoor:
             request_id, is_given = kept_request_id(headers)
             try:
                 routed = self._requests.read(
-                    request_id, request.path, body, headers, subset_header(headers), len(body)
+                    request_id,
+                    request.method,
+                    request.path,
+                    body,
+                    headers,
+                    subset_header(headers),
+                    len(body),
                 )
                 decision = yield from self._picks.deciding(routed, is_active)
             except RequestError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.flags import index_config
+from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.config_file import PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import router_parser
@@ -41,6 +42,8 @@ class RouterConfig:
         check_port: Of ext_authz in its HTTP form; None: there is none.
         grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
+        forbidden_fields: Body fields that clients must not send, see body_guard.
+        kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
         session_header: Header that carries a session's id; "" for none.
@@ -81,6 +84,8 @@ class RouterConfig:
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
+    forbidden_fields: tuple[str, ...] = GATEWAY_ONLY_FIELDS
+    kv_connector: str = "auto"
     max_streams: int = 256
     index: IndexerConfig = field(default_factory=IndexerConfig)
     prefill_tokens_per_s: float = 15_000.0
@@ -142,6 +147,8 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,
+        forbidden_fields=flags.forbidden_body_fields,
+        kv_connector=flags.kv_connector,
         max_streams=flags.max_streams,
         index=index,
         prefill_tokens_per_s=flags.prefill_tokens_per_s,

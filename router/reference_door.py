@@ -18,6 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
+from router.body_guard import refusal
 from router.candidates import is_allowed, not_allowed
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
@@ -250,7 +251,7 @@ class _Exchange:
         if not self._options.strict:
             self._subset = subset_hint(message.metadata_context)
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
-            yield self._any_endpoint()
+            yield self._any_endpoint(has_body=not message.request_headers.end_of_stream)
             self._finish_request()
         elif self._body_mode == BodyMode.BUFFERED:
             yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
@@ -276,9 +277,14 @@ class _Exchange:
             yield from self._route(has_trailers=True)
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
-    def _any_endpoint(self) -> pb.ProcessingResponse:
-        """The answer to a request without a body: any endpoint that the gateway allows will do."""
+    def _any_endpoint(self, *, has_body: bool) -> pb.ProcessingResponse:
+        """The answer to a request whose body does not come here: any endpoint that the gateway allows."""
         self.is_routed = True
+        if has_body:
+            try:
+                self._parts.picks.guard.unchecked()
+            except RequestError as error:
+                self._refuse(error)
         pods = [pod for pod in self._parts.pods.snapshot().values() if pod.ready]
         if not pods:
             self._refuse(RequestError(500, "no pods available in datastore"))
@@ -322,6 +328,7 @@ class _Exchange:
     def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes, Api]:
         """The request with its model as the pod is asked for it, the body to send, and its API."""
         request, api = self._parts.parsers.parse(request, body)
+        body = self._allowed(request, body, api)
         if not api.is_json:
             return request, body, api
         named = request.model
@@ -335,6 +342,21 @@ class _Exchange:
         if model is None or model == named:
             return request, body, api
         return replace(request, model=model, client_model=named or ""), with_model(body, model), api
+
+    def _allowed(self, request: RouteRequest, body: bytes, api: Api) -> bytes:
+        """Return the body without the fields that clients must not send."""
+        guard = self._parts.picks.guard
+        if api.is_opaque:
+            guard.unchecked()
+            return body
+        field = guard.forbidden(request, body)
+        if field is None:
+            return body
+        if request.body and not api.is_json:
+            # The JSON is inside a protobuf message.
+            raise refusal(field)
+        self._parts.metrics.dropped(_DOOR, "forbidden_field")
+        return guard.without(body)
 
     def _candidates(self) -> frozenset[str] | None:
         if self._subset is None or not self._options.subset_filter:
