@@ -36,6 +36,7 @@ class RouterConfig:
         pods_file: Pods in the reference's file-discovery form; None where `kube` says where they are.
         watch_pods_file: Whether its later changes are taken over.
         kube: Where in Kubernetes the pods are; None where there is a file.
+        pool_name: Name of the pool in metrics.
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         conversations_bytes: Most memory of each chat template for what is known of its conversations.
@@ -72,6 +73,7 @@ class RouterConfig:
     pods_file: Path | None = None
     watch_pods_file: bool = True
     kube: KubeConfig | None = None
+    pool_name: str = "default"
     tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
     tokenize_deadline_s: float = 0.05
     conversations_bytes: int = CONVERSATIONS_BYTES
@@ -135,6 +137,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         pods_file=pods_file,
         watch_pods_file=watch,
         kube=kube,
+        pool_name=flags.pool_name or "default",
         tokenizers=_tokenizers(flags, picker),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
         conversations_bytes=flags.conversation_memory,
@@ -215,6 +218,9 @@ def _discovery(
 ) -> tuple[Path | None, bool, KubeConfig | None]:
     """The one place that says where pods are."""
     discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
+    if discovery is not None and kube is not None and kube.pool:
+        # The reference demands --pool-name in every mode; beside a file it is a name in metrics.
+        kube = None
     if [flags.pods_file, discovery, kube].count(None) != 2:
         raise ConfigError(
             "give exactly one of --pool-name, --endpoint-selector, --pods-file, and a --config-file that "

@@ -81,8 +81,9 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
-        pool = config.kube.pool if config.kube is not None and config.kube.pool else "default"
-        registry.register(StateCollector(self.pods, self._ledger, self._rates, time.monotonic, pool))
+        registry.register(
+            StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
+        )
         if config.compat != "off":
             registry.register(MetricTwins(registry))
         self.explain = Explain(config.decisions_kept, self._pod_name)

@@ -45,6 +45,19 @@ def test_the_defaults_are_the_references_where_it_has_them() -> None:
     assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
+def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
+    """The reference demands --pool-name in every mode; beside a pods' file it is the name in metrics."""
+    file = tmp_path / "config.yaml"
+    file.write_text(GOOD)
+    config, _ = parse_flags(["--config-file", str(file), "--pool-name", "mine", "--pool-namespace", "here"])
+    assert (config.pods_file, config.kube, config.pool_name) == (tmp_path / "pods.yaml", None, "mine")
+    assert parse_flags(["--config-file", str(file)])[0].pool_name == "default"
+    assert parse_flags(["--pool-name", "mine"])[0].pool_name == "mine"
+    selected = ["--endpoint-selector", "a=b", "--endpoint-target-ports", "8000"]
+    with pytest.raises(ConfigError, match="exactly one of"):
+        parse_flags(["--config-file", str(file), *selected])
+
+
 def test_priorities_and_sessions_are_read() -> None:
     """Objectives have whole numbers, header names no case, a stay is a duration."""
     config, _ = parse_flags(
