@@ -163,7 +163,7 @@ class _Exchange:
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
             self._refuse(too_large(self._options.max_request_bytes))
         if not message.request_headers.end_of_stream and self._body_mode not in _WHOLE_BODY:
-            self._pass_unchecked()
+            self._picks.pass_unseen()
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
             yield from self._route_by_load()
             self._finish_request()
@@ -249,12 +249,6 @@ class _Exchange:
         self._response.of(decision)
         self._response.explained = self._picks.explained(decision)
         return self._picks.destination(decision)
-
-    def _pass_unchecked(self) -> None:
-        try:
-            self._picks.guard.unchecked()
-        except RequestError as error:
-            self._refuse(error)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._picks.refused(error)

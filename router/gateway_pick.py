@@ -87,6 +87,17 @@ class GatewayPick:
         """The value of the response's header that explains the decision; None: it carries none."""
         return explain_value(decision) if self._explains else None
 
+    def pass_unseen(self) -> None:
+        """Let a request pass whose body goes on before the router could see it.
+
+        Raises:
+            RequestError: Counted already; engines have a KV connector.
+        """
+        try:
+            self.guard.unchecked()
+        except RequestError as error:
+            raise self.refused(error) from error
+
     def refused(self, error: RequestError) -> RequestError:
         """Counts an error that never got to route()."""
         self._metrics.refused(error)

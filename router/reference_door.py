@@ -6,7 +6,7 @@ is route()'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -21,7 +21,13 @@ from router.attribute_reporter import AttributeReporter
 from router.body_guard import refusal
 from router.candidates import is_allowed, not_allowed
 from router.decision import Decision
-from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
+from router.envoy_headers import (
+    REQUEST_ID_HEADER,
+    kept_request_id,
+    served_endpoint,
+    subset_hint,
+    system_owned,
+)
 from router.errors import EvictedError, RequestError
 from router.evictions import Evictable, Evictions
 from router.ext_proc_bytes import Answer, Message, ResponseChunk
@@ -281,10 +287,7 @@ class _Exchange:
         """The answer to a request whose body does not come here: any endpoint that the gateway allows."""
         self.is_routed = True
         if has_body:
-            try:
-                self._parts.picks.guard.unchecked()
-            except RequestError as error:
-                self._refuse(error)
+            self._parts.picks.pass_unseen()
         pods = [pod for pod in self._parts.pods.snapshot().values() if pod.ready]
         if not pods:
             self._refuse(RequestError(500, "no pods available in datastore"))
@@ -294,7 +297,8 @@ class _Exchange:
             self._refuse(not_allowed())
         request_id, _ = kept_request_id(self._headers or {})
         destination = ready[int(self._parts.random.integers(len(ready)))]
-        return request_headers_answer(destination, {REQUEST_ID_HEADER: request_id}, None)
+        made = {REQUEST_ID_HEADER: request_id}
+        return request_headers_answer(destination, made, None, self._removed(made))
 
     def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
         """Picks for a request whose body is complete."""
@@ -318,9 +322,10 @@ class _Exchange:
             scores = decision.routing.scores if self._options.emit_scores else None
         set_headers |= {**kept_headers(headers), REQUEST_ID_HEADER: request_id}
         if self._body_mode == BodyMode.BUFFERED:
-            yield request_body_answer(destination, set_headers, None if sent is body else sent, scores)
+            changed = None if sent is body else sent
+            yield request_body_answer(destination, set_headers, changed, scores, self._removed(set_headers))
         else:
-            yield request_headers_answer(destination, set_headers, scores)
+            yield request_headers_answer(destination, set_headers, scores, self._removed(set_headers))
             for answer in streamed(sent, end_of_stream=not has_trailers):
                 yield pb.ProcessingResponse(request_body=answer)
         self._finish_request(is_answered=api.is_answered or not self._options.strict)
@@ -342,6 +347,10 @@ class _Exchange:
         if model is None or model == named:
             return request, body, api
         return replace(request, model=model, client_model=named or ""), with_model(body, model), api
+
+    def _removed(self, ours: Collection[str]) -> tuple[str, ...]:
+        """Return the client's headers to take off; the reference only leaves them as they are."""
+        return () if self._options.strict else system_owned(self._headers or {}, ours)
 
     def _allowed(self, request: RouteRequest, body: bytes, api: Api) -> bytes:
         """Return the body without the fields that clients must not send."""

@@ -12,6 +12,7 @@ import pytest
 from router.body_guard import BodyGuard
 from router.check_http import CheckHttpDoor
 from router.ext_proc_messages import BodyMode
+from router.gateway_only import GATEWAY_ONLY_HEADERS
 from router.gateway_pick import GatewayPick
 from router.http_listen import HttpServer
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -152,3 +153,24 @@ def test_pick_endpoint_takes_no_body() -> None:
             served, model=TINY, chat={"messages_json": message, "options_json": b'{"kv_transfer_params":{}}'}
         )
     assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("name", GATEWAY_ONLY_HEADERS)
+def test_headers_that_only_gateways_set_are_removed(name: str) -> None:
+    """A client's routing, rank and transfer headers are overwritten, or named for removal, at each door."""
+    told = {name.replace("-", "_"): "10.0.0.9:1"}
+    # The subset hint is the gateway's at the HTTP door; a client's is Envoy's to take off.
+    hint = name == "x-gateway-destination-endpoint-subset"
+    with doors(bench()) as served, http_door() as server:
+        answer = check(served, check_request(BODY, **told)).ok_response
+        removed = [set(answer.headers_to_remove)]
+        if not hint:
+            over_http = ask(server, http_request(BODY, **told)).headers
+            removed.append(set(over_http.get("x-envoy-auth-headers-to-remove", "").split(",")))
+        got = served.exchange(headers(path="/v1/completions", **told), body(BODY))
+        removed.append(set(got[0].request_headers.response.header_mutation.remove_headers))
+    if name in (DESTINATION, "x-envoy-auth-partial-body"):
+        assert not any(name in one for one in removed)
+        assert set_headers(got[0])[DESTINATION] == A.address
+    else:
+        assert all(name in one for one in removed)

@@ -134,6 +134,21 @@ def test_forbidden_fields_are_removed_from_the_body(path: str) -> None:
         assert set_headers(got[1])["Content-Length"] == str(len(sent))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_clients_gateway_headers_are_removed(strict: bool) -> None:
+    """Ranks and hosts that a client names are taken off; in strict they are only not set again."""
+    told = {"x_data_parallel_rank": "1", "x_prefiller_host_port": "10.0.0.9:1"}
+    buffered = (BodyMode.BUFFERED, BodyMode.BUFFERED)
+    with door(ReferenceOptions(strict=strict)) as served:
+        streamed = served.exchange(headers(**told), body(BODY))[0].request_headers.response
+        whole = served.exchange(headers(config=buffered, **told), body(BODY))[1].request_body.response
+        empty = served.exchange(headers(end=True, **told))[0].request_headers.response
+    expected = [] if strict else ["x-data-parallel-rank", "x-prefiller-host-port"]
+    for common in (streamed, whole, empty):
+        assert list(common.header_mutation.remove_headers) == expected
+        assert not {one.header.key for one in common.header_mutation.set_headers}.intersection(expected)
+
+
 def test_a_forbidden_field_inside_protobuf_is_refused() -> None:
     """JSON that a gRPC message carries is not rewritten: the client is told which field is wrong."""
     data = b'{"model": "m", "input": "x", "kv_hints": {}}'
