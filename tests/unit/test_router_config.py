@@ -311,3 +311,14 @@ def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str) -> None:
     """It ends the start as any other wrong flag does."""
     with pytest.raises(ConfigError):
         parse_flags([*PODS, flag])
+
+
+@pytest.mark.parametrize("command", ["up", "router", "tokenizer", "indexer", "model-server", "plan"])
+def test_a_wrong_flag_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command's error is one line with a hint: no usage text buries it."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--no-such-flag"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"kvroute {command}: error: ")
+    assert line.endswith(f"(see kvroute {command} --help)")
