@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError
-from indexer.flags import add_index_flags, index_config, pairs
+from indexer.flags import CommandParser, add_index_flags, index_config, pairs
 from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
 from indexer.open_files import raise_open_files
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams = [] if args.pods_file is None else _streams(args.pods_file)
         return _serve(args, index_config(args), streams, _tokenizers(args.tokenizer))
     except IndexerError as error:
-        print(f"kvroute indexer: {error}", file=sys.stderr)
+        print(f"kvroute indexer: error: {error}", file=sys.stderr)
         return _EXIT_USAGE if isinstance(error, ConfigError) else _EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="kvroute indexer",
         description="Follows the KV cache events of model servers and tells, over gRPC "
         "(kvroute.v1.IndexerService), how much of a prompt each of them holds.",

@@ -22,7 +22,7 @@ PODS_MAX = 4096
 RANKS_MAX = 256
 
 _PORT_MAX = 65_535
-_MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence"})
+_MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence", "speculative_entries"})
 
 BACKENDS = ("flat", "reference", "cost", "redis")
 
@@ -160,7 +160,7 @@ class IndexerConfig:
 
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0
-    # Triples of (request, pod, block).
+    # Triples of (request, pod, block); 0: no block is assumed.
     speculative_entries: int = 1_000_000
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The index's settings on a command line, of `kvroute indexer` and the router: flags in, config out.
+"""Command lines of `kvroute indexer` and the router: their parser, and the index's settings as flags.
 
 Opens nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from indexer.config import BACKENDS, IndexerConfig
 from indexer.errors import ConfigError
@@ -16,6 +16,20 @@ from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 _SHOWN = "default: %(default)s"
 _Value = TypeVar("_Value")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command whose errors are one line: argparse's usage text would bury them.
+
+    Takes no abbreviated flags: one cut short could be another flag's in a later version.
+    """
+
+    def __init__(self, prog: str, description: str, **settings: Any) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2 and one line that names the error and where help is."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def add_index_flags(flags: argparse._ActionsContainer) -> None:

@@ -43,6 +43,8 @@ def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
     if root is None:
         raise ConfigError(f"{source}: is empty; it must have a list 'endpoints'")
     reader = _Reader(source)
+    if not isinstance(root, yaml.MappingNode):
+        reader.fail(root, "", "must be a mapping with the list 'endpoints'")
     top = reader.mapping(root, "", {"endpoints"})
     if not isinstance(top.get("endpoints"), yaml.SequenceNode):
         reader.fail(root, "endpoints", "must be a list")

@@ -58,7 +58,8 @@ class Speculation:
         index: Where the blocks are assumed.
         ttl_s: Life of an assumption without a sign of life.
         max_s: Hard cap of its life.
-        max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped.
+        max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped. 0:
+            nothing is assumed.
     """
 
     def __init__(self, index: Index, *, ttl_s: float, max_s: float, max_entries: int) -> None:
@@ -85,7 +86,7 @@ class Speculation:
 
     def assume(self, request_id: Hashable, pod: str, keys: Keys, now_s: float) -> None:
         """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
-        if not len(keys):
+        if not len(keys) or not self._max_entries:
             return
         last = int(keys[-1])
         with self._lock:

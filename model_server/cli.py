@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_USAGE, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(_EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:

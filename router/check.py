@@ -19,7 +19,6 @@ from router.gateway_pick import GatewayPick
 from router.h2.methods import SteppedHandler
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
-from router.plugins.handlers import unset_handler_headers
 from router.steps import Steps
 
 _DOOR = "check"
@@ -52,16 +51,14 @@ class CheckDoor:
             try:
                 candidates = subset_hint(message.attributes.metadata_context)
                 request = self._requests.read(
-                    request_id, http.path, body_of(http), headers, candidates, http.size
+                    request_id, http.method, http.path, body_of(http), headers, candidates, http.size
                 )
                 decision = yield from self._picks.deciding(request, context.is_active)
             except RequestError as error:
                 return denied_answer(error)
-        destination, removed = self._picks.destination(decision), system_owned(headers)
-        explained = self._picks.explained(decision)
+        destination, explained = self._picks.destination(decision), self._picks.explained(decision)
         routing = decision.routing
-        if routing is not None:
-            removed += unset_handler_headers(headers, routing)
+        removed = system_owned(headers, () if routing is None else routing.request_headers)
         if is_given and explained is None and routing is None:
             return ok_answer(destination, None, removed)
         return ok_answer.__wrapped__(

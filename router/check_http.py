@@ -17,7 +17,6 @@ from router.gateway_pick import GatewayPick
 from router.http_listen import HttpServer
 from router.http_requests import HttpRequest, HttpRequestError
 from router.metrics import RouterMetrics
-from router.plugins.handlers import unset_handler_headers
 from router.steps import Steps
 
 _DOOR = "check_http"
@@ -71,19 +70,24 @@ class CheckHttpDoor:
             request_id, is_given = kept_request_id(headers)
             try:
                 routed = self._requests.read(
-                    request_id, request.path, body, headers, subset_header(headers), len(body)
+                    request_id,
+                    request.method,
+                    request.path,
+                    body,
+                    headers,
+                    subset_header(headers),
+                    len(body),
                 )
                 decision = yield from self._picks.deciding(routed, is_active)
             except RequestError as error:
                 return denied_answer(error, closes, has_body=request.method != "HEAD")
-        destination, removed = self._picks.destination(decision), system_owned(headers)
-        explained = self._picks.explained(decision)
+        destination, explained = self._picks.destination(decision), self._picks.explained(decision)
+        routing = decision.routing
+        removed = system_owned(headers, () if routing is None else routing.request_headers)
         made_request_id = None if is_given else request_id
-        if decision.routing is None and is_given and explained is None:
+        if routing is None and is_given and explained is None:
             return ok_answer(destination, None, removed, closes)
-        if decision.routing is not None:
-            removed += unset_handler_headers(headers, decision.routing)
-        return routed_answer(destination, made_request_id, removed, closes, explained, decision.routing)
+        return routed_answer(destination, made_request_id, removed, closes, explained, routing)
 
     def _refuse(self, error: HttpRequestError) -> bytes:
         """Answers what is no request."""

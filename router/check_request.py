@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from router.body_guard import refusal
 from router.errors import RequestError
 from router.gateway_pick import GatewayPick
 from router.metrics import RouterMetrics
 from router.request import RequestKind, RouteRequest, http_request, too_large
 
 PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
+
+# Methods whose requests need no body.
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class CheckRequests:
     def read(
         self,
         request_id: str,
+        method: str,
         path: str,
         body: bytes | bytearray,
         headers: Mapping[str, str],
@@ -56,18 +61,24 @@ class CheckRequests:
         partial = is_partial(headers, body)
         if partial:
             self._tell_partial()
-        if partial or not body:
-            return RouteRequest(
-                request_id,
-                RequestKind.PASSTHROUGH,
-                body_bytes=max(size_bytes, len(body)),
-                candidates=candidates,
-                headers=headers,
-            )
+        guard = self._picks.guard
         try:
-            return http_request(request_id, path, body, candidates, headers)
+            if partial or not body:
+                if partial or method not in _BODILESS:
+                    guard.unchecked()
+                return RouteRequest(
+                    request_id,
+                    RequestKind.PASSTHROUGH,
+                    body_bytes=max(size_bytes, len(body)),
+                    candidates=candidates,
+                    headers=headers,
+                )
+            request = http_request(request_id, path, body, candidates, headers)
+            if (field := guard.forbidden(request, body)) is not None:
+                raise refusal(field)
         except RequestError as error:
             raise self._picks.refused(error) from error
+        return request
 
     def _tell_partial(self) -> None:
         """A request whose body is not all here is picked for by load alone, and never without a word."""

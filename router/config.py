@@ -13,6 +13,7 @@ from pathlib import Path
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.flags import index_config
+from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.config_file import PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import router_parser
@@ -35,12 +36,15 @@ class RouterConfig:
         pods_file: Pods in the reference's file-discovery form; None where `kube` says where they are.
         watch_pods_file: Whether its later changes are taken over.
         kube: Where in Kubernetes the pods are; None where there is a file.
+        pool_name: Name of the pool in metrics.
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         conversations_bytes: Most memory of each chat template for what is known of its conversations.
         check_port: Of ext_authz in its HTTP form; None: there is none.
         grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
+        forbidden_fields: Body fields that clients must not send, see body_guard.
+        kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
         session_header: Header that carries a session's id; "" for none.
@@ -69,6 +73,7 @@ class RouterConfig:
     pods_file: Path | None = None
     watch_pods_file: bool = True
     kube: KubeConfig | None = None
+    pool_name: str = "default"
     tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
     tokenize_deadline_s: float = 0.05
     conversations_bytes: int = CONVERSATIONS_BYTES
@@ -81,6 +86,8 @@ class RouterConfig:
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
+    forbidden_fields: tuple[str, ...] = GATEWAY_ONLY_FIELDS
+    kv_connector: str = "auto"
     max_streams: int = 256
     index: IndexerConfig = field(default_factory=IndexerConfig)
     prefill_tokens_per_s: float = 15_000.0
@@ -130,6 +137,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         pods_file=pods_file,
         watch_pods_file=watch,
         kube=kube,
+        pool_name=flags.pool_name or "default",
         tokenizers=_tokenizers(flags, picker),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
         conversations_bytes=flags.conversation_memory,
@@ -142,6 +150,8 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,
+        forbidden_fields=flags.forbidden_body_fields,
+        kv_connector=flags.kv_connector,
         max_streams=flags.max_streams,
         index=index,
         prefill_tokens_per_s=flags.prefill_tokens_per_s,
@@ -208,6 +218,9 @@ def _discovery(
 ) -> tuple[Path | None, bool, KubeConfig | None]:
     """The one place that says where pods are."""
     discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
+    if discovery is not None and kube is not None and kube.pool:
+        # The reference demands --pool-name in every mode; beside a file it is a name in metrics.
+        kube = None
     if [flags.pods_file, discovery, kube].count(None) != 2:
         raise ConfigError(
             "give exactly one of --pool-name, --endpoint-selector, --pods-file, and a --config-file that "

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from indexer.peer_service import PEER_SERVICE, PeerDoor
 from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
+from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.check_http import CheckHttpDoor
 from router.config import RouterConfig
@@ -38,6 +39,7 @@ from router.health import (
     Health,
 )
 from router.http_listen import HttpServer
+from router.kv_connector import connector_sign
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
@@ -118,7 +120,14 @@ class Doors:
     def __init__(self, config: RouterConfig, parts: DoorParts) -> None:
         self._config = config
         self._gateway = GatewayPick(
-            parts.router, parts.metrics, config.fallback_endpoints, explains=config.explain_header
+            parts.router,
+            parts.metrics,
+            config.fallback_endpoints,
+            explains=config.explain_header,
+            guard=BodyGuard(
+                config.forbidden_fields,
+                lambda: connector_sign(config, parts.pods.snapshot()) is not None,
+            ),
         )
         cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
         self._slow = SlowStreams(config.max_streams, cut)

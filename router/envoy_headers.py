@@ -14,6 +14,7 @@ from envoy.config.core.v3 import base_pb2
 from google.protobuf import struct_pb2
 
 from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.gateway_only import GATEWAY_ONLY_HEADERS
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
@@ -29,9 +30,9 @@ _REQUEST_ID_MAX = 256
 # Headers that only gateway and picker may set: a client's are taken off. (The destination is overwritten.)
 _SYSTEM_OWNED = frozenset(
     {
-        SUBSET_HEADER,
+        # Envoy lets nobody change its own names.
+        *(name for name in GATEWAY_ONLY_HEADERS if not name.startswith("x-envoy-")),
         DROPPED_REASON_HEADER,
-        SERVED_HEADER,
         "x-llm-d-inference-fairness-id",
         "x-gateway-inference-fairness-id",
         "x-llm-d-inference-objective",
@@ -46,14 +47,18 @@ _SYSTEM_OWNED = frozenset(
         "x-llm-d-video-duration-seconds",
         "x-llm-d-video-resolution",
     }
-)
+) - {DESTINATION_HEADER}
 
 
-def system_owned(incoming: Collection[str]) -> tuple[str, ...]:
-    """Those of a request's header names that must not reach a pod."""
+def system_owned(incoming: Collection[str], ours: Collection[str] = ()) -> tuple[str, ...]:
+    """Return those of a client's header names that must not reach a pod.
+
+    Args:
+        ours: Names that the router itself sets; a client's values are overwritten.
+    """
     if _SYSTEM_OWNED.isdisjoint(incoming):
         return ()
-    return tuple(name for name in incoming if name in _SYSTEM_OWNED)
+    return tuple(name for name in incoming if name in _SYSTEM_OWNED and name not in ours)
 
 
 def kept_request_id(headers: Mapping[str, str]) -> tuple[str, bool]:

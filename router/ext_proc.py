@@ -41,6 +41,8 @@ from router.steps import Steps
 _DOOR = "ext_proc"
 _PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 _DEFAULT_PATH = "/v1/completions"
+# Modes in which no part of a request goes on before its whole body is here.
+_WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,8 @@ class _Exchange:
         length = self._headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
             self._refuse(too_large(self._options.max_request_bytes))
+        if not message.request_headers.end_of_stream and self._body_mode not in _WHOLE_BODY:
+            self._picks.pass_unseen()
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
             yield from self._route_by_load()
             self._finish_request()
@@ -173,7 +177,7 @@ class _Exchange:
         body = message.request_body
         if self._headers is None:
             self._metrics.dropped(_DOOR, "body_before_headers")
-        elif self._body_mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED):
+        elif self._body_mode not in _WHOLE_BODY:
             yield pb.ProcessingResponse(request_body=pb.BodyResponse())
             if body.end_of_stream:
                 self._finish_request()
@@ -207,11 +211,15 @@ class _Exchange:
         request_id, set_headers = _request_id(headers)
         try:
             request = http_request(request_id, path, body, self._candidates, headers)
+            is_cut = self._picks.guard.forbidden(request, body) is not None
         except RequestError as error:
             self._refuse(error)
+        if is_cut:
+            self._metrics.dropped(_DOOR, "forbidden_field")
+            body = self._picks.guard.without(body)
         destination = yield from self._pick(request)
         if self._body_mode == BodyMode.BUFFERED:
-            yield request_body_routed_answer(destination, set_headers, headers)
+            yield request_body_routed_answer(destination, set_headers, headers, body if is_cut else None)
         else:
             made_request_id = set_headers.get(REQUEST_ID_HEADER)
             yield routed_bytes(destination, made_request_id, system_owned(headers), len(body))

@@ -49,12 +49,20 @@ def content_length_answer(body_bytes: int) -> pb.ProcessingResponse:
 
 
 def request_body_routed_answer(
-    destination: str, set_headers: Mapping[str, str], incoming: Collection[str]
+    destination: str, set_headers: Mapping[str, str], incoming: Collection[str], body: bytes | None = None
 ) -> pb.ProcessingResponse:
-    """The routing result on the body's answer, where the headers had to be answered before the body came."""
+    """The routing result on the body's answer, where the headers had to be answered before the body came.
+
+    Args:
+        body: Replaces the request's body; None: it stays.
+    """
+    if body is not None:
+        set_headers = {**set_headers, "content-length": str(len(body))}
+    response = _routed(destination, set_headers, incoming)
+    if body is not None:
+        response.body_mutation.body = body
     return pb.ProcessingResponse(
-        request_body=pb.BodyResponse(response=_routed(destination, set_headers, incoming)),
-        dynamic_metadata=destination_metadata(destination),
+        request_body=pb.BodyResponse(response=response), dynamic_metadata=destination_metadata(destination)
     )
 
 

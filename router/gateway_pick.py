@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from router.body_guard import BodyGuard
 from router.decision import Decision
 from router.errors import RequestError
 from router.explain_header import explain_value
@@ -27,11 +28,22 @@ class GatewayPick:
         fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
             several.
         explains: Whether responses carry the decision in a header.
+        guard: Finds body fields that clients must not send; None: those of its defaults.
+
+    Attributes:
+        guard: Body fields that clients must not send.
     """
 
     def __init__(
-        self, router: Router, metrics: RouterMetrics, fallback_endpoints: int = 0, *, explains: bool = False
+        self,
+        router: Router,
+        metrics: RouterMetrics,
+        fallback_endpoints: int = 0,
+        *,
+        explains: bool = False,
+        guard: BodyGuard | None = None,
     ) -> None:
+        self.guard = guard or BodyGuard()
         self._explains = explains
         self._router = router
         self._metrics = metrics
@@ -74,6 +86,17 @@ class GatewayPick:
     def explained(self, decision: Decision) -> str | None:
         """The value of the response's header that explains the decision; None: it carries none."""
         return explain_value(decision) if self._explains else None
+
+    def pass_unseen(self) -> None:
+        """Let a request pass whose body goes on before the router could see it.
+
+        Raises:
+            RequestError: Counted already; engines have a KV connector.
+        """
+        try:
+            self.guard.unchecked()
+        except RequestError as error:
+            raise self.refused(error) from error
 
     def refused(self, error: RequestError) -> RequestError:
         """Counts an error that never got to route()."""

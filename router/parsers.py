@@ -39,6 +39,7 @@ class Api:
         needs_model: Whether a model must be named.
         is_json: Whether its bodies are JSON, whose model can be rewritten.
         is_answered: Whether the reference looks at the response; else it ends its stream with the request.
+        is_opaque: Whether bodies have fields that no parser here reads.
     """
 
     kind: RequestKind
@@ -49,6 +50,7 @@ class Api:
     needs_model: bool = True
     is_json: bool = True
     is_answered: bool = True
+    is_opaque: bool = False
 
     def prompt(self, body: Mapping[str, Any]) -> Any:
         """The field with the prompt.
@@ -66,7 +68,7 @@ class Api:
 
 _CHAT_API = Api(_CHAT, "chat completions", ("messages",))
 _COMPLETIONS_API = Api(_COMPLETIONS, "completions", ("prompt",))
-_GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, is_json=False)
+_GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, is_json=False, is_opaque=True)
 _VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, is_json=False)
 _VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, is_json=False)
 _PASSTHROUGH = Api(_OTHER, "passthrough", needs_model=False, is_json=False)
@@ -195,7 +197,7 @@ class Parsers:
         if not suffix and any(f"{service}/" in path for service in self._services):
             return _UNREAD
         if name is None:
-            raise RequestError(400, f"no parser found for path {path[:256]}")
+            raise RequestError(400, f"no parser registered matching path suffix for: {path[:256]}")
         return _APIS[name].get(suffix, _PASSTHROUGH)
 
 

@@ -107,7 +107,7 @@ def _source(entry: PluginEntry) -> str | None:
 def _precise(
     known: Fields, index: IndexerConfig, kube: KubeConfig | None
 ) -> tuple[IndexerConfig, KubeConfig | None]:
-    known.flag("speculativeIndexing", True)
+    speculates = known.flag("speculativeIndexing", True)
     tokens = known.fields(
         "tokenProcessorConfig", ("blockSizeTokens", "blockSize", "hashSeed", "hashAlgorithm")
     )
@@ -124,6 +124,7 @@ def _precise(
             index,
             block_tokens=tokens.whole(size, index.block_tokens, least=1, most=1 << 16),
             speculative_ttl_s=known.duration_s("speculativeTTL", index.speculative_ttl_s),
+            speculative_entries=index.speculative_entries if speculates else 0,
             tier_weights=_weights(known, index),
             topic_prefix=events.text("topicFilter") if "topicFilter" in events else index.topic_prefix,
             events_bind=events.text("zmqEndpoint") if "zmqEndpoint" in events else index.events_bind,

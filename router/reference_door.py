@@ -6,7 +6,7 @@ is route()'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -18,9 +18,16 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
+from router.body_guard import refusal
 from router.candidates import is_allowed, not_allowed
 from router.decision import Decision
-from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, served_endpoint, subset_hint
+from router.envoy_headers import (
+    REQUEST_ID_HEADER,
+    kept_request_id,
+    served_endpoint,
+    subset_hint,
+    system_owned,
+)
 from router.errors import EvictedError, RequestError
 from router.evictions import Evictable, Evictions
 from router.ext_proc_bytes import Answer, Message, ResponseChunk
@@ -250,7 +257,7 @@ class _Exchange:
         if not self._options.strict:
             self._subset = subset_hint(message.metadata_context)
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
-            yield self._any_endpoint()
+            yield self._any_endpoint(has_body=not message.request_headers.end_of_stream)
             self._finish_request()
         elif self._body_mode == BodyMode.BUFFERED:
             yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
@@ -276,9 +283,11 @@ class _Exchange:
             yield from self._route(has_trailers=True)
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
-    def _any_endpoint(self) -> pb.ProcessingResponse:
-        """The answer to a request without a body: any endpoint that the gateway allows will do."""
+    def _any_endpoint(self, *, has_body: bool) -> pb.ProcessingResponse:
+        """The answer to a request whose body does not come here: any endpoint that the gateway allows."""
         self.is_routed = True
+        if has_body:
+            self._parts.picks.pass_unseen()
         pods = [pod for pod in self._parts.pods.snapshot().values() if pod.ready]
         if not pods:
             self._refuse(RequestError(500, "no pods available in datastore"))
@@ -288,7 +297,8 @@ class _Exchange:
             self._refuse(not_allowed())
         request_id, _ = kept_request_id(self._headers or {})
         destination = ready[int(self._parts.random.integers(len(ready)))]
-        return request_headers_answer(destination, {REQUEST_ID_HEADER: request_id}, None)
+        made = {REQUEST_ID_HEADER: request_id}
+        return request_headers_answer(destination, made, None, self._removed(made))
 
     def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
         """Picks for a request whose body is complete."""
@@ -312,9 +322,10 @@ class _Exchange:
             scores = decision.routing.scores if self._options.emit_scores else None
         set_headers |= {**kept_headers(headers), REQUEST_ID_HEADER: request_id}
         if self._body_mode == BodyMode.BUFFERED:
-            yield request_body_answer(destination, set_headers, None if sent is body else sent, scores)
+            changed = None if sent is body else sent
+            yield request_body_answer(destination, set_headers, changed, scores, self._removed(set_headers))
         else:
-            yield request_headers_answer(destination, set_headers, scores)
+            yield request_headers_answer(destination, set_headers, scores, self._removed(set_headers))
             for answer in streamed(sent, end_of_stream=not has_trailers):
                 yield pb.ProcessingResponse(request_body=answer)
         self._finish_request(is_answered=api.is_answered or not self._options.strict)
@@ -322,6 +333,7 @@ class _Exchange:
     def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes, Api]:
         """The request with its model as the pod is asked for it, the body to send, and its API."""
         request, api = self._parts.parsers.parse(request, body)
+        body = self._allowed(request, body, api)
         if not api.is_json:
             return request, body, api
         named = request.model
@@ -335,6 +347,25 @@ class _Exchange:
         if model is None or model == named:
             return request, body, api
         return replace(request, model=model, client_model=named or ""), with_model(body, model), api
+
+    def _removed(self, ours: Collection[str]) -> tuple[str, ...]:
+        """Return the client's headers to take off; the reference only leaves them as they are."""
+        return () if self._options.strict else system_owned(self._headers or {}, ours)
+
+    def _allowed(self, request: RouteRequest, body: bytes, api: Api) -> bytes:
+        """Return the body without the fields that clients must not send."""
+        guard = self._parts.picks.guard
+        if api.is_opaque:
+            guard.unchecked()
+            return body
+        field = guard.forbidden(request, body)
+        if field is None:
+            return body
+        if request.body and not api.is_json:
+            # The JSON is inside a protobuf message.
+            raise refusal(field)
+        self._parts.metrics.dropped(_DOOR, "forbidden_field")
+        return guard.without(body)
 
     def _candidates(self) -> frozenset[str] | None:
         if self._subset is None or not self._options.subset_filter:

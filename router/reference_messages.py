@@ -5,7 +5,7 @@ Every header that is kept is set again, and what the router owns is not among th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envoy.config.core.v3 import base_pb2
@@ -21,7 +21,6 @@ from router.errors import (
     RequestError,
     SaturatedError,
 )
-from router.plugins.handlers import HANDLER_HEADERS
 
 SCORES_KEY = "x-gateway-destination-endpoint-scores"
 
@@ -40,7 +39,7 @@ _CODES = {
 _NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
 _SATURATED = "system saturated, sheddable request dropped"
 # What is not taken over from a request or a response, beside what envoy_headers calls system-owned.
-_OWN = frozenset({DESTINATION_HEADER, "content-length", *HANDLER_HEADERS})
+_OWN = frozenset({DESTINATION_HEADER, "content-length"})
 
 
 def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -72,25 +71,33 @@ def immediate_answer(error: RequestError) -> pb.ProcessingResponse:
 
 
 def request_headers_answer(
-    destination: str, headers: Mapping[str, str], scores: Mapping[str, float] | None
+    destination: str,
+    headers: Mapping[str, str],
+    scores: Mapping[str, float] | None,
+    removed: Sequence[str] = (),
 ) -> pb.ProcessingResponse:
     """The routing result on the headers' answer.
 
     Args:
         headers: To set beside the destination.
         scores: To tell in the metadata; None: not to.
+        removed: Names of the client's headers that no pod is to see.
     """
     return pb.ProcessingResponse(
-        request_headers=pb.HeadersResponse(response=_routed(destination, headers)),
+        request_headers=pb.HeadersResponse(response=_routed(destination, headers, removed)),
         dynamic_metadata=routed_metadata(destination, scores),
     )
 
 
 def request_body_answer(
-    destination: str, headers: Mapping[str, str], body: bytes | None, scores: Mapping[str, float] | None
+    destination: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    scores: Mapping[str, float] | None,
+    removed: Sequence[str] = (),
 ) -> pb.ProcessingResponse:
     """The routing result on the answer to a buffered body, with another body if there is one."""
-    response = _routed(destination, headers)
+    response = _routed(destination, headers, removed)
     if body is not None:
         response.body_mutation.body = body
     return pb.ProcessingResponse(
@@ -119,9 +126,10 @@ def metadata(values: Mapping[str, Any]) -> struct_pb2.Struct:
     return struct
 
 
-def _routed(destination: str, headers: Mapping[str, str]) -> pb.CommonResponse:
+def _routed(destination: str, headers: Mapping[str, str], removed: Sequence[str]) -> pb.CommonResponse:
     options = [_set(DESTINATION_HEADER, destination), *_options(headers)]
-    return pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=options), clear_route_cache=True)
+    mutation = pb.HeaderMutation(set_headers=options, remove_headers=removed)
+    return pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
 def _options(headers: Mapping[str, str]) -> list[base_pb2.HeaderValueOption]:

@@ -28,6 +28,7 @@ from router.explain import Explain
 from router.flags.reference import told_in_vain
 from router.health import Health
 from router.home_core import keep_home_core
+from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, use_one_heap
@@ -80,8 +81,9 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
-        pool = config.kube.pool if config.kube is not None and config.kube.pool else "default"
-        registry.register(StateCollector(self.pods, self._ledger, self._rates, time.monotonic, pool))
+        registry.register(
+            StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
+        )
         if config.compat != "off":
             registry.register(MetricTwins(registry))
         self.explain = Explain(config.decisions_kept, self._pod_name)
@@ -254,6 +256,13 @@ class RouterServer:
         if not self.health.ready and self._synced(now_s):
             self.health.set_ready(True)
             _log.info("ready")
+            sign = connector_sign(self._config, self.pods.snapshot())
+            if sign is not None and self._config.forbidden_fields:
+                _log.warning(
+                    "engines have a KV connector, so requests whose body cannot be checked are refused: "
+                    "sign=%s; the gateway must not fail open (failure_mode_allow: false)",
+                    sign,
+                )
 
     def _synced(self, now_s: float) -> bool:
         """Whether it is known which pods there are, each was asked, and its view built; or had their time."""

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from indexer.flags import CommandParser
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
 from router.flags.values import size_bytes
@@ -168,9 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvroute tokenizer", description="Tokenizes for routers on the same machine."
-    )
+    parser = CommandParser(prog="kvroute tokenizer", description="Tokenizes for routers on the same machine.")
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--model",

@@ -22,6 +22,7 @@ from indexer.config import IndexerConfig
 from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
 from indexer.events import KVEvent
+from indexer.flags import CommandParser
 
 # What engines tell beyond what the index needs, by engine.
 _NOTES = {"vllm": ("locality", "ownership", "session_id"), "sglang": ("session_id",)}
@@ -77,7 +78,7 @@ def decode_lines(lines: BinaryIO, engine: str, max_bytes: int) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m indexer.decode",
         description="Decodes published KV cache events: one payload a line in hex on standard input, "
         "one JSON object a line on standard output.",

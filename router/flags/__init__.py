@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import version
 
-from indexer.flags import add_index_flags
+from indexer.flags import CommandParser, add_index_flags
 from router.flags.kube import add_kube_flags
 from router.flags.picking import add_picking_flags
 from router.flags.pods import add_pods_flags
@@ -19,11 +19,9 @@ __all__ = ["router_parser"]
 
 def router_parser() -> argparse.ArgumentParser:
     """All flags, with the names of the reference picker where it has them too."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="kvroute router",
         description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
-        # A flag cut short could be another flag's in a later version.
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
     add_pods_flags(parser.add_argument_group("pods and models"))

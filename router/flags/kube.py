@@ -16,7 +16,13 @@ _PORT_MAX = 65_535 - RANKS_MAX
 
 def add_kube_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of this group."""
-    group.add_argument("--pool-name", default="", metavar="NAME", help="InferencePool whose pods are used")
+    group.add_argument(
+        "--pool-name",
+        default="",
+        metavar="NAME",
+        help="InferencePool whose pods are used; beside a --config-file with file discovery only the pool's "
+        "name in metrics",
+    )
     group.add_argument(
         "--pool-namespace",
         default="",

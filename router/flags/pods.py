@@ -12,7 +12,11 @@ from tokenization.tokenizer import CONVERSATIONS_BYTES
 def add_pods_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of this group."""
     group.add_argument(
-        "--pods-file", type=Path, metavar="PATH", help="YAML list of pods; watched for changes"
+        "--pods-file",
+        type=Path,
+        metavar="PATH",
+        help="YAML with a list 'endpoints' of pods, each with name, address, port and maybe labels, as in "
+        "docs/configuration.md; watched for changes",
     )
     group.add_argument(
         "--config-file",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from router.flags.values import count, port, positive, size_bytes
+from router.body_guard import GATEWAY_ONLY_FIELDS
+from router.flags.values import count, names, port, positive, size_bytes
 
 
 def add_serving_flags(group: argparse._ArgumentGroup) -> None:
@@ -34,6 +35,22 @@ def add_serving_flags(group: argparse._ArgumentGroup) -> None:
     )
     number("--fallback-endpoints", count, 0, "further pods in the destination, for gateways that try several")
     number("--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413")
+    group.add_argument(
+        "--forbidden-body-fields",
+        type=names,
+        default=GATEWAY_ONLY_FIELDS,
+        metavar="NAME,...",
+        help="fields that a client's body must not have: ext_proc takes them out, ext_authz answers 400; "
+        "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
+    )
+    group.add_argument(
+        "--kv-connector",
+        choices=("auto", "true", "false"),
+        default="auto",
+        help="whether engines have a KV connector (vLLM's --kv-transfer-config): a body that cannot be "
+        "checked for forbidden fields is then refused; auto: if pods have the label llm-d.ai/role or a "
+        "plugin disaggregates (default: %(default)s)",
+    )
     number("--max-streams", positive, 256, "requests inside the doors at once")
     for way in ("recv", "send"):
         group.add_argument(

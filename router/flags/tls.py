@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from router.flags.values import add_switch
+from router.flags.values import add_switch, names
 
 
 def add_tls_flags(group: argparse._ArgumentGroup) -> None:
@@ -31,7 +31,7 @@ def add_tls_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--tls-cipher-suites",
-        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        type=names,
         default=(),
         metavar="NAME,...",
         help="suites of TLS 1.2 by their IANA names; gRPC reads them from the environment only, so this flag "

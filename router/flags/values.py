@@ -61,6 +61,11 @@ def objective(text: str) -> tuple[str, int]:
     return name, int(priority)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas; none where the text is empty."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def boolean(text: str) -> bool:
     """true or false, or one of the short forms that Go's flags know."""
     if text.lower() not in _BOOLEANS:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from indexer.flags import CommandParser
 from router.local.demo import run_demo
 from router.local.errors import LocalStackError
 from router.local.stack import StackOptions, StackPlan, plan_stack
@@ -56,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _InterruptedError:
         return 0
     except (LocalStackError, ValueError, OSError) as error:
-        print(f"kvroute up: {error}", file=sys.stderr)
+        print(f"kvroute up: error: {error}", file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="kvroute up",
         description="Start model servers, the router and a real Envoy here, and show what is routed where.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -5,24 +5,18 @@ The first picks for everything; the second disaggregates: it picks who decodes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.plugins.api import Endpoint, PluginRequest
 from router.plugins.deciders import Decider
 from router.plugins.profiles import Picked, Profile
-from router.routing import Routing
 
 PREFILLER_HEADER = "x-prefiller-host-port"
 ENCODERS_HEADER = "x-encoder-hosts-ports"
 HANDLER_HEADERS = frozenset({PREFILLER_HEADER, ENCODERS_HEADER})
 """Only the router may set these; a client's are taken off."""
-
-
-def unset_handler_headers(incoming: Iterable[str], routing: Routing) -> tuple[str, ...]:
-    """Those of a client's header names that only a handler may set, and this one did not."""
-    return tuple(name for name in incoming if name in HANDLER_HEADERS and name not in routing.request_headers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,18 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"modelServers": {"model": {"name": "m", "source": "pvc"}}}, "modelServers.model.pvc.claim"),
         ({"modelServers": {"gpus": 1, "tensorParallel": 2}}, "modelServers.gpus"),
         ({"router": {"tracing": {"enabled": True}}}, "router.tracing.endpoint"),
+        ({"modelServers": {"kvConnector": True}, "envoy": {"failOpen": True}}, "envoy.failOpen"),
+        (
+            {
+                "mode": "gateway",
+                "gateway": {
+                    "inferencePool": {"failureMode": "FailOpen"},
+                    "httpRoute": {"parentRefs": [{"name": "g", "namespace": "g"}]},
+                },
+                "modelServers": {"extraArgs": ["--kv-transfer-config", "{}"]},
+            },
+            "gateway.inferencePool.failureMode",
+        ),
         ({"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": None}}, "autoscaling"),
     ],
 )
@@ -275,6 +287,25 @@ def test_what_does_not_fit_together_is_refused(values: dict[str, Any], message: 
     done = template(values)
     assert done.returncode != 0
     assert re.search(message, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ({}, "auto"),
+        ({"kvConnector": True}, "true"),
+        ({"extraArgs": ['--kv-transfer-config={"kv_connector":"NixlConnector"}']}, "true"),
+        ({"enabled": False, "matchLabels": {"llm-d.ai/role": "decode"}}, "true"),
+    ],
+)
+def test_the_router_is_told_of_a_kv_connector(models: dict[str, Any], told: str) -> None:
+    """Values, vLLM's arguments and the pods' role each say that engines have a KV connector."""
+    router = {"forbiddenBodyFields": ["kv_hints", "mine"]}
+    args = container(
+        one(manifests({"modelServers": models, "router": router}), "Deployment", "-epp"), "router"
+    )
+    config, _ = parse_flags(args["args"][1:])
+    assert (config.kv_connector, config.forbidden_fields) == (told, ("kv_hints", "mine"))
 
 
 def test_the_notes_tell_the_next_commands() -> None:

@@ -295,7 +295,7 @@ def test_fallbacks_follow_the_pick_in_header_and_metadata(tmp_path: Path) -> Non
             '{"messages":[{"role":"user","content":"x"}]}',
             "model not found in request body",
         ),
-        ("/unknown", "{}", "no parser found"),
+        ("/unknown", "{}", "no parser registered matching path suffix for: /unknown"),
     ],
 )
 def test_a_bad_body_is_400(tmp_path: Path, path: str, body: str, text: str | None) -> None:

@@ -23,7 +23,7 @@ def test_defaults_are_valid() -> None:
 )
 def test_no_bound_may_be_zero(name: str) -> None:
     """Each number of the config is a size or a time, but for a few that count from 0; its error names it."""
-    counts = name in ("undeclared_pods", "first_sequence")
+    counts = name in ("undeclared_pods", "first_sequence", "speculative_entries")
     with pytest.raises(ConfigError, match=name):
         IndexerConfig(**{name: -1 if counts else 0})
     if counts:

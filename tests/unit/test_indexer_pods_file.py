@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +32,16 @@ endpoints:
     labels: {kvroute.io/model: tiny}
   - {name: c, address: 10.0.0.1, port: 8001}
 """
+
+
+def test_the_example_in_the_documentation_is_read() -> None:
+    """The pods' file that docs/configuration.md shows can be copied."""
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    example = re.search(r"^## The pods' file$.*?^```yaml$(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert example is not None
+    first, second = parse_pods(example[1], "pods.yaml")
+    assert (first.pod, first.namespace, first.labels) == ("10.0.0.11:8000", "default", {})
+    assert (second.namespace, second.labels["kvroute.io/kv-replay-port"]) == ("llm", "5558")
 
 
 def test_endpoints_are_read_in_order() -> None:
@@ -92,7 +104,7 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
     [
         ("", "pods.yaml", "is empty"),
         ("pods: []", "pods.yaml:1: .pods", "unknown"),
-        ("- a", "pods.yaml:1: the file", "must be a mapping"),
+        ("- a", "pods.yaml:1: the file", "must be a mapping with the list 'endpoints'"),
         ("endpoints: 5", "pods.yaml:1: endpoints", "must be a list"),
         ("endpoints: [5]", "pods.yaml:1: endpoints[0]", "must be a mapping"),
         ("endpoints: [", "pods.yaml", "not valid YAML"),

@@ -75,6 +75,17 @@ def test_an_idle_indexer_tells_no_entries_that_are_over() -> None:
     assert (before, after) == (3, 0)
 
 
+def test_without_room_nothing_is_assumed() -> None:
+    """speculative_entries: 0 switches speculation off: no block counts before its pod announces it."""
+    registry = CollectorRegistry()
+    indexer = KvIndexer(IndexerConfig(speculative_entries=0), registry=registry)
+    indexer.speculate("r", A, KEYS, 0.0)
+    entries = registry.get_sample_value("kvroute_indexer_speculative_entries")
+    blocks = registry.get_sample_value("kvroute_indexer_blocks")
+    indexer.close()
+    assert (entries, blocks) == (0, 0)
+
+
 def test_a_pod_that_stores_blocks_keeps_its_queue_assumed(speculation: Speculated) -> None:
     """While the pod works off what is in front of the request, the TTL starts again."""
     speculation.assume("r", A, KEYS, 0.0)

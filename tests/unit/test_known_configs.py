@@ -270,6 +270,14 @@ def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
     assert dict(config.tokenizers)["m"] == "pods"
 
 
+def test_speculative_indexing_can_be_switched_off() -> None:
+    """speculativeIndexing: false has the index assume no blocks; without the field it does."""
+    for parameters, expected in (({"speculativeIndexing": False}, 0), ({}, 1_000_000)):
+        producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
+        text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
+        assert parse_flags([*PODS, "--config-text", text])[0].index.speculative_entries == expected
+
+
 def test_the_metrics_sources_path_is_a_setting() -> None:
     """It is that of all pods whose labels say nothing else; without one /metrics is."""
     source = {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": "/prometheus/metrics"}}

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.check_messages import ok_answer
 from router.config_file import parse_config
+from router.envoy_headers import system_owned
 from router.errors import ConfigError, NoEndpointLeftError, RequestError
 from router.explain_header import explain_value
 from router.flow_config import flow_of
 from router.metric_twins import MetricTwins
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import INSTEAD, MAKERS
-from router.plugins.handlers import unset_handler_headers
 from router.plugins.pipeline import Pipeline
 from router.routing import Routing
 from router.schedule import Scheduler
@@ -337,7 +337,7 @@ def test_a_pipelines_headers_pass_the_check_door() -> None:
     assert asked == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
     assert told == {"x-session-token": "t"}
     client = {"x-prefiller-host-port": "6.6.6.6:6", "x-encoder-hosts-ports": "6.6.6.6:6", "hi": "mom"}
-    assert unset_handler_headers(client, routing) == ("x-encoder-hosts-ports",)
+    assert system_owned(client, routing.request_headers) == ("x-encoder-hosts-ports",)
 
 
 def test_older_metric_names_show_the_same_once() -> None:

@@ -45,6 +45,19 @@ def test_the_defaults_are_the_references_where_it_has_them() -> None:
     assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
+def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
+    """The reference demands --pool-name in every mode; beside a pods' file it is the name in metrics."""
+    file = tmp_path / "config.yaml"
+    file.write_text(GOOD)
+    config, _ = parse_flags(["--config-file", str(file), "--pool-name", "mine", "--pool-namespace", "here"])
+    assert (config.pods_file, config.kube, config.pool_name) == (tmp_path / "pods.yaml", None, "mine")
+    assert parse_flags(["--config-file", str(file)])[0].pool_name == "default"
+    assert parse_flags(["--pool-name", "mine"])[0].pool_name == "mine"
+    selected = ["--endpoint-selector", "a=b", "--endpoint-target-ports", "8000"]
+    with pytest.raises(ConfigError, match="exactly one of"):
+        parse_flags(["--config-file", str(file), *selected])
+
+
 def test_priorities_and_sessions_are_read() -> None:
     """Objectives have whole numbers, header names no case, a stay is a duration."""
     config, _ = parse_flags(
@@ -298,3 +311,14 @@ def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str) -> None:
     """It ends the start as any other wrong flag does."""
     with pytest.raises(ConfigError):
         parse_flags([*PODS, flag])
+
+
+@pytest.mark.parametrize("command", ["up", "router", "tokenizer", "indexer", "model-server", "plan"])
+def test_a_wrong_flag_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command's error is one line with a hint: no usage text buries it."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--no-such-flag"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"kvroute {command}: error: ")
+    assert line.endswith(f"(see kvroute {command} --help)")

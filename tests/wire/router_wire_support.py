@@ -16,6 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
+from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
@@ -91,11 +92,12 @@ def doors(
     threads: int = 80,
     fallback_endpoints: int = 0,
     explains: bool = False,
+    guard: BodyGuard | None = None,
     credentials: grpc.ServerCredentials | None = None,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
-    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, explains=explains)
+    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, explains=explains, guard=guard)
     options = options or ExtProcOptions()
     ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)

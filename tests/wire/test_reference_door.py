@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,12 +13,13 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
+from router.body_guard import BodyGuard
 from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import add_ext_proc
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
-from router.parsers import Parsers
+from router.parsers import DEFAULT_PARSERS, Parsers
 from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -62,16 +63,22 @@ class Served:
 
 
 @contextmanager
-def door(options: ReferenceOptions | None = None, *, explains: bool = False) -> Iterator[Served]:
+def door(
+    options: ReferenceOptions | None = None,
+    *,
+    explains: bool = False,
+    parsers: Sequence[str] = DEFAULT_PARSERS,
+    guard: BodyGuard | None = None,
+) -> Iterator[Served]:
     """Serves two pods."""
     bench = Bench().with_pods(A, B)
     random = np.random.default_rng(1)
     parts = ReferenceParts(
-        picks=GatewayPick(bench.router, bench.metrics, explains=explains),
+        picks=GatewayPick(bench.router, bench.metrics, explains=explains, guard=guard),
         outcomes=bench.outcomes,
         metrics=bench.metrics,
         pods=bench.pods,
-        parsers=Parsers(),
+        parsers=Parsers(parsers),
         rewrites=RewriteRules(RULES, random),
         reporter=None,
         random=random,
@@ -108,6 +115,69 @@ def test_a_buffered_request_is_answered_on_its_body() -> None:
         sent = got[1].request_body.response.body_mutation.body
         assert json.loads(sent) == json.loads(BODY)
         assert set_headers(got[1])["Content-Length"] == str(len(sent))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/unknown"])
+def test_forbidden_fields_are_removed_from_the_body(path: str) -> None:
+    """The pod gets the client's body without what only gateways may send, streamed or in one piece."""
+    told = BODY[:-1] + rb', "kv_transfer\u005fparams": {}, "vllm_xargs": {"kv_hints": 1}}'
+    expected = {**json.loads(BODY), "vllm_xargs": {}}
+    mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
+    with door() as served:
+        got = served.exchange(headers(path=path), body(told))
+        sent, _ = streamed_bytes(got[1:])
+        assert json.loads(sent) == expected
+        assert set_headers(got[0])["Content-Length"] == str(len(sent))
+        got = served.exchange(headers(path=path, config=mode), body(told))
+        sent = got[1].request_body.response.body_mutation.body
+        assert json.loads(sent) == expected
+        assert set_headers(got[1])["Content-Length"] == str(len(sent))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_clients_gateway_headers_are_removed(strict: bool) -> None:
+    """Ranks and hosts that a client names are taken off; in strict they are only not set again."""
+    told = {"x_data_parallel_rank": "1", "x_prefiller_host_port": "10.0.0.9:1"}
+    buffered = (BodyMode.BUFFERED, BodyMode.BUFFERED)
+    with door(ReferenceOptions(strict=strict)) as served:
+        streamed = served.exchange(headers(**told), body(BODY))[0].request_headers.response
+        whole = served.exchange(headers(config=buffered, **told), body(BODY))[1].request_body.response
+        empty = served.exchange(headers(end=True, **told))[0].request_headers.response
+    expected = [] if strict else ["x-data-parallel-rank", "x-prefiller-host-port"]
+    for common in (streamed, whole, empty):
+        assert list(common.header_mutation.remove_headers) == expected
+        assert not {one.header.key for one in common.header_mutation.set_headers}.intersection(expected)
+
+
+def test_a_forbidden_field_inside_protobuf_is_refused() -> None:
+    """JSON that a gRPC message carries is not rewritten: the client is told which field is wrong."""
+    data = b'{"model": "m", "input": "x", "kv_hints": {}}'
+    inner = b"\x12" + bytes([len(data)]) + data
+    message = b"\x12" + bytes([len(inner)]) + inner
+    with door(parsers=["vertexai-parser"]) as served:
+        framed = b"\0" + len(message).to_bytes(4, "big") + message
+        (answer,) = served.exchange(headers(path="/x.PredictionService/RawPredict"), body(framed))
+    assert answer.immediate_response.status.code == 400
+    assert b"kv_hints" in answer.immediate_response.body
+
+
+@pytest.mark.parametrize("has_connector", [False, True])
+def test_an_unreadable_body_is_refused_beside_a_connector(has_connector: bool) -> None:
+    """What cannot be checked reaches no engine that has a KV connector: protobuf, forms, unseen bodies."""
+    message = b"\x1a\x05hello"
+    framed = b"\0" + len(message).to_bytes(4, "big") + message
+    unseen = (BodyMode.NONE, BodyMode.NONE)
+    parsers = ["vllmgrpc-parser", "passthrough-parser"]
+    with door(parsers=parsers, guard=BodyGuard(has_connector=lambda: has_connector)) as served:
+        for told in (
+            (headers(path="/vllm.grpc.engine.VllmEngine/Generate"), body(framed)),
+            (headers(path="/v1/audio/transcriptions"), body(b"--b\r\n\r\n--b--")),
+            (headers(path="/v1/completions", config=unseen),),
+        ):
+            answer = served.exchange(*told)[0]
+            assert (answer.immediate_response.status.code == 400) is has_connector
+            assert (DESTINATION in set_headers(answer)) is not has_connector
+        assert DESTINATION in set_headers(served.exchange(headers(path="/v1/models", end=True))[0])
 
 
 def test_a_buffered_response_has_its_model_restored() -> None:

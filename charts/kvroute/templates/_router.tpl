@@ -14,6 +14,19 @@
 - --responses={{ ternary "full" .Values.envoy.responses (eq .Values.mode "gateway") }}
 - --max-request-bytes={{ int64 $router.maxRequestBytes }}
 - --max-streams={{ int64 $router.maxStreams }}
+{{- if not (kindIs "invalid" $router.forbiddenBodyFields) }}
+- --forbidden-body-fields={{ join "," $router.forbiddenBodyFields }}
+{{- end }}
+{{- if eq (include "kvroute.kvConnector" .) "true" }}
+{{- if eq .Values.mode "gateway" }}
+{{- if and .Values.gateway.inferencePool.create (eq .Values.gateway.inferencePool.failureMode "FailOpen") }}
+{{- fail "gateway.inferencePool.failureMode: FailOpen lets clients' KV transfer parameters through to engines with a KV connector; choose FailClose" }}
+{{- end }}
+{{- else if .Values.envoy.failOpen }}
+{{- fail "envoy.failOpen: it lets clients' KV transfer parameters through to engines with a KV connector; set it to false" }}
+{{- end }}
+- --kv-connector=true
+{{- end }}
 - --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
 {{- if $router.explainHeader }}
 - --explain-header=true
@@ -48,6 +61,12 @@
 {{- with $router.extraArgs }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Whether engines have a KV connector, as the values say. */}}
+{{- define "kvroute.kvConnector" -}}
+{{- $models := .Values.modelServers -}}
+{{- or $models.kvConnector (contains "--kv-transfer-config" (join " " $models.extraArgs)) (hasKey $models.matchLabels "llm-d.ai/role") -}}
 {{- end -}}
 
 {{/* Which pods there are, and where their events come from. */}}

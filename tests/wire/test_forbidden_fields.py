@@ -1,0 +1,176 @@
+"""Body fields that only gateways may send, at each door: removed by ext_proc, refused by ext_authz."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from router.body_guard import BodyGuard
+from router.check_http import CheckHttpDoor
+from router.ext_proc_messages import BodyMode
+from router.gateway_only import GATEWAY_ONLY_HEADERS
+from router.gateway_pick import GatewayPick
+from router.http_listen import HttpServer
+from tests.unit.router_support import TINY, Bench, ready_pod
+from tests.wire.raw_http_support import Answer, Client
+from tests.wire.router_wire_support import (
+    body,
+    doors,
+    headers,
+    set_headers,
+    streamed_bytes,
+    wait_until,
+)
+from tests.wire.test_check import check
+from tests.wire.test_check import request as check_request
+from tests.wire.test_check_http import request as http_request
+from tests.wire.test_pick_service import pick
+
+pytestmark = pytest.mark.usefixtures("each_transport")
+
+A = ready_pod("10.0.0.1:8000")
+PLAIN = {"model": TINY, "prompt": "hello", "vllm_xargs": {"session_id": "s"}}
+BODY = json.dumps(PLAIN).encode()
+HOSTILE = [
+    rb'{"model": "%b", "prompt": "hello", "vllm_xargs": {"session_id": "s"}, ' % TINY.encode() + field + b"}"
+    for field in (
+        b'"kv_transfer_params": {"do_remote_prefill": true, "remote_block_ids": []}',
+        rb'"ec_transfer\u005fparams": 1',
+        b'"kv_hints": null, "kv_hints": [{"payload": {"source_control_endpoint": "tcp://10.0.0.9:1"}}]',
+    )
+]
+NESTED = json.dumps({**PLAIN, "vllm_xargs": {"session_id": "s", "kv_transfer_params": "x"}}).encode()
+FORM = b"--b\r\ncontent-disposition: form-data; name=vllm_xargs\r\n\r\n{}\r\n--b--"
+PATHS = ["/v1/completions", "/v1/embeddings", "/inference/v1/generate"]
+DESTINATION = "x-gateway-destination-endpoint"
+DROPPED = "kvroute_router_dropped_messages_total"
+
+
+def bench() -> Bench:
+    """A bench with one ready pod."""
+    return Bench().with_pods(A)
+
+
+@contextmanager
+def http_door(guard: BodyGuard | None = None) -> Iterator[HttpServer]:
+    """The HTTP form of ext_authz on a free port."""
+    one = bench()
+    door = CheckHttpDoor(GatewayPick(one.router, one.metrics, guard=guard), one.metrics)
+    server = door.listen("--check-port", "127.0.0.1", 0, inline_bytes_max=64 << 10, connections_max=8)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def ask(server: HttpServer, data: bytes) -> Answer:
+    """One request on a connection of its own."""
+    with Client(server.port) as client:
+        client.send(data)
+        return client.answer()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("told", [*HOSTILE, NESTED])
+def test_ext_proc_removes_the_fields(told: bytes, path: str) -> None:
+    """The pod gets the client's body without the forbidden field, with its new length, and it is counted."""
+    buffered = (BodyMode.BUFFERED, BodyMode.NONE)
+    with doors(bench()) as served:
+        got = served.exchange(headers(path=path), body(told[:9], end=False), body(told[9:]))
+        sent, ends = streamed_bytes(got[1:])
+        assert (json.loads(sent), ends) == (PLAIN, [True])
+        assert set_headers(got[0])["content-length"] == str(len(sent))
+        got = served.exchange(headers(path=path, config=buffered), body(told))
+        sent = got[1].request_body.response.body_mutation.body
+        assert json.loads(sent) == PLAIN
+        assert set_headers(got[1])["content-length"] == str(len(sent))
+        labels = {"door": "ext_proc", "reason": "forbidden_field"}
+        wait_until(lambda: served.bench.sample(DROPPED, **labels) == 2, "both are counted")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ext_proc_leaves_other_bodies_as_they_are(path: str) -> None:
+    """A body without a forbidden field goes on byte for byte."""
+    with doors(bench()) as served:
+        got = served.exchange(headers(path=path), body(BODY))
+        assert streamed_bytes(got[1:]) == (BODY, [True])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("told", [*HOSTILE, NESTED])
+def test_ext_authz_refuses_the_fields(told: bytes, path: str) -> None:
+    """Check cannot change a body: the client is answered 400 in OpenAI's form, which names the field."""
+    with doors(bench()) as served, http_door() as server:
+        answer = check(served, check_request(told, path))
+        over_http = ask(server, http_request(told, path))
+        assert check(served, check_request(BODY, path)).status.code == 0
+        assert ask(server, http_request(BODY, path)).status == 200
+    assert (answer.denied_response.status.code, over_http.status) == (400, 400)
+    for text in (answer.denied_response.body, over_http.body):
+        error = json.loads(text)["error"]
+        assert (error["code"], error["type"]) == (400, "BadRequestError")
+        assert error["param"].rpartition(".")[2] in ("kv_transfer_params", "ec_transfer_params", "kv_hints")
+        assert error["param"] in error["message"]
+
+
+@pytest.mark.parametrize("has_connector", [False, True])
+def test_what_cannot_be_checked_is_refused_beside_a_connector(has_connector: bool) -> None:
+    """Forms, parts of a body and bodies that do not come here pass only where no engine has a connector."""
+    guard = BodyGuard(has_connector=lambda: has_connector)
+    path = "/v1/audio/transcriptions"
+    expected = 400 if has_connector else 0
+    with doors(bench(), guard=guard) as served, http_door(guard) as server:
+        for message in (
+            check_request(FORM, path),
+            check_request(BODY, x_envoy_auth_partial_body="true"),
+            check_request(b""),
+        ):
+            assert check(served, message).denied_response.status.code == expected
+        assert ask(server, http_request(FORM, path)).status == (expected or 200)
+        assert ask(server, http_request(b"", method="POST")).status == (expected or 200)
+        assert ask(server, http_request(b"", "/v1/models", method="GET")).status == 200
+        for told in (
+            (headers(path=path), body(FORM)),
+            (headers(path=path, config=(BodyMode.NONE, BodyMode.NONE)),),
+            (headers(path=path, config=(BodyMode.STREAMED, BodyMode.NONE)),),
+        ):
+            answer = served.exchange(*told)[0]
+            assert answer.immediate_response.status.code == expected
+            assert (DESTINATION in set_headers(answer)) is not has_connector
+        assert DESTINATION in set_headers(served.exchange(headers(path="/v1/models", end=True))[0])
+
+
+def test_pick_endpoint_takes_no_body() -> None:
+    """PickEndpoint carries no body to a pod, and refuses options that are not the template's."""
+    message = json.dumps([{"role": "user", "content": "hi"}]).encode()
+    with doors(bench()) as served, pytest.raises(grpc.RpcError) as raised:
+        pick(
+            served, model=TINY, chat={"messages_json": message, "options_json": b'{"kv_transfer_params":{}}'}
+        )
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("name", GATEWAY_ONLY_HEADERS)
+def test_headers_that_only_gateways_set_are_removed(name: str) -> None:
+    """A client's routing, rank and transfer headers are overwritten, or named for removal, at each door."""
+    told = {name.replace("-", "_"): "10.0.0.9:1"}
+    # The subset hint is the gateway's at the HTTP door; a client's is Envoy's to take off.
+    hint = name == "x-gateway-destination-endpoint-subset"
+    with doors(bench()) as served, http_door() as server:
+        answer = check(served, check_request(BODY, **told)).ok_response
+        removed = [set(answer.headers_to_remove)]
+        if not hint:
+            over_http = ask(server, http_request(BODY, **told)).headers
+            removed.append(set(over_http.get("x-envoy-auth-headers-to-remove", "").split(",")))
+        got = served.exchange(headers(path="/v1/completions", **told), body(BODY))
+        removed.append(set(got[0].request_headers.response.header_mutation.remove_headers))
+    if name in (DESTINATION, "x-envoy-auth-partial-body"):
+        assert not any(name in one for one in removed)
+        assert set_headers(got[0])[DESTINATION] == A.address
+    else:
+        assert all(name in one for one in removed)
