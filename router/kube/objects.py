@@ -44,6 +44,12 @@ class Head(_Struct, frozen=True):
     metadata: Metadata
 
 
+class Counted(_Struct, frozen=True):
+    """A Kubernetes Event's number of occurrences."""
+
+    count: int | None = None
+
+
 class Condition(_Struct, frozen=True):
     """One of a pod's conditions."""
 
