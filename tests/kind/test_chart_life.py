@@ -31,7 +31,7 @@ def fresh(cluster: Cluster) -> Iterator[Release]:
 
 
 def test_default_values_answer_and_leave_nothing(fresh: Release) -> None:
-    """It answers a chat completion; `helm test` passes; `helm uninstall` leaves nothing but the test's pod."""
+    """It answers a chat completion; `helm test` passes; `helm uninstall` leaves only the test's pod."""
     fresh.expose()
     answer = eventually("an answer", lambda: _answered(fresh))
     assert answer
