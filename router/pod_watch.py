@@ -328,6 +328,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             probed=True,
             failures=0,
             refused=False,
+            unreachable=False,
             models=result.models or pod.models,
             load=result.load or pod.load,
             loadless=pod.loadless + 1 if result.why_no_load else 0,
@@ -343,7 +344,10 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
         silent=result.timed_out and (pod.ready or pod.silent),
         probed=True,
         failures=failures,
-        refused=result.refused,
+        # Where a NetworkPolicy rejects connections, the kernel sends some of the refusals only: silence among
+        # refusals says nothing new.
+        refused=result.refused or (pod.refused and result.unreachable),
+        unreachable=result.unreachable,
     )
 
 

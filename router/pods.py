@@ -47,7 +47,8 @@ class Pod:
         silent: Whether only silence took it out: it was late, or its connection broke. It may answer yet.
         probed: Whether it was ever probed to an end.
         failures: Probes in a row that ran out of time.
-        refused: Whether nothing listened at its port the last time.
+        refused: Whether its port refused the last connection that was taken or refused at all.
+        unreachable: Whether the last connection neither came about nor was refused.
         models: None until it has told.
         load: What its metrics said last; None if they never could be read.
         sources: Where it says that it publishes its events; None until it was asked.
@@ -65,6 +66,7 @@ class Pod:
     models: ServedModels | None = None
     load: EngineLoad | None = None
     refused: bool = False
+    unreachable: bool = False
     sources: EventSources | None = None
     loadless: int = 0
 

@@ -5,7 +5,7 @@ Every exchange has the deadline, from connecting to the last byte. Decides nothi
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import time
 from dataclasses import dataclass
 
@@ -14,12 +14,13 @@ import msgspec
 from indexer.reconcile import EngineReading
 from router.engine_page import engine_reading
 from router.event_sources import NOT_TOLD, EventSources, event_sources
-from router.http_get import HttpGetError, HttpGetter
+from router.http_get import ConnectTimeoutError, HttpGetError, HttpGetter
 from router.metrics_page import MetricsPage
 from router.pods import ServedModels
 from router.scrape import EngineLoad, engine_load
 
 _PAGE_BYTES_MAX = 4 << 20
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class ProbeResult:
     Attributes:
         healthy: Whether GET /health was answered with 200.
         timed_out: Whether it was not answered in time, which a busy pod may do now and then.
-        refused: Whether nothing listens at its port.
+        refused: Whether the connection was refused.
+        unreachable: Whether no connection came about in time, or there is no route.
         why: What is wrong, for a person; empty when healthy.
         models: None when not asked for, or not told.
         load: None when not told.
@@ -46,6 +48,7 @@ class ProbeResult:
     load: EngineLoad | None = None
     reading: EngineReading | None = None
     refused: bool = False
+    unreachable: bool = False
     sources: EventSources | None = None
     why_no_load: str = ""
 
@@ -84,11 +87,20 @@ class Prober:
         """Asks one pod."""
         try:
             status, _ = await self._get(address, "/health")
+        except ConnectTimeoutError:
+            why = f"/health: no connection within {self._timeout_s:g} s"
+            return ProbeResult(address, False, True, why, unreachable=True)
         except TimeoutError:
             return ProbeResult(address, False, True, f"/health not answered within {self._timeout_s:g} s")
         except (OSError, HttpGetError) as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            return ProbeResult(address, False, False, f"/health: {error}", refused=refused)
+            return ProbeResult(
+                address,
+                False,
+                False,
+                f"/health: {error}",
+                refused=isinstance(error, ConnectionRefusedError),
+                unreachable=isinstance(error, OSError) and error.errno in _NO_ROUTE,
+            )
         # An engine without such a page is asked in vain, but it answers.
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
@@ -141,8 +153,7 @@ class Prober:
         return body if status == 200 else None
 
     async def _get(self, address: str, path: str) -> tuple[int, bytes]:
-        async with asyncio.timeout(self._timeout_s):
-            return await self._http.get(address, path)
+        return await self._http.get(address, path, timeout_s=self._timeout_s)
 
 
 def _sources(page: bytes | None, asked: Asked) -> EventSources | None:

@@ -21,7 +21,7 @@ from kubernetes import client as _client
 from kubernetes import config as _config
 
 from router.errors import ClusterError, ConfigError
-from router.kube.objects import BadObjectError, Head, ObjectList, Status, WatchEvent, read
+from router.kube.objects import BadObjectError, Counted, Head, ObjectList, Status, WatchEvent, read
 
 _log = logging.getLogger(__name__)
 
@@ -152,21 +152,32 @@ class KubeClient:
             return ""
 
     def post_event(self, namespace: str, event: dict[str, Any]) -> None:
-        """Makes a Kubernetes Event, or counts it up where there is one of its name.
+        """Create a Kubernetes Event with count 1, or add 1 to the count of the one that has its name.
 
         Raises:
-            ClusterError: It is refused.
+            ClusterError: The API server refuses it, or does not answer.
         """
         core, name = official.CoreV1Api(self._api), event["metadata"]["name"]
-        with _refusals("events"):
+
+        def patched(change: dict[str, Any]) -> bytes:
+            with _refusals("events"):
+                return self._checked(core.patch_namespaced_event(name, namespace, change, **_RAW), "events")
+
+        try:
+            with _refusals("events"):
+                self._checked(
+                    core.create_namespaced_event(namespace, {**event, "count": 1}, **_RAW), "events"
+                )
+        except ClusterError as error:
+            if error.status != _CONFLICT:
+                raise
+            # The router may create and patch Events, not read them: the answer to a patch tells the count.
+            answer = patched({"lastTimestamp": event["lastTimestamp"]})
             try:
-                self._checked(core.create_namespaced_event(namespace, event, **_RAW), "events")
-            except ClusterError as error:
-                if error.status != _CONFLICT:
-                    raise
-                # Nothing but to create and to patch is granted: what it counts to is our own business.
-                change = {key: event[key] for key in ("count", "lastTimestamp", "message")}
-                self._checked(core.patch_namespaced_event(name, namespace, change, **_RAW), "events")
+                known = read(answer, Counted).count
+            except BadObjectError as unreadable:
+                raise ClusterError(0, f"events: an Event that cannot be read: {unreadable}") from unreadable
+            patched({"count": (known or 0) + 1})
 
     def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
         """Asks whose a token is ("TokenReview"), or what somebody may do ("SubjectAccessReview").

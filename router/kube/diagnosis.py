@@ -5,7 +5,7 @@ Time comes in: what is normal for a moment, as a pod that is not Ready yet, is a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from indexer import StreamState
@@ -18,9 +18,14 @@ from router.pods import Pod
 _NAMES_MAX = 3
 _SETTLING_S = 5.0
 _REFUSED_S = 3.0
+_UNREACHABLE_S = 10.0
 _BLIP_S = 2.0
 _UNLINKED_S = 15.0
 _UNPROVED_S = 90.0
+_UNREACHED = {
+    True: "connection refused, though the pod's readiness probe reaches that port",
+    False: "connection timed out, or no route",
+}
 _NOT_FOUND = 404
 _REFUSALS = (401, 403)
 
@@ -38,6 +43,7 @@ class Found:
         pods_listed: Whether the pods are known.
         pods: How many match.
         ready: How many of them are Ready.
+        probed: Addresses of endpoints whose port the pod's own readiness probe asks.
         bad_pods, bad_annotations, bad_objectives, bad_rewrites: By name, what is wrong.
     """
 
@@ -49,6 +55,7 @@ class Found:
     pods_listed: bool = False
     pods: int = 0
     ready: int = 0
+    probed: Collection[str] = ()
     bad_pods: Mapping[str, str] = field(default_factory=dict)
     bad_annotations: Mapping[str, str] = field(default_factory=dict)
     bad_objectives: Mapping[str, str] = field(default_factory=dict)
@@ -93,21 +100,7 @@ class Diagnosis:
                     problems[Reason.NO_PODS_MATCH] = f"there are no pods {which}"
             elif not found.ready and lasts(Reason.PODS_NOT_READY, "", _SETTLING_S):
                 problems[Reason.PODS_NOT_READY] = f"none of the {found.pods} pods {which} is Ready"
-        refusing, silent = [], []
-        by_pod: dict[str, list[EngineState]] = {}
-        for engine in engines:
-            by_pod.setdefault(engine.stream.pod, []).append(engine)
-        for pod in pods:
-            if pod.entry.ready and pod.refused and lasts(Reason.WRONG_TARGET_PORT, pod.address, _REFUSED_S):
-                refusing.append(f"{pod.name} ({pod.address})")
-            if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
-                what, at_least_s = why
-                if lasts(Reason.ENGINE_WITHOUT_EVENTS, pod.address, at_least_s):
-                    silent.append(f"{pod.name}: {what}")
-        if refusing:
-            problems[Reason.WRONG_TARGET_PORT] = f"Ready, but the port refuses connections: {_some(refusing)}"
-        if silent:
-            problems[Reason.ENGINE_WITHOUT_EVENTS] = _some(silent)
+        problems |= _of_pods(found, pods, engines, lasts)
         self._since_s = seen
         return problems | _of_objects(found)
 
@@ -136,6 +129,43 @@ def _of_watches(errors: Mapping[str, ClusterError], config: KubeConfig) -> dict[
             "install its definition (CRD), or find pods by --endpoint-selector"
         ]
     return {reason: "; ".join(dict.fromkeys(texts)) for reason, texts in sorted_out.items()}
+
+
+def _of_pods(
+    found: Found,
+    pods: Iterable[Pod],
+    engines: Collection[EngineState],
+    lasts: Callable[[Reason, str, float], bool],
+) -> dict[Reason, str]:
+    refusing, unreachable, silent = [], [], []
+    by_pod: dict[str, list[EngineState]] = {}
+    for engine in engines:
+        by_pod.setdefault(engine.stream.pod, []).append(engine)
+    for pod in pods:
+        if pod.entry.ready and (pod.refused or pod.unreachable):
+            wrong_port = pod.refused and pod.address not in found.probed
+            if wrong_port and lasts(Reason.WRONG_TARGET_PORT, pod.address, _REFUSED_S):
+                refusing.append(f"{pod.name} ({pod.address})")
+            if not wrong_port and lasts(Reason.POD_UNREACHABLE, pod.address, _UNREACHABLE_S):
+                unreachable.append(f"{pod.name} ({pod.address}): {_UNREACHED[pod.refused]}")
+        if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
+            what, at_least_s = why
+            if lasts(Reason.ENGINE_WITHOUT_EVENTS, pod.address, at_least_s):
+                silent.append(f"{pod.name}: {what}")
+    problems = {
+        Reason.WRONG_TARGET_PORT: (
+            "Ready, but connections are refused: nothing listens at that port, or a NetworkPolicy rejects "
+            "the router: ",
+            refusing,
+        ),
+        Reason.POD_UNREACHABLE: (
+            "Ready, but the router gets no connection: a NetworkPolicy keeps it out, or the pod's node or "
+            "process is gone: ",
+            unreachable,
+        ),
+        Reason.ENGINE_WITHOUT_EVENTS: ("", silent),
+    }
+    return {reason: text + _some(names) for reason, (text, names) in problems.items() if names}
 
 
 def _of_objects(found: Found) -> dict[Reason, str]:

@@ -1,7 +1,8 @@
 """Kubernetes Events about problems: reasons and texts in, Events on the pool or on our own pod out.
 
-Posts on a thread of its own, newest word of each reason only, so what waits is never more than there are
-reasons. That an Event cannot be posted is logged once; the log line of the problem itself was there before.
+A thread posts the newest message of each reason, so at most one message per reason waits. A reason whose
+post fails is tried again after some seconds, and others are posted meanwhile. The first failure is logged;
+the problem itself was logged before.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Condition, Thread
 from typing import Any
-
-from cachetools import LRUCache
 
 from router.errors import ClusterError
 from router.kube.client import KubeClient
@@ -27,7 +27,6 @@ _COMPONENT = "kvroute-router"
 _MESSAGE_CHARS_MAX = 1000
 _RETRY_S = 5.0
 _STOP_S = 2.0
-_COUNTED_MAX = 256
 _REFUSALS = (400, 401, 403, 404, 422)
 
 
@@ -70,10 +69,11 @@ class EventPoster:
         self._client = client
         self._subject = subject
         self._now = now
-        self._counts: LRUCache[str, int] = LRUCache(_COUNTED_MAX)
         self._refused = False
         self._wake = Condition()
         self._waiting: dict[Reason, str] = {}
+        # Monotonic time of the next try, of reasons whose last try failed.
+        self._retry_s: dict[Reason, float] = {}
         self._closing = False
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
 
@@ -96,30 +96,41 @@ class EventPoster:
                 self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
             else:
                 self._waiting.pop(reason, None)
+                self._retry_s.pop(reason, None)
             self._wake.notify_all()
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._waiting)
-                if self._closing:
-                    return
-                reason, message = next(iter(self._waiting.items()))
+        while (waiting := self._next()) is not None:
+            reason, message = waiting
+            retry_s = 0.0
             try:
                 self._post(reason, message)
             except ClusterError as error:
                 if not self._refused:
                     self._refused = True
-                    _log.warning("Kubernetes Events cannot be posted: %s", error)
+                    _log.warning("Kubernetes Event cannot be posted: reason=%s error=%s", reason, error)
                 if error.status not in _REFUSALS:
-                    with self._wake:
-                        self._wake.wait_for(lambda: self._closing, _RETRY_S)
-                    continue
+                    retry_s = time.monotonic() + _RETRY_S
             except Exception:
                 _log.exception("Event %s", reason)
             with self._wake:
-                if self._waiting.get(reason) == message:
+                if retry_s and reason in self._waiting:
+                    self._retry_s[reason] = retry_s
+                elif self._waiting.get(reason) == message:
                     del self._waiting[reason]
+                    self._retry_s.pop(reason, None)
+
+    def _next(self) -> tuple[Reason, str] | None:
+        """Wait for a message that is due, and return it; None once closing."""
+        with self._wake:
+            while not self._closing:
+                now_s = time.monotonic()
+                due_s = {reason: self._retry_s.get(reason, now_s) for reason in self._waiting}
+                reason = min(due_s, key=due_s.__getitem__, default=None)
+                if reason is not None and due_s[reason] <= now_s:
+                    return reason, self._waiting[reason]
+                self._wake.wait(None if reason is None else due_s[reason] - now_s)
+        return None
 
     def _post(self, reason: Reason, message: str) -> None:
         subject = self._subject()
@@ -130,7 +141,6 @@ class EventPoster:
         reporter = os.environ.get("POD_NAME", _COMPONENT)
         words = "\0".join([subject.uid, reason, message, reporter])
         name = f"{subject.name[:200]}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
-        count = self._counts[name] = self._counts.get(name, 0) + 1
         event: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -139,7 +149,6 @@ class EventPoster:
             "reason": str(reason),
             "message": message,
             "type": "Warning",
-            "count": count,
             "firstTimestamp": now,
             "lastTimestamp": now,
             "source": {"component": _COMPONENT},

@@ -44,6 +44,12 @@ class Head(_Struct, frozen=True):
     metadata: Metadata
 
 
+class Counted(_Struct, frozen=True):
+    """A Kubernetes Event's number of occurrences."""
+
+    count: int | None = None
+
+
 class Condition(_Struct, frozen=True):
     """One of a pod's conditions."""
 
@@ -59,6 +65,40 @@ class Container(_Struct, frozen=True):
     container_id: str | None = msgspec.field(default=None, name="containerID")
 
 
+class ProbedPort(_Struct, frozen=True):
+    """Where a probe asks: a port's number or name."""
+
+    port: int | str
+
+
+class Probe(_Struct, frozen=True):
+    """A probe of a container."""
+
+    http_get: ProbedPort | None = None
+    tcp_socket: ProbedPort | None = None
+    grpc: ProbedPort | None = None
+
+
+class ContainerPort(_Struct, frozen=True):
+    """A port that a container declares."""
+
+    container_port: int
+    name: str | None = None
+
+
+class ContainerSpec(_Struct, frozen=True):
+    """Specification of one of a pod's containers."""
+
+    ports: list[ContainerPort] | None = None
+    readiness_probe: Probe | None = None
+
+
+class PodSpec(_Struct, frozen=True):
+    """Specification of a pod."""
+
+    containers: list[ContainerSpec] | None = None
+
+
 class PodStatus(_Struct, frozen=True):
     """A pod's status."""
 
@@ -72,6 +112,7 @@ class PodObject(_Struct, frozen=True):
     """A pod."""
 
     metadata: Metadata
+    spec: PodSpec | None = None
     status: PodStatus | None = None
 
 

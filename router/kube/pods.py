@@ -55,10 +55,12 @@ class PodEndpoints:
     Attributes:
         entries: Its endpoints, also while it is not Ready: its cache outlives that.
         complaints: Annotations that are not understood, and so are passed over.
+        probed: Addresses of those whose port a readiness probe of the pod asks.
     """
 
     entries: tuple[PodEntry, ...] = ()
     complaints: tuple[str, ...] = ()
+    probed: tuple[str, ...] = ()
 
 
 def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
@@ -78,7 +80,7 @@ def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
             continue
         entries.append(
             PodEntry(
-                name=f"{metadata.name}-rank-{rank}",
+                name=f"{metadata.name}-rank-{rank}" if len(rules.ports) > 1 else metadata.name,
                 namespace=metadata.namespace or "default",
                 address=address,
                 port=port,
@@ -94,7 +96,9 @@ def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
                 ),
             )
         )
-    return PodEndpoints(tuple(entries), (*complaints, *complaints_of_labels))
+    probed_ports = _probed_ports(pod)
+    probed = tuple(entry.pod for entry in entries if entry.port in probed_ports)
+    return PodEndpoints(tuple(entries), (*complaints, *complaints_of_labels), probed)
 
 
 def is_ready(pod: PodObject) -> bool:
@@ -117,6 +121,20 @@ def declared(pods: Iterable[tuple[PodObject, PodEndpoints]]) -> tuple[tuple[PodE
                 by_address[entry.pod] = (rank, entry)
     entries = sorted((entry for _, entry in by_address.values()), key=lambda entry: (entry.name, entry.port))
     return tuple(entries[:PODS_MAX]), max(0, len(entries) - PODS_MAX)
+
+
+def _probed_ports(pod: PodObject) -> set[int]:
+    """Return the ports that the readiness probes of the pod's containers ask."""
+    ports: set[int] = set()
+    for container in (pod.spec.containers if pod.spec is not None else None) or ():
+        if (probe := container.readiness_probe) is None:
+            continue
+        by_name = {port.name: port.container_port for port in container.ports or ()}
+        for asked in (probe.http_get, probe.tcp_socket, probe.grpc):
+            if asked is not None:
+                # A name that no port has is no port.
+                ports.add(asked.port if isinstance(asked.port, int) else by_name.get(asked.port, 0))
+    return ports
 
 
 def _address(text: str | None) -> str | None:

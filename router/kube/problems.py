@@ -31,6 +31,7 @@ class Reason(StrEnum):
     NO_PODS_MATCH = "NoPodsMatch"
     PODS_NOT_READY = "PodsNotReady"
     WRONG_TARGET_PORT = "WrongTargetPort"
+    POD_UNREACHABLE = "PodUnreachable"
     ENGINE_WITHOUT_EVENTS = "EngineWithoutEvents"
     BAD_ANNOTATION = "BadAnnotation"
     BAD_POD = "BadPod"

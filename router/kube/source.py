@@ -170,6 +170,7 @@ class KubeSource:
             pods_listed=self._pods.state.listed,
             pods=len(objects),
             ready=sum(is_ready(pod) for pod in objects.values()),
+            probed={address for _, _, known in self._known.values() for address in known.probed},
             bad_pods=bad_pods,
             bad_annotations=self._complaints,
             bad_objectives=self._objectives.mirror.problems,

@@ -70,6 +70,8 @@ def pods(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
     for each in objects:
         if each["kind"] in ("Deployment", "Job"):
             yield each["metadata"]["name"], each["spec"]["template"]
+        elif each["kind"] == "Pod":
+            yield each["metadata"]["name"], each
 
 
 def envoy_bootstrap(values: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -186,6 +186,28 @@ def test_vllm_publishes_where_the_router_listens() -> None:
     assert {"--kv-events-port=5557", "--kv-replay-port=5558"} <= set(router)
 
 
+def test_the_hash_seed_may_lie_in_a_secret() -> None:
+    """Routers that share an index take its seed from a Secret; the rendered objects do not hold it."""
+    seed = {"hashSeedSecret": {"name": "seeds", "key": "kvroute"}}
+    router = container(
+        one(manifests({"peers": {"enabled": True}, "indexer": seed}), "Deployment", "-epp"), "router"
+    )
+    assert "--hash-seed=$(KVROUTE_HASH_SEED)" in router["args"]
+    (taken,) = [each["valueFrom"] for each in router["env"] if each["name"] == "KVROUTE_HASH_SEED"]
+    assert taken == {"secretKeyRef": {"name": "seeds", "key": "kvroute"}}
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"mode": "gateway", "networkPolicy": {"gateways": [{"podSelector": {}}]}}]
+)
+def test_helm_test_runs_a_pod_whose_logs_can_be_read(values: dict[str, Any]) -> None:
+    """In either mode there is a test, and it is a pod that stays: `helm test --logs` reads its logs."""
+    annotated = [(each["kind"], each["metadata"].get("annotations", {})) for each in manifests(values)]
+    ((kind, test),) = [each for each in annotated if "helm.sh/hook" in each[1]]
+    assert (kind, test["helm.sh/hook"]) == ("Pod", "test")
+    assert test["helm.sh/hook-delete-policy"] == "before-hook-creation"
+
+
 def test_the_selector_finds_the_model_servers() -> None:
     """Pods, the selector flag, the pool and the headless service agree on the labels."""
     for values in ({}, EVERYTHING):
@@ -260,6 +282,7 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"mode": "gateway"}, "gateway.httpRoute.parentRefs|networkPolicy.gateways"),
         ({"indexer": {"backend": "redis", "redis": {"deploy": True}}}, "indexer.hashSeed"),
         ({"peers": {"enabled": True}}, "indexer.hashSeed"),
+        ({"indexer": {"hashSeed": 1, "hashSeedSecret": {"name": "seed"}}}, "indexer.hashSeedSecret"),
         ({"indexer": {"backend": "redis", "hashSeed": 1}}, "indexer.redis.url"),
         ({"tokenizer": {"enabled": True}}, "tokenizer.source"),
         ({"modelServers": {"engine": "vllm"}}, "modelServers.model.source"),
@@ -312,6 +335,6 @@ def test_the_notes_tell_the_next_commands() -> None:
     """NOTES.txt names three steps and the problems that an operator meets first."""
     notes = (CHART / "templates" / "NOTES.txt").read_text()
     assert all(f"  {step}. " in notes for step in (1, 2, 3))
-    for reason in ("NoPodsMatch", "PodsNotReady", "WrongTargetPort", "EngineWithoutEvents", "Forbidden"):
-        assert reason in notes
+    reasons = ("NoPodsMatch", "PodsNotReady", "WrongTargetPort", "PodUnreachable", "EngineWithoutEvents")
+    assert [reason for reason in (*reasons, "Forbidden", "ErrImagePull") if reason not in notes] == []
     assert "NOTES.txt" not in text()

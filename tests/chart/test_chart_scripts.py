@@ -74,13 +74,41 @@ def test_the_conversation_tells_whether_it_stuck(
 ) -> None:
     """It passes where one pod answered all turns from its cache; without the header, the cache counts."""
     with _gateway(pods, cached, failures=2) as (url, seen):
-        done = subprocess.run(
-            [sys.executable, CONVERSATION, url, "m", "60"], capture_output=True, text=True, timeout=300
-        )
+        done = _conversation(url)
     assert (done.returncode == 0) is passes, done.stdout + done.stderr
     assert says in done.stdout
     assert [len(body["messages"]) for body in seen] == [1, 3, 5]
     assert seen[2]["messages"][:3] == seen[1]["messages"]
+
+
+def test_the_conversation_tells_what_it_waits_for() -> None:
+    """Each problem in the way of an answer is printed at once, also where output is no terminal."""
+    with socket.create_server((HERE, 0)) as full:
+        # The port of a gateway that takes connections and answers none.
+        url = f"http://{HERE}:{full.getsockname()[1]}"
+        command = [sys.executable, CONVERSATION, url, "m", "1000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as talk:
+            assert talk.stdout is not None
+            assert url in talk.stdout.readline()
+            full.accept()[0].close()
+            assert talk.stdout.readline().startswith("waiting for ")
+            talk.kill()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("", "test.url"), ("http://a!b", "no such host"), (f"http://{HERE}:1", "no answer in time")],
+)
+def test_the_conversation_fails_with_a_reason(url: str, says: str) -> None:
+    """Without an address, or with one that nobody has, it does not wait; else it says what was in the way."""
+    done = _conversation(url, timeout_s=3.0 if HERE in url else 3000.0)
+    assert done.returncode == 1
+    assert says in done.stdout + done.stderr
+
+
+def _conversation(url: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CONVERSATION, url, "m", str(timeout_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @contextmanager

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tests.kind.cluster import Cluster, mounts_torch
 from tests.kind.tools import ToolError, run
@@ -17,13 +13,6 @@ ENVOY = "kvroute/envoy:test"
 
 ROOT = Path(__file__).parents[2]
 _LOADED = "/var/lib/kvroute-images"
-_ENVOY_DOCKERFILE = """\
-ARG BASE_IMAGE=python:3.11-slim-bookworm
-FROM ${BASE_IMAGE}
-COPY envoy /usr/local/bin/envoy
-USER 10001:10001
-ENTRYPOINT ["envoy"]
-"""
 
 
 def build_images() -> None:
@@ -31,14 +20,7 @@ def build_images() -> None:
     # "kvroute/router:test" and so on.
     names = ("IMAGE_PREFIX=kvroute", "IMAGE_TAG=test")
     target = ("MODEL_SERVER_TARGET=without-torch",) if mounts_torch() else ()
-    run("make", "--directory", str(ROOT), "images", *names, *target)
-    with TemporaryDirectory() as name:
-        # The command `envoy` is a Python script that finds the real program in its package.
-        shutil.copy(Path(sysconfig.get_path("platlib"), "envoy", "_bin", "envoy"), Path(name) / "envoy")
-        (Path(name) / "Dockerfile").write_text(_ENVOY_DOCKERFILE)
-        base = os.environ.get("PYTHON_BASE_IMAGE")
-        arguments = ("--build-arg", f"BASE_IMAGE={base}") if base else ()
-        run("docker", "build", "--tag", ENVOY, *arguments, name)
+    run("make", "--directory", str(ROOT), "images", "envoy-image", *names, *target)
 
 
 def load_images(cluster: Cluster) -> None:

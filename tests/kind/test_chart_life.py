@@ -31,11 +31,14 @@ def fresh(cluster: Cluster) -> Iterator[Release]:
 
 
 def test_default_values_answer_and_leave_nothing(fresh: Release) -> None:
-    """As it is it answers a chat completion; `helm test` passes; `helm uninstall` takes all away."""
+    """It answers a chat completion; `helm test` passes; `helm uninstall` leaves only the test's pod."""
     fresh.expose()
     answer = eventually("an answer", lambda: _answered(fresh))
     assert answer
-    assert "Phase:          Succeeded" in fresh.helm("test", "kvroute", "--timeout", "5m")
+    told = fresh.helm("test", "kvroute", "--timeout", "5m", "--logs")
+    assert "Phase:          Succeeded" in told
+    assert "the conversation stuck" in told
+    fresh.kubectl("delete", "pod", "kvroute-test")
     fresh.helm("uninstall", "kvroute", "--wait", "--timeout", "5m")
     fresh.kubectl("delete", "service", "gateway-of-tests")
     eventually("nothing is left", lambda: not _left(fresh))

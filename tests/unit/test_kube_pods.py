@@ -27,7 +27,7 @@ def pods_of(*objects: PodObject, rules: EndpointRules = ONE) -> list[tuple[PodOb
 
 
 def test_a_pod_is_an_endpoint_for_each_target_port() -> None:
-    """Names carry the rank, which is the port's place; events come from the port + rank."""
+    """Names of several carry the rank, which is the port's place; events come from the port + rank."""
     first, second = endpoints_of(pod(), TWO).entries
     assert [(each.name, each.namespace, each.pod) for each in (first, second)] == [
         ("a-rank-0", "test", "10.0.0.1:8000"),
@@ -38,10 +38,33 @@ def test_a_pod_is_an_endpoint_for_each_target_port() -> None:
     assert [each.events for each in (first, second)] == [
         EventDefaults(5557 + rank, None, snapshots=True, asks=True, rank=rank) for rank in (0, 1)
     ]
-    assert endpoints_of(pod(), ONE).entries[0].events == EventDefaults(
-        5557, 5558, snapshots=True, asks=True, rank=None
-    )
+    (only,) = endpoints_of(pod(), ONE).entries
+    assert only.name == "a"
+    assert only.events == EventDefaults(5557, 5558, snapshots=True, asks=True, rank=None)
     assert endpoints_of(pod(address="fd00::1"), ONE).entries[0].pod == "[fd00::1]:8000"
+
+
+NAMED = [{"name": "http", "containerPort": 8000}, {"name": "more", "containerPort": 8001}]
+
+
+@pytest.mark.parametrize(
+    ("containers", "ports"),
+    [
+        (None, []),
+        ([{}], []),
+        ([{"readinessProbe": {"exec": {"command": ["true"]}}}], []),
+        ([{"readinessProbe": {"httpGet": {"port": 8000, "path": "/health"}}}], [8000]),
+        ([{"readinessProbe": {"tcpSocket": {"port": 8001}}}, {}], [8001]),
+        ([{"readinessProbe": {"grpc": {"port": 9000}}}], []),
+        ([{"readinessProbe": {"httpGet": {"port": "more"}}, "ports": NAMED}], [8001]),
+        ([{"readinessProbe": {"httpGet": {"port": "none"}}, "ports": NAMED}], []),
+        ([{"livenessProbe": {"httpGet": {"port": 8000}}}], []),
+    ],
+)
+def test_ports_that_readiness_probes_ask_are_known(containers: Any, ports: list[int]) -> None:
+    """Endpoints whose port some container's readiness probe asks are told from others, also by its name."""
+    probed = read(raw({**pod_json(), "spec": {"containers": containers}}), PodObject)
+    assert endpoints_of(probed, TWO).probed == tuple(f"10.0.0.1:{port}" for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +206,8 @@ def test_of_two_pods_with_one_address_the_living_one_counts() -> None:
     new = pod("new", creationTimestamp="2026-01-01T00:00:00Z")
     younger = pod("younger", creationTimestamp="2026-01-03T00:00:00Z")
     for order in ([old, new], [new, old]):
-        assert [each.name for each in declared(pods_of(*order))[0]] == ["new-rank-0"]
-    assert [each.name for each in declared(pods_of(new, younger))[0]] == ["younger-rank-0"]
+        assert [each.name for each in declared(pods_of(*order))[0]] == ["new"]
+    assert [each.name for each in declared(pods_of(new, younger))[0]] == ["younger"]
 
 
 def test_endpoints_are_bounded_and_in_order() -> None:
@@ -193,7 +216,7 @@ def test_endpoints_are_bounded_and_in_order() -> None:
     pods = [pod(f"p{number:05}", address=f"10.0.{number // 256}.{number % 256}") for number in numbers]
     entries, left_out = declared(reversed(pods_of(*pods)))
     assert (len(entries), left_out) == (PODS_MAX, 3)
-    assert [each.name for each in entries[:2]] == ["p00000-rank-0", "p00001-rank-0"]
+    assert [each.name for each in entries[:2]] == ["p00000", "p00001"]
 
 
 _FIELDS = ["podIP", "phase", "conditions", "containerStatuses"]

@@ -17,7 +17,9 @@ from router.event_sources import EventSources
 from router.kube.config import KubeConfig
 from router.kube.diagnosis import Diagnosis, Found
 from router.kube.problems import Problems, Reason
+from router.pod_watch import judge
 from router.pods import Pod
+from router.probe import ProbeResult
 from tests.unit.router_support import ready_pod
 
 CONFIG = KubeConfig(pool="p")
@@ -76,6 +78,8 @@ def test_each_mistake_has_its_reason(fields: dict[str, Any], reason: Reason, par
     ("pod", "engines", "reason"),
     [
         (replace(POD, ready=False, refused=True), (), Reason.WRONG_TARGET_PORT),
+        (replace(POD, ready=False, refused=True, unreachable=True), (), Reason.WRONG_TARGET_PORT),
+        (replace(POD, ready=False, unreachable=True), (), Reason.POD_UNREACHABLE),
         (POD, (), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, models=None), (), Reason.ENGINE_WITHOUT_EVENTS),
         (POD, (replace(ENGINE, linked=False),), Reason.ENGINE_WITHOUT_EVENTS),
@@ -92,6 +96,32 @@ def test_each_mistake_at_a_pod_has_its_reason(
     assert POD.name in problems[reason]
 
 
+def test_a_refused_port_that_the_pods_own_probe_reaches_is_no_wrong_port() -> None:
+    """A pod that is Ready by a probe of that very port listens there: it is the router that is kept out."""
+    refusing = replace(POD, ready=False, refused=True)
+    problems = found_after(FOR_EVER_S, replace(GOOD, probed={POD.address}), refusing, ())
+    assert list(problems) == [Reason.POD_UNREACHABLE]
+    assert "NetworkPolicy" in problems[Reason.POD_UNREACHABLE]
+    assert found_after(FOR_EVER_S, replace(GOOD, probed={"10.0.0.9:8000"}), refusing, ()).keys() == {
+        Reason.WRONG_TARGET_PORT
+    }
+
+
+def test_dropped_and_rejected_connections_in_turn_are_one_steady_problem() -> None:
+    """A kernel sends only some of a policy's refusals: what is silent in between changes nothing."""
+    diagnosis, pod = Diagnosis(CONFIG, "ns"), replace(POD, entry=replace(POD.entry, ready=True))
+    dropped = ProbeResult(POD.address, False, timed_out=True, unreachable=True)
+    refused = ProbeResult(POD.address, False, refused=True)
+    seen = []
+    for second in range(40):
+        pod = judge(pod, refused if second % 4 == 0 else dropped)
+        seen.append(set(diagnosis.problems(GOOD, [pod], (), float(second))))
+    assert seen[:3] == [set()] * 3
+    assert seen[3:] == [{Reason.WRONG_TARGET_PORT}] * 37
+    pod = judge(pod, ProbeResult(POD.address, True))
+    assert Reason.WRONG_TARGET_PORT not in diagnosis.problems(GOOD, [pod], (ENGINE,), 40.0)
+
+
 @pytest.mark.parametrize(
     ("found", "pod", "engines"),
     [
@@ -99,6 +129,7 @@ def test_each_mistake_at_a_pod_has_its_reason(
         (replace(GOOD, ready=0), POD, (ENGINE,)),
         (replace(GOOD, errors={"pods": ClusterError(503, "starting")}), POD, (ENGINE,)),
         (GOOD, replace(POD, ready=False, refused=True), ()),
+        (GOOD, replace(POD, ready=False, unreachable=True), ()),
         (GOOD, POD, (replace(ENGINE, linked=False),)),
         (GOOD, POD, (replace(ENGINE, state=StreamState.RECOVERING),)),
     ],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 
@@ -197,6 +198,34 @@ def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
 
     result = asyncio.run(probe())
     assert (result.healthy, result.timed_out) == (False, False)
+    assert (result.refused, result.unreachable) == (True, False)
+
+
+@contextmanager
+def dropping() -> Iterator[str]:
+    """A port whose packets are dropped, as those of a listener whose queue is full are."""
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_pod_whose_packets_are_dropped_is_unreachable() -> None:
+    """Without a connection in time the pod is told from one that takes it and is slow to answer."""
+
+    async def probe(address: str) -> ProbeResult:
+        return await Prober(timeout_s=0.5).probe(address, Asked())
+
+    with dropping() as address:
+        result = asyncio.run(probe(address))
+    assert (result.timed_out, result.refused, result.unreachable) == (True, False, True)
+    assert result.why == "/health: no connection within 0.5 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = asyncio.run(probe(f"127.0.0.1:{silent.getsockname()[1]}"))
+    assert (result.timed_out, result.refused, result.unreachable) == (True, False, False)
 
 
 ENGINE, OLD_ENGINE = "llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"

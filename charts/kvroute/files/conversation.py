@@ -1,10 +1,12 @@
 """Holds a conversation of three turns and checks that it stuck to one pod: URL MODEL TIMEOUT_SECONDS.
 
 Stuck means that the gateway names the same pod each time (x-kvroute-pod), where it does, and that the later
-turns' prompts were found in a cache. Standard library only.
+turns' prompts were found in a cache. Prints what it waits for. Standard library only.
 """
 
+import http.client
 import json
+import socket
 import sys
 import time
 import urllib.error
@@ -12,10 +14,20 @@ import urllib.request
 
 _TEXT = "The harbour master keeps a ledger of every ship, its cargo and the weather it met. " * 12
 _TURNS = (_TEXT + "What does he keep?", "Which of it matters in a storm?", "And in a calm?")
+_POLL_S = 2.0
+# An unchanged problem is printed again after this.
+_PRINT_EVERY_S = 10.0
+# Failed look-ups of the name in a row after which it is taken for wrong.
+_UNKNOWN_NAMES_MAX = 3
 
 
 def main(url: str, model: str, timeout_s: float) -> int:
     """Returns the exit status."""
+    if not url:
+        _say("not tested: in gateway mode the chart does not know where the Gateway is reached")
+        _say("set it: helm upgrade --reuse-values --set test.url=http://HOST[:PORT] ...")
+        return 1
+    _say(f"a conversation of {len(_TURNS)} turns with {model} at {url}; waits at most {timeout_s:g} s")
     deadline_s = time.monotonic() + timeout_s
     messages: list[dict[str, str]] = []
     pods, cached = [], []
@@ -27,15 +39,15 @@ def main(url: str, model: str, timeout_s: float) -> int:
         cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
         prompt_tokens = usage["prompt_tokens"]
-        print(f"turn {len(pods)}: {pod or 'a pod'}, {cached[-1]} of {prompt_tokens} prompt tokens cached")
+        _say(f"turn {len(pods)}: {pod or 'a pod'}, {cached[-1]} of {prompt_tokens} prompt tokens cached")
     if len(set(pods)) > 1:
         moves = ", ".join(map(str, pods))
-        print(f"it moved between model servers: {moves}; see /debug/decisions of the router")
+        _say(f"it moved between model servers: {moves}; see /debug/decisions of the router")
         return 1
     if not all(cached[1:]):
-        print("a later turn met an empty cache: do the router's streams say EXACT (/debug/pods)?")
+        _say("a later turn met an empty cache: do the router's streams say EXACT (/debug/pods)?")
         return 1
-    print("the conversation stuck")
+    _say("the conversation stuck")
     return 0
 
 
@@ -43,7 +55,9 @@ def _ask(url: str, body: object, deadline_s: float) -> tuple[str | None, dict]:
     """Asks until there is an answer: the release may have been installed a moment ago."""
     url = f"{url.rstrip('/')}/v1/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    started_s, printed_s, printed, unknown_names = time.monotonic(), 0.0, "", 0
     while True:
+        unknown = False
         try:
             with urllib.request.urlopen(request, timeout=max(1.0, deadline_s - time.monotonic())) as response:
                 return response.headers.get("x-kvroute-pod"), json.load(response)
@@ -51,12 +65,28 @@ def _ask(url: str, body: object, deadline_s: float) -> tuple[str | None, dict]:
             problem = f"{error.code} {error.read()[:500].decode(errors='replace')}"
             if error.code < 500:
                 raise SystemExit(f"{url} answered {problem}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None)
+            unknown = isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME
             problem = str(error)
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"{url}: no answer in time; last: {problem}")
-        print(f"waiting: {problem}", flush=True)
-        time.sleep(2)
+        unknown_names = unknown_names + 1 if unknown else 0
+        now_s = time.monotonic()
+        if unknown_names == _UNKNOWN_NAMES_MAX:
+            raise SystemExit(f"{url}: no such host: {problem}; is the Service there, is test.url right?")
+        if now_s > deadline_s:
+            raise SystemExit(
+                f"{url}: no answer in time; last: {problem}; are the pods Ready (kubectl get pods), and what "
+                "does the router see (/debug/discovery on its port 9090)?"
+            )
+        if problem != printed or now_s - printed_s >= _PRINT_EVERY_S:
+            _say(f"waiting for {now_s - started_s:.0f} s: {problem}")
+            printed_s, printed = now_s, problem
+        time.sleep(_POLL_S)
+
+
+def _say(text: str) -> None:
+    """Prints at once, so that `kubectl logs --follow` shows it."""
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

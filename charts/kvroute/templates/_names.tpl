@@ -50,6 +50,16 @@ image: {{ printf "%s:%s" $image.repository (default (index . 1) $image.tag) | qu
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
+{{/* The images of the release, as a YAML list. */}}
+{{- define "kvroute.images" -}}
+{{- $lines := list (include "kvroute.image" (list .Values.router.image .Chart.AppVersion)) -}}
+{{- if .Values.modelServers.enabled }}{{ $lines = append $lines (include "kvroute.models.image" .) }}{{ end -}}
+{{- if eq .Values.mode "standalone" }}{{ $lines = append $lines (include "kvroute.image" (list .Values.envoy.image "")) }}{{ end -}}
+{{- range uniq $lines }}
+- {{ (fromYaml .).image }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvroute.serviceAccount" -}}
 {{- if .Values.serviceAccount.name -}}
 {{ .Values.serviceAccount.name }}

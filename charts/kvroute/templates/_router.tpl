@@ -91,10 +91,15 @@
 - --block-tokens={{ int64 $indexer.blockTokens }}
 - --capacity-blocks={{ int64 $indexer.capacityBlocks }}
 - --capacity-bytes={{ int64 $indexer.capacityBytes }}
+{{- if $indexer.hashSeedSecret.name }}
 {{- if not (kindIs "invalid" $indexer.hashSeed) }}
+{{- fail "indexer.hashSeed: indexer.hashSeedSecret.name is set, too; give one of them" }}
+{{- end }}
+- --hash-seed=$(KVROUTE_HASH_SEED)
+{{- else if not (kindIs "invalid" $indexer.hashSeed) }}
 - --hash-seed={{ int64 $indexer.hashSeed }}
 {{- else if or .Values.peers.enabled (eq $indexer.backend "redis") }}
-{{- fail "indexer.hashSeed: routers that share an index, or are peers, need the same number; choose one that nobody else knows" }}
+{{- fail "indexer.hashSeed: routers that share an index, or are peers, need the same number; choose one that nobody else knows, or name a Secret that holds it in indexer.hashSeedSecret" }}
 {{- end }}
 {{- with int64 $indexer.eventsBindPort }}
 {{- if or (gt (int64 $.Values.router.replicas) 1) $.Values.autoscaling.enabled }}
@@ -140,6 +145,15 @@
     fieldRef:
       fieldPath: status.podIP
 {{ include "kvroute.hubEnv" (list .Values.router.hubTokenSecret "/tmp/huggingface") }}
+{{- with .Values.indexer.hashSeedSecret }}
+{{- if .name }}
+- name: KVROUTE_HASH_SEED
+  valueFrom:
+    secretKeyRef:
+      name: {{ .name }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
 {{- if eq .Values.indexer.backend "redis" }}
 {{ include "kvroute.redis.env" . }}
 {{- end }}

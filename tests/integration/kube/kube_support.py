@@ -73,10 +73,12 @@ class Namespace:
         *,
         labels: Mapping[str, str] = SELECTOR,
         annotations: Mapping[str, str] | None = None,
+        readiness_port: int | None = None,
     ) -> None:
         """A pod's object, Running and not Ready."""
         metadata = {"name": name, "labels": dict(labels), "annotations": dict(annotations or {})}
-        spec = {"containers": [{"name": "engine", "image": "none"}]}
+        probe = {"readinessProbe": {"tcpSocket": {"port": readiness_port}}} if readiness_port else {}
+        spec = {"containers": [{"name": "engine", "image": "none", **probe}]}
         self.server.request("POST", self._pods(), {"metadata": metadata, "spec": spec})
         self.set_status(name, ready=False, address=address)
 

@@ -33,13 +33,13 @@ def test_ready_pods_of_the_pool_are_picked_and_others_are_not(namespace: Namespa
         namespace.set_status("one", ready=False)
         eventually_picked(picker, two.address)
         # It is kept an eye on all the same: its cache may outlive this.
-        assert ("one-rank-0", one.address) in declared(router)
+        assert ("one", one.address) in declared(router)
         namespace.set_status("one")
         eventually_picked(picker, one.address, two.address)
         namespace.bind("two")
         namespace.delete_pod("two", grace_s=3600)
         eventually_picked(picker, one.address)
-        assert declared(router) == {("one-rank-0", one.address)}
+        assert declared(router) == {("one", one.address)}
         namespace.delete_pod("one")
         wait_until(lambda: picker.pick() == "", "no pod left")
 
@@ -52,7 +52,7 @@ def test_a_pod_that_ended_leaves_though_its_object_and_address_stay(namespace: N
         eventually_picked(picker, one.address, two.address)
         namespace.set_status("two", phase="Failed")
         eventually_picked(picker, one.address)
-        assert declared(router) == {("one-rank-0", one.address)}
+        assert declared(router) == {("one", one.address)}
 
 
 def test_a_pods_work_stays_in_the_ledger_when_it_leaves(namespace: Namespace) -> None:
@@ -81,7 +81,7 @@ def test_a_new_pod_of_the_same_name_is_another_pod(namespace: Namespace) -> None
         eventually_picked(picker, stays.address)
         namespace.set_status("one")
         eventually_picked(picker, again.address, stays.address)
-        assert declared(router) == {("one-rank-0", again.address), ("stays-rank-0", stays.address)}
+        assert declared(router) == {("one", again.address), ("stays", stays.address)}
 
 
 def test_a_restarted_container_does_not_keep_its_blocks(namespace: Namespace) -> None:
@@ -254,7 +254,7 @@ def test_hundreds_of_pods_come_and_go(namespace: Namespace) -> None:
                 alive[gone] = False
             if number % 50 == 0:
                 assert picker.pick() != ""
-        left = {f"{name}-rank-0" for name, lives in alive.items() if lives} | {"stays-rank-0"}
+        left = {name for name, lives in alive.items() if lives} | {"stays"}
         wait_until(lambda: {name for name, _ in declared(router)} == left, "all that are left")
         assert fake.pages > 0
         assert picker.pick() != ""

@@ -21,8 +21,9 @@ from tests.integration.kube.kube_support import (
     eventually,
     eventually_picked,
     kube_router,
+    next_address,
 )
-from tests.integration.router_server_support import get
+from tests.integration.router_server_support import FakePod, get
 
 
 @pytest.fixture(autouse=True)
@@ -143,10 +144,27 @@ def test_a_wrong_target_port(namespace: Namespace, caplog: pytest.LogCaptureFixt
     one = namespace.pod("one")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
         detail, _ = told(router, namespace, caplog, Reason.WRONG_TARGET_PORT)
-        assert f"one-rank-0 ({one.host}:1)" in detail
+        assert f"one ({one.host}:1)" in detail
         namespace.pool()
         eventually_picked(picker, one.address)
         over(router, Reason.WRONG_TARGET_PORT)
+
+
+def test_a_pod_that_only_the_router_does_not_reach(
+    namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refused port that the pod's own readiness probe reaches is told as the router's being kept out."""
+    namespace.pool()
+    address = next_address()
+    namespace.make_pod("one", address, readiness_port=namespace.port)
+    namespace.set_status("one")
+    with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
+        detail, _ = told(router, namespace, caplog, Reason.POD_UNREACHABLE)
+        assert f"one ({address}:{namespace.port}): connection refused" in detail
+        assert Reason.WRONG_TARGET_PORT not in seen(router)
+        one = namespace.servers["one"] = FakePod(namespace.port, address)
+        eventually_picked(picker, one.address)
+        over(router, Reason.POD_UNREACHABLE)
 
 
 @pytest.mark.parametrize("says", [False, True])

@@ -1,0 +1,86 @@
+"""Kubernetes Events against a real API server: repeated, and posted while others fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from router.errors import ClusterError
+from router.kube.client import KubeClient
+from router.kube.events import EventPoster, Subject
+from router.kube.problems import Reason
+from tests.integration.kube.kube_support import Namespace, eventually
+
+
+class FailingClient(KubeClient):
+    """Client whose posts of one reason the server answers with an error, as long as `fails` is set."""
+
+    fails: Reason | None = None
+
+    def post_event(self, namespace: str, event: dict[str, Any]) -> None:
+        """Post the Event, or fail."""
+        if event["reason"] == self.fails:
+            raise ClusterError(500, "events: 500 the server is not well")
+        super().post_event(namespace, event)
+
+
+@contextmanager
+def posting(namespace: Namespace, client: KubeClient) -> Iterator[EventPoster]:
+    """A started poster of Events about a pod of the namespace."""
+    poster = EventPoster(client, lambda: Subject("v1", "Pod", namespace.name, "epp", "uid-1"))
+    poster.start()
+    try:
+        yield poster
+    finally:
+        poster.close()
+
+
+def counts(namespace: Namespace) -> dict[tuple[str, str], int]:
+    """Counts of the namespace's Events by reason and message."""
+    return {(event["reason"], event["message"]): event["count"] for event in namespace.events()}
+
+
+def posted(namespace: Namespace, reason: Reason, message: str, count: int) -> None:
+    """Wait until an Event has a count."""
+    eventually(lambda: counts(namespace).get((reason, message)) == count, f"{reason} {message} {count} times")
+
+
+def test_a_repeated_event_raises_its_count(namespace: Namespace) -> None:
+    """The same message is one Event, counted up, also by the process that takes the router's place."""
+    with posting(namespace, KubeClient(namespace.server.kubeconfig)) as poster:
+        for count in (1, 2, 3):
+            poster.post(Reason.BAD_POD, "one: x")
+            posted(namespace, Reason.BAD_POD, "one: x", count)
+        poster.post(Reason.FORBIDDEN, "pods")
+        posted(namespace, Reason.FORBIDDEN, "pods", 1)
+    with posting(namespace, KubeClient(namespace.server.kubeconfig)) as poster:
+        poster.post(Reason.BAD_POD, "one: x")
+        posted(namespace, Reason.BAD_POD, "one: x", 4)
+    assert len(namespace.events()) == 2
+
+
+def test_an_event_that_cannot_be_posted_blocks_no_other(namespace: Namespace) -> None:
+    """While posts of one reason fail, Events of another are posted; the failed one is when it can be."""
+    client = FailingClient(namespace.server.kubeconfig)
+    client.fails = Reason.BAD_POD
+    with posting(namespace, client) as poster:
+        poster.post(Reason.BAD_POD, "one: x")
+        for count in (1, 2):
+            poster.post(Reason.FORBIDDEN, "pods")
+            posted(namespace, Reason.FORBIDDEN, "pods", count)
+        client.fails = None
+        posted(namespace, Reason.BAD_POD, "one: x", 1)
+
+
+def test_an_account_that_may_only_create_and_patch_events_repeats_them(namespace: Namespace) -> None:
+    """The rights that the chart grants are enough to count an Event up."""
+    namespace.account()
+    namespace.grant()
+    token = namespace.server.token(namespace.name, "router", lives_s=3600.0)
+    file = namespace.server.directory / f"{namespace.name}.kubeconfig"
+    client = KubeClient(namespace.server.write_kubeconfig(file, {"token": token}))
+    with posting(namespace, client) as poster:
+        for count in (1, 2):
+            poster.post(Reason.BAD_POD, "one: x")
+            posted(namespace, Reason.BAD_POD, "one: x", count)

@@ -1,0 +1,35 @@
+"""The scripts that build the container images: an index that does not answer is named, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_unreachable_torch_index_is_named_with_the_ways_out(tmp_path: Path) -> None:
+    """Without its index the build of the model server's image ends at once, and says which settings help."""
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    url = "http://127.0.0.1:1/whl/cpu"
+    environment = {
+        **os.environ,
+        "TORCH_INDEX_URL": url,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [ROOT / "docker" / "install-torch", sys.prefix, tmp_path / "torch"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert f"TORCH_INDEX_URL={url}" in done.stderr
+    assert "MODEL_SERVER_TARGET=without-torch" in done.stderr
+    assert "ResolutionImpossible" not in done.stderr
+    assert not (tmp_path / "torch").exists()
