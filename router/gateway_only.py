@@ -1,0 +1,24 @@
+"""Request headers that only gateways and the router may set; a client's are removed before an engine sees them."""
+
+from __future__ import annotations
+
+GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
+    # The endpoint picker protocol: the pod, the pods that the gateway allows, the pod that answered.
+    "x-gateway-destination-endpoint",
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    # Disaggregation and KV transfer: hosts that an engine or its sidecar connects to.
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    # The engine of a pod that has several: vLLM reads the rank.
+    "x-data-parallel-rank",
+    "x-data-parallel-host-port",
+    # Envoy's note that ext_authz sends only a part of the body; such a body is not read.
+    "x-envoy-auth-partial-body",
+)
+"""Names in lower case, with and without a router's use for them: engines and sidecars obey them all.
+
+Envoy removes them before any filter runs (`router.local.envoy_config`, the chart), so that what a filter sets
+later stays.
+"""
