@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import urllib3
 
-from router.local.envoy_config import POD_HEADER
+from router.local.envoy_routes import POD_HEADER
 from router.local.errors import DemoError
 
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)

@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.check_answers import STAND_INS
 from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, SUBSET_HEADER, SUBSET_NAMESPACE
 from router.explain_header import EXPLAIN_HEADER
+from router.local.envoy_replies import DOOR_FAILED, reply_mappers
+from router.local.envoy_routes import (
+    gateway_routes,
+    path_options,
+    round_robin_routes,
+    virtual_host,
+    without_gateway_only_headers,
+)
 from router.plugins.handlers import HANDLER_HEADERS
 from router.plugins.session_affinity import TOKEN_HEADER
-
-POD_HEADER = "x-kvroute-pod"
-"""Response header that names the pod which answered."""
 
 _API = "type.googleapis.com/envoy"
 _PROCESSING_S = "30s"
@@ -29,7 +33,6 @@ _UNLIMITED = 1_000_000_000
 _CHECK_IDLE_S = "60s"
 # So do engines, if only for five seconds.
 _POD_IDLE_S = "4s"
-_POD_TRIES = 3
 
 Door = Literal["check", "check_grpc", "ext_proc"]
 
@@ -40,8 +43,8 @@ class EnvoySettings:
 
     Attributes:
         router_check: Where the router answers ext_authz over plain HTTP; for the door "check" alone.
-        door: "check" and "check_grpc" ask once with the whole body, over plain HTTP or gRPC; "ext_proc"
-            streams, as Gateway API gateways do.
+        door: "check_grpc" and "check" ask once with the whole body, over gRPC or plain HTTP; "ext_proc"
+            streams, as Gateway API gateways do. Only gRPC notices a router that hangs.
         responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
             well.
         max_request_bytes: The router's limit; Envoy answers larger bodies with 413.
@@ -54,7 +57,7 @@ class EnvoySettings:
     pods: Sequence[tuple[str, int]]
     router_check: tuple[str, int] | None = None
     round_robin: tuple[str, int] | None = None
-    door: Door = "check"
+    door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
     max_request_bytes: int = 8 << 20
     failure_mode_allow: bool = False
@@ -62,16 +65,14 @@ class EnvoySettings:
 
 def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     """Builds the bootstrap configuration (Envoy v3 API, written for 1.40)."""
-    round_robin = {"cluster": "round_robin", "timeout": "0s"}
-    routes = _gateway_routes(round_robin if settings.failure_mode_allow else None)
+    routes = gateway_routes(fail_open=settings.failure_mode_allow)
     door = _ext_proc_filter(settings) if settings.door == "ext_proc" else _check_filter(settings)
     listeners = [_listener("gateway", settings.gateway, routes, [door], _access_log())]
     clusters = [_original_dst_cluster(), _router_cluster(settings.router_grpc)]
     if settings.router_check is not None:
         clusters.append(_router_check_cluster(settings.router_check))
     if settings.round_robin is not None:
-        routes = [{"match": {"prefix": "/"}, "route": round_robin}]
-        listeners.append(_listener("round_robin", settings.round_robin, routes, [], []))
+        listeners.append(_listener("round_robin", settings.round_robin, round_robin_routes(), [], []))
     if settings.round_robin is not None or settings.failure_mode_allow:
         clusters.append(_round_robin_cluster(settings.pods))
     return {
@@ -88,7 +89,7 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
             "transport_api_version": "V3",
             **(_check_over_http() if settings.door == "check" else _check_over_grpc()),
             "failure_mode_allow": settings.failure_mode_allow,
-            "status_on_error": {"code": "ServiceUnavailable"},
+            "status_on_error": {"code": DOOR_FAILED[0]},
             "with_request_body": {
                 "max_request_bytes": settings.max_request_bytes,
                 # A part of a prompt would be routed as if it were the whole.
@@ -101,9 +102,36 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
 
 
 def _check_over_grpc() -> dict[str, Any]:
+    return {"grpc_service": _router_service(), "metadata_context_namespaces": [SUBSET_NAMESPACE]}
+
+
+def _router_service() -> dict[str, Any]:
+    """The router's gRPC doors. The timeout is long, since a pick may wait: the cluster finds hung routers."""
     return {
-        "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
-        "metadata_context_namespaces": [SUBSET_NAMESPACE],
+        "envoy_grpc": {"cluster_name": "router"},
+        "timeout": _PROCESSING_S,
+        "retry_policy": {
+            "retry_on": "connect-failure,refused-stream,reset,unavailable",
+            **_tries(),
+            "host_selection_retry_max_attempts": 3,
+            "retry_host_predicate": [
+                {
+                    "name": "envoy.retry_host_predicates.previous_hosts",
+                    "typed_config": {
+                        "@type": f"{_API}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _tries() -> dict[str, Any]:
+    """A router that goes away in the middle has dispatched nothing: another may be asked."""
+    return {
+        "num_retries": 2,
+        # Envoy takes the longest interval for each try's timeout, too.
+        "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
     }
 
 
@@ -121,13 +149,7 @@ def _check_over_http() -> dict[str, Any]:
                 ),
                 "allowed_client_headers_on_success": _named(EXPLAIN_HEADER, TOKEN_HEADER),
             },
-            # A router that goes away in the middle has dispatched nothing: another may be asked.
-            "retry_policy": {
-                "num_retries": 2,
-                "retry_on": "connect-failure,refused-stream,reset",
-                # Envoy takes the longest interval for each try's timeout, too.
-                "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
-            },
+            "retry_policy": {"retry_on": "connect-failure,refused-stream,reset", **_tries()},
         },
     }
 
@@ -142,8 +164,9 @@ def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
         "name": "envoy.filters.http.ext_proc",
         "typed_config": {
             "@type": f"{_API}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-            "grpc_service": {"envoy_grpc": {"cluster_name": "router"}, "timeout": _PROCESSING_S},
+            "grpc_service": _router_service(),
             "failure_mode_allow": False,
+            "status_on_error": {"code": DOOR_FAILED[0]},
             "message_timeout": _PROCESSING_S,
             "processing_mode": {
                 "request_header_mode": "SEND",
@@ -154,29 +177,6 @@ def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
                 "response_trailer_mode": "SEND" if full else "SKIP",
             },
         },
-    }
-
-
-def _gateway_routes(unpicked: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Requests go to the pod that the router has set; `unpicked` is where others go, if anywhere."""
-    # A generation may take minutes: its client, not the route, says when to give up.
-    picked = {"cluster": "picked_pod", "timeout": "0s", "retry_policy": _unsent_again()}
-    if unpicked is None:
-        # ORIGINAL_DST has no other pod to offer, so a request without a pick can only fail.
-        return [{"match": {"prefix": "/"}, "route": picked}]
-    has_pod = {"name": DESTINATION_HEADER, "present_match": True}
-    return [
-        {"match": {"prefix": "/", "headers": [has_pod]}, "route": picked},
-        {"match": {"prefix": "/"}, "route": unpicked},
-    ]
-
-
-def _unsent_again() -> dict[str, Any]:
-    """What a pod has not seen yet may be sent to it once more; what it has seen, it may be computing."""
-    return {
-        "retry_on": "connect-failure,refused-stream,reset-before-request",
-        "num_retries": _POD_TRIES,
-        "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.25s"},
     }
 
 
@@ -195,9 +195,9 @@ def _listener(
         "generate_request_id": True,
         "always_set_request_id_in_response": True,
         "stream_idle_timeout": "300s",
-        # Only the router may name a pod, and only the gateway a choice of pods.
-        "early_header_mutation_extensions": [_without_headers(DESTINATION_HEADER, SUBSET_HEADER)],
-        "local_reply_config": {"mappers": [*_true_statuses(), _too_large_reply()]},
+        **path_options(),
+        "early_header_mutation_extensions": [without_gateway_only_headers()],
+        "local_reply_config": {"mappers": reply_mappers()},
         "http_filters": [
             *filters,
             {
@@ -205,55 +205,10 @@ def _listener(
                 "typed_config": {"@type": f"{_API}.extensions.filters.http.router.v3.Router"},
             },
         ],
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": name,
-                    "domains": ["*"],
-                    "response_headers_to_add": [
-                        {"header": {"key": POD_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
-                    ],
-                    "routes": routes,
-                }
-            ]
-        },
+        "route_config": {"virtual_hosts": [virtual_host(name, routes)]},
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {"name": name, "address": _address(address), "filter_chains": [chain]}
-
-
-def _without_headers(*names: str) -> dict[str, Any]:
-    return {
-        "name": "envoy.http.early_header_mutation.header_mutation",
-        "typed_config": {
-            "@type": f"{_API}.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
-            "mutations": [{"remove": name} for name in names],
-        },
-    }
-
-
-def _true_statuses() -> list[dict[str, Any]]:
-    """What the router answers with a stand-in reaches the client with the status that it stands for."""
-    return [{"filter": _is_status(stand_in), "status_code": status} for status, stand_in in STAND_INS.items()]
-
-
-def _is_status(status: int) -> dict[str, Any]:
-    value = {"default_value": status, "runtime_key": "unused"}
-    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
-
-
-def _too_large_reply() -> dict[str, Any]:
-    """Envoy's own 413 in OpenAI's form."""
-    error = {
-        "message": "the request body is larger than this gateway's limit",
-        "type": "RequestEntityTooLargeError",
-        "param": None,
-        "code": 413,
-    }
-    return {
-        "filter": _is_status(413),
-        "body_format_override": {"json_format": {"error": error}},
-    }
 
 
 def _access_log() -> list[dict[str, Any]]:
@@ -298,16 +253,36 @@ def _round_robin_cluster(pods: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 
 def _router_cluster(address: tuple[str, int]) -> dict[str, Any]:
+    """Routers over gRPC. A router that hangs keeps its connections open; it is found within seconds."""
     return {
         "name": "router",
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_assignment": _assignment("router", [address]),
+        # Otherwise Envoy goes on asking routers of which half or more are unhealthy.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        # Stops asking the router after two failures. Its health service follows its readiness.
+        "health_checks": [
+            {
+                "timeout": "0.5s",
+                "interval": "0.5s",
+                "no_traffic_interval": "0.5s",
+                "unhealthy_interval": "0.5s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {},
+            }
+        ],
         "circuit_breakers": _no_circuit_breakers(),
         "typed_extension_protocol_options": {
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
                 "@type": f"{_API}.extensions.upstreams.http.v3.HttpProtocolOptions",
-                "explicit_http_config": {"http2_protocol_options": {}},
+                "explicit_http_config": {
+                    "http2_protocol_options": {
+                        # Ends requests that wait for a router that hangs, or whose node is gone.
+                        "connection_keepalive": {"interval": "1s", "timeout": "2s"}
+                    }
+                },
             }
         },
     }

@@ -40,7 +40,7 @@ class StackOptions:
     port: int = 8080
     base_port: int = 18000
     model: str = TINY_MODEL
-    door: Door = "check"
+    door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
     failure_mode_allow: bool = False
 

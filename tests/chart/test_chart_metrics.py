@@ -107,7 +107,7 @@ def _envoys_page(directory: Path, pod_port: int) -> str:
     """Metrics of an Envoy that has answered a request."""
     gateway, admin, closed = free_ports(3)
     nowhere = (HERE, closed)
-    settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)], router_check=nowhere)
+    settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)])
     config = bootstrap(settings)
     config["admin"] = {"address": {"socket_address": {"address": HERE, "port_value": admin}}}
     path = directory / "envoy.json"
@@ -116,7 +116,7 @@ def _envoys_page(directory: Path, pod_port: int) -> str:
     with subprocess.Popen([*command, "--concurrency", "1"]) as process:
         try:
             wait_until(lambda: listens(gateway), "Envoy")
-            _page(f"http://{HERE}:{gateway}/")
+            _page(f"http://{HERE}:{gateway}/v1/models")
             return _page(f"http://{HERE}:{admin}/stats/prometheus")
         finally:
             process.kill()

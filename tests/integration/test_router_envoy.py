@@ -4,98 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-import urllib3
 
 from router.check_http import CheckHttpDoor
 from router.http_requests import HttpRequest
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import envoy_command
-from router.server import RouterServer
-from tests.integration.router_server_support import (
-    FakePod,
-    fake_pods,
-    get,
-    ready_pods,
-    running_router,
-    write_pods,
-)
-from tests.loopback import HERE, free_ports, listens
+from tests.integration.envoy_support import BODY, Gateway, Mode, gateway, request_bytes
+from tests.integration.router_server_support import get, ready_pods
+from tests.loopback import HERE
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
-
-Mode = Literal["check", "check_grpc", "ext_proc skip", "ext_proc full"]
-BODY = {"model": TINY, "prompt": "hello " * 100}
-
-
-class Gateway:
-    """A running Envoy in front of a router."""
-
-    def __init__(
-        self, ports: range, router: RouterServer, pods: list[FakePod], envoy: subprocess.Popen[bytes]
-    ) -> None:
-        port, admin = ports
-        self.address = ("127.0.0.1", port)
-        self.envoy = envoy
-        self._url = f"http://127.0.0.1:{port}"
-        self._admin = f"http://127.0.0.1:{admin}"
-        self._http = urllib3.PoolManager(maxsize=64, retries=False, timeout=300)
-        self.router = router
-        self.pods = pods
-
-    def post(self, body: object, path: str = "/v1/completions", **headers: str) -> urllib3.BaseHTTPResponse:
-        """Posts JSON, or bytes as they are."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self._http.request("POST", self._url + path, body=data, headers=sent)
-
-    def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
-        """Gets a path."""
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self._http.request("GET", self._url + path, headers=sent)
-
-    def stat(self, name: str) -> int:
-        """One of Envoy's own counters."""
-        page = self._http.request("GET", f"{self._admin}/stats?format=json&filter=^{name}$")
-        (found,) = page.json()["stats"]
-        return int(found["value"])
-
-    def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
-        """The decision behind a response."""
-        record = self.router.explain.one(response.headers["x-request-id"])
-        assert record is not None
-        return record
-
-
-@contextmanager
-def gateway(
-    directory: Path, mode: Mode, *, fail_open: bool = False, pods_host: str = HERE, **settings: Any
-) -> Iterator[Gateway]:
-    """Two fake pods, a router and an Envoy."""
-    responses: Literal["skip", "full"] = "full" if mode == "ext_proc full" else "skip"
-    with fake_pods(2, pods_host) as pods:
-        pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
-        with running_router(pods_file, responses_full=responses == "full", **settings) as router:
-            wait_until(lambda: len(ready_pods(router)) == 2, "pods")
-            ports = free_ports(2)
-            envoy_settings = EnvoySettings(
-                gateway=("127.0.0.1", ports[0]),
-                router_grpc=("127.0.0.1", router.ports["grpc"]),
-                router_check=("127.0.0.1", router.ports["check"]),
-                pods=[(pod.host, pod.port) for pod in pods],
-                door="ext_proc" if mode.startswith("ext_proc") else mode,
-                responses=responses,
-                failure_mode_allow=fail_open,
-            )
-            with _envoy(directory, envoy_settings, *ports) as envoy:
-                yield Gateway(ports, router, pods, envoy)
 
 
 @pytest.fixture(params=["check", "check_grpc", "ext_proc skip", "ext_proc full"])
@@ -179,7 +101,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(served: Gateway) -> None:
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
-        client.sendall(_request({**BODY, "stream": True}))
+        client.sendall(request_bytes({**BODY, "stream": True}))
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         assert served.router.requests_in_flight == 1
     wait_until(lambda: served.router.requests_in_flight == 0, "the request's end")
@@ -192,7 +114,7 @@ def test_no_other_request_of_its_id_ends_one_in_flight(served: Gateway) -> None:
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
-        client.sendall(_request({**BODY, "stream": True}, "x-request-id: r\r\n"))
+        client.sendall(request_bytes({**BODY, "stream": True}, "x-request-id: r\r\n"))
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         assert served.post({**BODY, "model": "gpt-9"}, x_request_id="r").status == 404
         assert served.get("/v1/models", x_request_id="r").status == 200
@@ -207,7 +129,7 @@ def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
-        client.sendall(_request({**BODY, "stream": True}))
+        client.sendall(request_bytes({**BODY, "stream": True}))
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         served.envoy.kill()
         served.envoy.wait()
@@ -271,7 +193,7 @@ def test_a_connection_that_ends_in_the_middle_is_tried_anew(
 
 
 @pytest.mark.parametrize("pods_host", [HERE, "::1"])
-def test_a_lost_pod_is_noticed_by_its_failed_request(tmp_path: Path, pods_host: str) -> None:
+def test_a_lost_pod_is_noticed_by_its_failedrequest_bytes(tmp_path: Path, pods_host: str) -> None:
     """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
     with gateway(tmp_path, "check", pods_host=pods_host, refresh_interval_s=3600.0) as served:
         one, two = served.pods
@@ -297,27 +219,3 @@ def test_envoy_leaves_an_idle_connection_before_its_pod_does(tmp_path: Path) -> 
         assert served.post(BODY).status == 200
         wait_until(lambda: sum(pod.ended for pod in served.pods) == 1, "the connection's end")
         assert served.post(BODY).status == 200
-
-
-@contextmanager
-def _envoy(
-    directory: Path, settings: EnvoySettings, port: int, admin: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    path = directory / "envoy.json"
-    address = {"socket_address": {"address": "127.0.0.1", "port_value": admin}}
-    path.write_text(json.dumps({**bootstrap(settings), "admin": {"address": address}}))
-    command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
-    with subprocess.Popen([*command, "--concurrency", "1"]) as process:
-        try:
-            wait_until(lambda: listens(port), "Envoy")
-            yield process
-        finally:
-            process.terminate()
-            process.wait(300)
-
-
-def _request(body: object, more_headers: str = "") -> bytes:
-    """A POST as bytes, for clients that do not stay."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n"
-    return f"{head}{more_headers}\r\n".encode() + data

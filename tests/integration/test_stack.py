@@ -14,14 +14,14 @@ import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
 from router.local import demo_texts, stack_api
-from router.local.envoy_config import POD_HEADER
+from router.local.envoy_routes import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"
 BLOCK_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=[("check", "skip"), ("ext_proc", "skip"), ("ext_proc", "full")])
+@pytest.fixture(scope="module", params=[("check_grpc", "skip"), ("ext_proc", "skip"), ("ext_proc", "full")])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Two model servers, the router and Envoy, with each door and response mode."""
     door, responses = request.param
