@@ -207,7 +207,7 @@ def test_what_operators_ask(server: RunningServer) -> None:
     for path in ("/health", "/ping"):
         assert (server.get(path).status, server.get(path).data) == (200, b"")
     assert set(server.get("/version").json()) == {"version"}
-    source = server.get("/kv_event_sources").json()["0"]
+    source = server.admin("GET", "/kv_event_sources").json()["0"]
     assert source["endpoint"] == server.publisher.config.endpoint
     assert source["replay_endpoint"] == server.publisher.config.replay_endpoint
     assert (source["publisher"], source["buffer_steps"]) == ("zmq", 10_000)
