@@ -177,6 +177,7 @@ class HttpApi:
             min_tokens=fields.min_tokens or 0,
             show_stop=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
+            tells_ids=bool(fields.return_token_ids),
         )
 
     @contextmanager

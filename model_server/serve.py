@@ -157,6 +157,7 @@ class Server:
             self._options.engine.model,
             self._tokenizer,
             self._engine.max_model_len,
+            self._engine.vocab_size,
             GrammarTokenizer(self._tokenizer),
             self._engine.loras,
         )
