@@ -42,7 +42,7 @@ ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH NUMBA_CACHE_DIR=/tmp/cache \
 USER 10001:10001
 WORKDIR /home/kvroute
 # OpenAI's API; KV events and their replay (ZMQ).
-EXPOSE 8000 5557 5558
+EXPOSE 8000 8001 5557 5558
 ENTRYPOINT ["kvroute"]
 CMD ["model-server", "--help"]
 

@@ -85,7 +85,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         help="YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
         "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
         "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
-        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/kv-first-sequence (0)",
+        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (where; "
+        "the serving port), kvroute.io/kv-first-sequence (0)",
     )
     parser.add_argument(
         "--tokenizer",

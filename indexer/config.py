@@ -37,6 +37,8 @@ class PodStream:
         events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port"; None: the pod connects to ours.
         replay_endpoint: ZMQ address of the pod's ROUTER socket that answers replays; None where it has none.
         snapshot_url: HTTP address that tells the state of its cache; None where it has none.
+        snapshot_admin: Whether that is at a port of administration, the only kind that is sent
+            `IndexerConfig.admin_token`.
         first_sequence: Number of its first batch: 0, but llm-d's simulator begins with 1.
         ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
             + rank. Ranks that serve ports of their own are pods of their own.
@@ -51,6 +53,7 @@ class PodStream:
     events_endpoint: str | None
     replay_endpoint: str | None = None
     snapshot_url: str | None = None
+    snapshot_admin: bool = False
     first_sequence: int = 0
     ranks: int = 1
     rank: int = 0
@@ -147,6 +150,8 @@ class IndexerConfig:
     snapshot_max_bytes: int = 256 * _MIB
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
+    # Bearer secret of pods' administration ports; None: they ask for none.
+    admin_token: str | None = field(default=None, repr=False)
     # "HOST:PORT" of other indexers and routers with the same hash seed, which are asked for what an engine
     # does not tell of itself (but with "redis", where all have the views already), and of which a router
     # follows the ledgers; of a name all addresses but our own.

@@ -1,11 +1,12 @@
 """Command lines of `kvroute indexer` and the router: their parser, and the index's settings as flags.
 
-Opens nothing.
+Reads the file of the administration's token; opens nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -15,6 +16,8 @@ from indexer.errors import ConfigError
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 _SHOWN = "default: %(default)s"
+_ADMIN_TOKEN_VARIABLE = "KVROUTE_ADMIN_TOKEN"
+_ADMIN_TOKEN_CHARS_MAX = 4096
 _Value = TypeVar("_Value")
 
 
@@ -61,6 +64,13 @@ def add_index_flags(flags: argparse._ActionsContainer) -> None:
         defaults.bootstrap_s,
         "how long a pod's view is waited for before we are ready without it",
         metavar="SECONDS",
+    )
+    flags.add_argument(
+        "--admin-token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the secret that pods' administration ports ask for (label kvroute.io/admin-port); no "
+        f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
     )
     flags.add_argument(
         "--backend", choices=BACKENDS, default=defaults.backend, help=f"what keeps the blocks ({_SHOWN})"
@@ -137,11 +147,28 @@ def index_config(args: argparse.Namespace) -> IndexerConfig:
         undeclared_pods=args.undeclared_pods,
         first_sequence=args.first_sequence,
         bootstrap_s=args.bootstrap_timeout,
+        admin_token=_admin_token(args.admin_token_file),
         peers=tuple(args.peer),
         peer_ca=args.peer_ca,
         peer_cert=args.peer_cert,
         peer_key=args.peer_key,
     )
+
+
+def _admin_token(path: Path | None) -> str | None:
+    source = f"${_ADMIN_TOKEN_VARIABLE}" if path is None else f"--admin-token-file {path}"
+    try:
+        text = os.environ.get(_ADMIN_TOKEN_VARIABLE, "") if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    token = text.strip()
+    if not token and path is None:
+        return None
+    if not (token.isascii() and token.isprintable() and 0 < len(token) <= _ADMIN_TOKEN_CHARS_MAX):
+        raise ConfigError(
+            f"{source}: must hold one line of 1 to {_ADMIN_TOKEN_CHARS_MAX} printable ASCII characters"
+        )
+    return token
 
 
 def pairs(flag: str, texts: Sequence[str], read: type[_Value]) -> dict[str, _Value]:

@@ -20,10 +20,12 @@ EVENTS_LABEL = "kvroute.io/kv-events"
 TOPIC_LABEL = "kvroute.io/kv-events-topic"
 # Data-parallel engines behind the pod's one serving port, at the ports above + rank.
 RANKS_LABEL = "kvroute.io/kv-ranks"
-# "true": the pod answers GET /kv_events/snapshot at its serving port.
+# "true": the pod answers GET /kv_events/snapshot.
 SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
 # Number of a stream's first batch; 1 for llm-d's simulator.
 FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
+# Port of administration and snapshots, where that is not the serving port.
+ADMIN_PORT_LABEL = "kvroute.io/admin-port"
 # Where it tells its load, where that is not /metrics at its serving port.
 METRICS_PORT_LABEL = "kvroute.io/metrics-port"
 METRICS_PATH_LABEL = "kvroute.io/metrics-path"
@@ -39,7 +41,7 @@ EVENT_LABELS = (
 )
 """All that tell how a pod publishes."""
 
-PORT_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, METRICS_PORT_LABEL)
+PORT_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, METRICS_PORT_LABEL, ADMIN_PORT_LABEL)
 """All whose values are ports."""
 
 _CHOICES = {
@@ -98,6 +100,13 @@ class PodEntry:
         """The pod's identity, "ip:port"."""
         return pod_address(self.address, self.port)
 
+    @property
+    def admin(self) -> str | None:
+        """Address "ip:port" of the pod's administration; None: it has no port of its own for that."""
+        # The labels were checked by who read them.
+        port = self.labels.get(ADMIN_PORT_LABEL)
+        return None if port is None else pod_address(self.address, int(port))
+
     def stream(self, *, events_port: int | None = None, replay_port: int | None = None) -> PodStream | None:
         """Where the pod publishes its events; None for a pod without a model label.
 
@@ -122,7 +131,8 @@ class PodEntry:
             model=model,
             events_endpoint=None if connects else f"tcp://{host}:{port}",
             replay_endpoint=None if replay is None else f"tcp://{host}:{int(replay)}",
-            snapshot_url=f"http://{self.pod}/kv_events/snapshot" if offers_snapshots else None,
+            snapshot_url=f"http://{self.admin or self.pod}/kv_events/snapshot" if offers_snapshots else None,
+            snapshot_admin=self.admin is not None,
             first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
             ranks=ranks,
             epoch=self.life,

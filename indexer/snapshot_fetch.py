@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import urllib3
@@ -35,12 +35,20 @@ class SnapshotFetcher:
         at_once: How many; further ones wait for their turn.
         max_bytes: Largest body.
         total_s: Longest time of one.
+        admin_token: Bearer secret that is sent to ports of administration; None: no secret is.
         peers: Asked for what an engine does not tell; None: there are none.
     """
 
     def __init__(
-        self, *, at_once: int, max_bytes: int, total_s: float, peers: PeerClient | None = None
+        self,
+        *,
+        at_once: int,
+        max_bytes: int,
+        total_s: float,
+        admin_token: str | None = None,
+        peers: PeerClient | None = None,
     ) -> None:
+        self._authorization = {} if admin_token is None else {"Authorization": f"Bearer {admin_token}"}
         self._max_bytes = max_bytes
         self._total_s = total_s
         self._peers = peers
@@ -64,7 +72,7 @@ class SnapshotFetcher:
 
     def _run(self, stream: PodStream, deliver: Callable[[Fetched], None], peers: PeerClient | None) -> None:
         try:
-            fetched = Fetched(None) if stream.snapshot_url is None else self._of_engine(stream.snapshot_url)
+            fetched = Fetched(None) if stream.snapshot_url is None else self._of_engine(stream)
             if fetched.answer is None and peers is not None:
                 snapshot, size_bytes = peers.ask(stream)
                 fetched = Fetched(snapshot, size_bytes, fetched.refusal)
@@ -73,9 +81,10 @@ class SnapshotFetcher:
             fetched = Fetched(None, refusal="internal_error")
         deliver(fetched)
 
-    def _of_engine(self, url: str) -> Fetched:
+    def _of_engine(self, stream: PodStream) -> Fetched:
+        url = stream.snapshot_url or ""
         try:
-            body = self._get(url)
+            body = self._get(url, self._authorization if stream.snapshot_admin else {})
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             _log.info("no snapshot from %s: %s", url, error)
             return Fetched(None, refusal="unreachable")
@@ -86,10 +95,20 @@ class SnapshotFetcher:
             return Fetched(None, refusal=answer.reason)
         return Fetched(answer, len(body))
 
-    def _get(self, url: str) -> bytes | SnapshotError:
+    def _get(self, url: str, headers: Mapping[str, str]) -> bytes | SnapshotError:
         ends_s = time.monotonic() + self._total_s
-        response = self._http.request("GET", url, preload_content=False, decode_content=False, redirect=False)
+        response = self._http.request(
+            "GET", url, headers=headers, preload_content=False, decode_content=False, redirect=False
+        )
         try:
+            if response.status in (401, 403):
+                _log.warning(
+                    "snapshot refused, the view needs a replay or a peer: url=%s status=%d; "
+                    "--admin-token-file must hold the model server's token, and the pod's label "
+                    "kvroute.io/admin-port name its port",
+                    url,
+                    response.status,
+                )
             if response.status != 200:
                 return SnapshotError("not_offered" if response.status in _NOT_OFFERED else "refused")
             body = bytearray()

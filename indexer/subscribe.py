@@ -85,6 +85,7 @@ class Subscriber:
             at_once=config.concurrent_snapshots,
             max_bytes=config.snapshot_max_bytes,
             total_s=config.snapshot_total_s,
+            admin_token=config.admin_token,
             peers=peers,
         )
         self.has_peers = peers is not None

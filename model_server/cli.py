@@ -23,15 +23,14 @@ from model_server.config import (
     EngineConfig,
 )
 from model_server.errors import ConfigError, ModelServerError
+from model_server.server_flags import add_server_flags, admin_token, positive
 
 if TYPE_CHECKING:
     from model_server.publish import KVEventsConfig
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
-_API_KEY_VARIABLE = "KVROUTE_API_KEY"
 _DEMO = "demo-offload"
-_MAX_BODY_BYTES = 16 << 20
 # Packages of the extra `model-server`, whose absence is the user's to mend rather than a bug.
 _EXTRA = frozenset(
     {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools", "llguidance"}
@@ -54,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         engine, events = _engine_config(args), _events_config(args)
+        token = admin_token(args)
     except ConfigError as error:
         parser.error(str(error))
     logging.basicConfig(
@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         events=events,
         max_body_bytes=args.max_body_bytes,
         api_key=args.api_key,
+        admin_port=args.admin_port,
+        admin_token=token,
         runtime_loras=args.allow_runtime_lora_updating,
     )
     try:
@@ -94,7 +96,7 @@ def _demo_offload(arguments: Sequence[str]) -> int:
         description="Show what the host tier saves: one prompt cold, from the device, and from the host.",
     )
     parser.add_argument(
-        "--prompt-tokens", type=_positive, default=2048, metavar="N", help="its length (default: %(default)s)"
+        "--prompt-tokens", type=positive, default=2048, metavar="N", help="its length (default: %(default)s)"
     )
     _add_engine_flags(parser.add_argument_group("engine"))
     args = parser.parse_args(arguments)
@@ -134,50 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve one model over an OpenAI-compatible API and publish what its KV cache holds.",
     )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
-    _add_server_flags(parser.add_argument_group("server"))
+    add_server_flags(parser.add_argument_group("server"))
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_event_flags(parser.add_argument_group("KV cache events (ZMQ, as vLLM's)"))
     return parser
-
-
-def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument(
-        "--port",
-        type=_port,
-        default=8000,
-        help="port to listen on; 0 lets the system choose (default: %(default)s)",
-    )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="names the API knows the model by (default: the tiny model's name, or the directory's)",
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=_positive,
-        default=_MAX_BODY_BYTES,
-        metavar="N",
-        help="refuse larger HTTP bodies (default: %(default)s)",
-    )
-    group.add_argument(
-        "--api-key",
-        default=os.environ.get(_API_KEY_VARIABLE) or None,
-        metavar="KEY",
-        help=f"refuse API requests without it (default: ${_API_KEY_VARIABLE}, which other users cannot read)",
-    )
-    group.add_argument(
-        "--allow-runtime-lora-updating",
-        action="store_true",
-        help="let clients load adapters from this machine's directories (default: they may not)",
-    )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="how much to log (default: %(default)s)",
-    )
 
 
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
@@ -339,17 +301,3 @@ def _events_config(args: argparse.Namespace) -> "KVEventsConfig | None":
 
 def _default_name(model: str) -> str:
     return model if model == TINY_MODEL else Path(model).resolve().name
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port (0 to 65535)")
-    return port
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number

@@ -155,6 +155,11 @@ class Engine:
         return self._ask(self._wake_up)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._runner.vocab_size
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
         return self._asleep

@@ -82,7 +82,7 @@ class ServerState:
         event_sources: Resolved event settings by data-parallel rank.
         snapshot: Copies what the caches hold; None without KV events.
         load: How many requests are handled now.
-        runtime_loras: Whether clients may load adapters from the server's own directories.
+        runtime_loras: Whether operators may load adapters from the server's own directories.
     """
 
     registry: CollectorRegistry
@@ -121,17 +121,25 @@ class AdminApi:
         self._adapter_paths: dict[str, str] = {}
         self._started_s = int(time.time())
 
-    def routes(self) -> list[Route]:
-        """All of them."""
+    def model_routes(self) -> list[Route]:
+        """Routes of the serving port alone."""
+        return [Route("/v1/models", self.models)]
+
+    def open_routes(self) -> list[Route]:
+        """Routes of both ports, which tell nothing of prompts: for probes and scrapers."""
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
             Route("/load", self.load),
             Route("/metrics", self.metrics),
+        ]
+
+    def admin_routes(self) -> list[Route]:
+        """Routes of the administration port alone."""
+        return [
+            Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
             Route("/kv_event_sources", self.kv_event_sources),
             Route("/kv_events/snapshot", self.kv_events_snapshot),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),

@@ -21,7 +21,7 @@ from model_server.answer_stream import AnswerStream, usage
 from model_server.api_errors import ApiError
 from model_server.generation import AsyncEngine, Generation
 from model_server.http_admin import AdminApi, ServerState, SwitchableEngine
-from model_server.http_auth import ApiKeyGate
+from model_server.http_auth import AdminPort, BearerGate, by_port
 from model_server.http_io import BodyReader, EventStream, QuietEnd, json_response, unless_disconnected
 from model_server.openai_responses import Responder
 from model_server.openai_types import Api, GenerationBody
@@ -69,15 +69,29 @@ class HttpApi:
         """How many requests are handled now."""
         return self._requests
 
-    def app(self, engine: SwitchableEngine, state: ServerState) -> ASGIApp:
-        """The ASGI application, operators' routes included.
+    def app(
+        self, engine: SwitchableEngine, state: ServerState, admin_port: AdminPort | None = None
+    ) -> ASGIApp:
+        """The ASGI application.
 
         Args:
             engine: What operators switch.
             state: What they are told.
+            admin_port: The port that serves administration; None: it is not served.
         """
         admin = AdminApi(self._model, engine, state, self._bodies, self._threads)
-        routes = [
+        serving = _routed([*self._routes(), *admin.open_routes(), *admin.model_routes()])
+        if self._api_key is not None:
+            serving = BearerGate(serving, self._api_key, "the API key")
+        if admin_port is None:
+            return QuietEnd(serving)
+        switches = _routed([*admin.open_routes(), *admin.admin_routes()])
+        if admin_port.token is not None:
+            switches = BearerGate(switches, admin_port.token, "the administration's token")
+        return QuietEnd(by_port(admin_port.number, switches, serving))
+
+    def _routes(self) -> list[Route]:
+        return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions/render", self.render_completions, methods=["POST"]),
@@ -85,11 +99,7 @@ class HttpApi:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/requests/{request_id}", self.abort, methods=["DELETE"]),
-            *admin.routes(),
         ]
-        handlers = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
-        app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
-        return QuietEnd(app if self._api_key is None else ApiKeyGate(app, self._api_key))
 
     def close(self) -> None:
         """Let the worker threads go."""
@@ -167,6 +177,7 @@ class HttpApi:
             min_tokens=fields.min_tokens or 0,
             show_stop=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
+            tells_ids=bool(fields.return_token_ids),
         )
 
     @contextmanager
@@ -189,6 +200,11 @@ class HttpApi:
             yield
         finally:
             self._requests -= 1
+
+
+def _routed(routes: list[Route]) -> ASGIApp:
+    handlers = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _whole(responder: Responder, generation: Generation) -> dict[str, Any]:

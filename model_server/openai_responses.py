@@ -32,6 +32,7 @@ class Responder:
         self._tokenizer = tokenizer
         self._shown_chars = list(map(len, job.echoed))
         self._chat = job.api == "chat"
+        self._tells_ids = bool(job.fields.return_token_ids)
         self._created = int(time.time())
         self._opened: set[int] = set()
         self._plain: dict[int, tuple[bytes, bytes]] = {}
@@ -42,22 +43,25 @@ class Responder:
     def whole(self, answers: Sequence[Delta], usage: Json) -> Json:
         """The answer to a request that does not stream; all that was said, per choice."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage}
+        if self._chat:
+            body["prompt_token_ids"] = self._prompt_ids(0)
+        return body
 
     def events(self, index: int, delta: Delta, usage: Json | None) -> bytes:
         """The events that carry one choice's delta; later than the first, only if it says something."""
         plain = self._plain.get(index)
-        ends_or_tells = delta.finish_reason is not None or delta.tokens
+        ends_or_tells = delta.finish_reason is not None or delta.tokens or delta.token_ids
         if plain is not None and delta.text and not ends_or_tells and usage is None:
             return plain[0] + msgspec.json.encode(delta.text) + plain[1]
         chunks = []
         opens = index not in self._opened
         self._opened.add(index)
         if self._chat and opens:
-            chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, usage))
+            chunks.append(self._role_chunk(index, usage))
         if delta.text or ends_or_tells or (opens and not self._chat):
             text = self._job.echoed[index] + delta.text if opens else delta.text
-            chunks.append(self._chunk(index, self._said(text), delta, usage))
+            chunks.append(self._chunk(index, self._said(text), delta, usage, opens=opens))
         if opens:
             self._plain[index] = self._around_text(index)
         return b"".join(map(_event, chunks))
@@ -97,19 +101,41 @@ class Responder:
     def _choice(self, index: int, answer: Delta) -> Json:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         said: Json = {"message": message} if self._chat else {"text": self._job.echoed[index] + answer.text}
-        return {"index": index, **said, **self._end(index, answer)}
+        choice = {"index": index, **said, **self._end(index, answer), "token_ids": self._ids(answer)}
+        if not self._chat:
+            choice["prompt_token_ids"] = self._prompt_ids(index)
+        return choice
 
     def _said(self, text: str) -> Json:
         if not self._chat:
             return {"text": text}
         return {"delta": {"content": text} if text else {}}
 
-    def _chunk(self, index: int, said: Json, delta: Delta | None, usage: Json | None) -> Json:
-        chunk = self._head("chat.completion.chunk")
-        chunk["choices"] = [{"index": index, **said, **self._end(index, delta)}]
+    def _role_chunk(self, index: int, usage: Json | None) -> Json:
+        """A chat's first chunk, which vLLM lets tell the prompt's ids and no others."""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        chunk = self._chunk_of({"index": index, **said, **self._end(index, None)}, usage)
+        return {**chunk, "prompt_token_ids": self._prompt_ids(index)}
+
+    def _chunk(
+        self, index: int, said: Json, delta: Delta | None, usage: Json | None, *, opens: bool = False
+    ) -> Json:
+        choice = {"index": index, **said, **self._end(index, delta), "token_ids": self._ids(delta)}
+        if not self._chat:
+            choice["prompt_token_ids"] = self._prompt_ids(index) if opens else None
+        return self._chunk_of(choice, usage)
+
+    def _chunk_of(self, choice: Json, usage: Json | None) -> Json:
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if self.usage_last:
             chunk["usage"] = usage if self.usage_always else None
         return chunk
+
+    def _ids(self, delta: Delta | None) -> Sequence[int] | None:
+        return delta.token_ids if self._tells_ids and delta is not None else None
+
+    def _prompt_ids(self, index: int) -> Sequence[int] | None:
+        return self._job.prompts[index // (self._job.fields.n or 1)] if self._tells_ids else None
 
     def _end(self, index: int, delta: Delta | None) -> Json:
         return {

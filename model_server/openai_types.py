@@ -94,6 +94,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: _Name | None = None

@@ -44,6 +44,7 @@ class ServedModel:
         root: Where it came from: a path, or the name of a built-in model.
         tokenizer: Its tokenizer.
         max_model_len: Most tokens of prompt and answer together.
+        vocab_size: Rows of its embeddings, which may be more than its tokenizer has ids.
         grammars: Compiles the shapes that answers shall have.
         adapters: Served beside it, each under its own name; None where there can be none.
     """
@@ -52,8 +53,14 @@ class ServedModel:
     root: str
     tokenizer: PromptTokenizer
     max_model_len: int
+    vocab_size: int
     grammars: GrammarTokenizer
     adapters: Adapters | None = None
+
+    @property
+    def ids_below(self) -> int:
+        """The bound of token ids that clients may give: of tokenizer and model, who has more."""
+        return max(self.tokenizer.vocab_size, self.vocab_size)
 
     def served_name(self, name: str | None) -> str:
         """The name to answer under.
@@ -142,7 +149,9 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         for copy in range(copies)
     )
     # What is shown is what the model reads, cut and with the template's or tokenizer's own additions.
-    texts = [model.tokenizer.decode(prompt) if fields.echoes else "" for prompt in prompts]
+    # Where the prompt's ids are told, vLLM does not echo its text.
+    shows_text = fields.echoes and not fields.return_token_ids
+    texts = [model.tokenizer.decode(prompt) if shows_text else "" for prompt in prompts]
     echoed = tuple(text for text in texts for _ in range(copies))
     return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests, echoed)
 
@@ -188,8 +197,8 @@ def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
     """
     fields = convert(decode_body(raw), DetokenizeBody)
     model.served_name(fields.model)
-    if any(token_id >= model.tokenizer.vocab_size for token_id in fields.tokens):
-        raise ApiError(400, f"token ids must be less than {model.tokenizer.vocab_size}", "tokens")
+    if any(token_id >= model.ids_below for token_id in fields.tokens):
+        raise ApiError(400, f"token ids must be less than {model.ids_below}", "tokens")
     return {"prompt": model.tokenizer.decode(fields.tokens, skip_special_tokens=False)}
 
 
@@ -211,7 +220,7 @@ def _prompts(model: ServedModel, api: Api, body: Body) -> tuple[tuple[int, ...],
 def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
     # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
     chars_max = model.max_model_len * model.tokenizer.token_chars_max - 1
-    limits = PromptLimits(chars_max, model.max_model_len)
+    limits = PromptLimits(chars_max, model.max_model_len, ids_below=model.ids_below)
     try:
         if api == "chat":
             return [chat_prompt(body, model.tokenizer, limits).tolist()]

@@ -9,7 +9,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvloop
@@ -23,6 +25,7 @@ from model_server.events import NullSink
 from model_server.generation import AsyncEngine
 from model_server.http_admin import ServerState
 from model_server.http_api import HttpApi
+from model_server.http_auth import AdminPort
 from model_server.http_server import GRACE_S, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
@@ -49,7 +52,9 @@ class ServeOptions:
         events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
         max_body_bytes: Larger HTTP bodies are refused.
         api_key: What clients must send; None lets everybody in.
-        runtime_loras: Whether clients may load adapters from this machine's directories.
+        admin_port: Port of administration and snapshots; None serves neither.
+        admin_token: What must be sent there; None lets everybody in who reaches it.
+        runtime_loras: Whether operators may load adapters from this machine's directories.
     """
 
     engine: EngineConfig
@@ -58,7 +63,9 @@ class ServeOptions:
     served_names: tuple[str, ...]
     events: KVEventsConfig | None
     max_body_bytes: int
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    admin_port: int | None = None
+    admin_token: str | None = field(default=None, repr=False)
     runtime_loras: bool = False
 
 
@@ -75,6 +82,9 @@ def run(options: ServeOptions) -> None:
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(reserve(options.host, options.port))
         port = listener.getsockname()[1]
+        admin = None
+        if options.admin_port is not None:
+            admin = cleanup.enter_context(reserve(options.host, options.admin_port))
         publisher = _publisher(options, port)
         if publisher is not None:
             cleanup.callback(publisher.close)
@@ -87,8 +97,11 @@ def run(options: ServeOptions) -> None:
         log_pool(engine, options.engine)
         server = Server(options, engine, publisher, tokenizer)
         url = f"http://{_url_host(options.host)}:{port}"
+        if admin is not None:
+            _log_admin(options, admin.getsockname())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.serve(listener, lambda: logger.info("ready: %s serves %s", url, server.name)))
+            ready = partial(logger.info, "ready: %s serves %s", url, server.name)
+            runner.run(server.serve(listener, ready, admin))
         if not engine.stats().healthy:
             raise EngineDiedError("the engine has died; the log says why")
     logger.info("stopped")
@@ -119,8 +132,16 @@ class Server:
         self._async_engine: AsyncEngine | None = None
         self.name = options.served_names[0]
 
-    async def serve(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Answer requests on a bound socket until `stop`, or until the engine dies."""
+    async def serve(
+        self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
+    ) -> None:
+        """Answer requests on bound sockets until `stop`, or until the engine dies.
+
+        Args:
+            listener: Socket of the API.
+            on_ready: Called once connections are taken.
+            admin: Socket of administration and snapshots; None serves neither.
+        """
         loop = asyncio.get_running_loop()
         registry = new_registry()
         self._async_engine = AsyncEngine(self._engine, loop, RequestMetrics(self.name, registry))
@@ -136,6 +157,7 @@ class Server:
             self._options.engine.model,
             self._tokenizer,
             self._engine.max_model_len,
+            self._engine.vocab_size,
             GrammarTokenizer(self._tokenizer),
             self._engine.loras,
         )
@@ -154,10 +176,12 @@ class Server:
             load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
         )
-        self._http = HttpServer(api.app(self._engine, state), on_ready, lambda: self._engine.stats().healthy)
+        door = None if admin is None else AdminPort(admin.getsockname()[1], self._options.admin_token)
+        app = api.app(self._engine, state, door)
+        self._http = HttpServer(app, on_ready, lambda: self._engine.stats().healthy)
         try:
             with self._http.stopped_by_signals(self.stop):
-                await self._http.serve(sockets=[listener])
+                await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
         finally:
             api.close()
 
@@ -248,6 +272,16 @@ def _publisher(options: ServeOptions, port: int) -> KVEventPublisher | None:
         return None
     topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
     return KVEventPublisher(replace(options.events, topic=topic))
+
+
+def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:
+    logger.info("administration and snapshots: http://%s:%d", _url_host(options.host), address[1])
+    if options.admin_token is None and not ip_address(address[0]).is_loopback:
+        logger.warning(
+            "administration at port %d is open to all who reach it, and its snapshots tell every prompt; "
+            "set --admin-token-file, or let only routers reach it",
+            address[1],
+        )
 
 
 def _pod_host(host: str) -> str:

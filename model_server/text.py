@@ -23,19 +23,23 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
         finish_reason: Set on a choice's last delta.
         stop_reason: The stop string or stop token id that ended it, if one did.
         tokens: The tokens that were counted, with their log probabilities, where these were asked for.
+        token_ids: Ids of the tokens that were counted, where these were asked for.
     """
 
     text: str
     finish_reason: ChoiceEnd | None
     stop_reason: str | int | None = None
     tokens: tuple[ChosenToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """All that one choice said, from its first delta to its last."""
     last = deltas[-1]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
-    return Delta("".join(delta.text for delta in deltas), last.finish_reason, last.stop_reason, tokens)
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    text = "".join(delta.text for delta in deltas)
+    return Delta(text, last.finish_reason, last.stop_reason, tokens, token_ids)
 
 
 class TextAssembler:
@@ -48,6 +52,7 @@ class TextAssembler:
         min_tokens: No stop string counts before this many tokens.
         show_stop: Keep the stop string or stop token that ended the text in it.
         skip_special_tokens: Leave special tokens out of the text.
+        tells_ids: Put the ids of the counted tokens into each delta.
 
     Attributes:
         completion_tokens: Tokens generated so far.
@@ -64,7 +69,9 @@ class TextAssembler:
         min_tokens: int = 0,
         show_stop: bool = False,
         skip_special_tokens: bool = True,
+        tells_ids: bool = False,
     ) -> None:
+        self._tells_ids = tells_ids
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stop_strings, show=show_stop)
         self._has_stops = bool(stop_strings)
@@ -80,17 +87,17 @@ class TextAssembler:
         assert not self.finished
         assert output.finish_reason in (None, "stop", "length")
         self.cached_tokens = output.cached_tokens
-        if not (self._has_stops or output.finish_reason or output.logprobs):  # as nearly every token
+        says_more = self._has_stops or self._tells_ids or output.finish_reason or output.logprobs
+        if not says_more:  # as nearly every token
             self.completion_tokens += len(output.token_ids)
             return Delta("".join(map(self._decoder.push, output.token_ids)), None)
         counted_before = self.completion_tokens
         text, reason, stop_reason = self._take(output)
         self.finished = reason is not None
-        if not output.logprobs:
-            return Delta(text, reason, stop_reason)
-        counted = map(ChosenToken, output.token_ids, output.logprobs)
-        tokens = tuple(islice(counted, self.completion_tokens - counted_before))
-        return Delta(text, reason, stop_reason, tokens)
+        counted = self.completion_tokens - counted_before
+        tokens = tuple(islice(map(ChosenToken, output.token_ids, output.logprobs or ()), counted))
+        token_ids = tuple(output.token_ids[:counted]) if self._tells_ids else ()
+        return Delta(text, reason, stop_reason, tokens, token_ids)
 
     def _take(self, output: TokenOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
         # The stop token itself counts as generated but is not shown.

@@ -33,11 +33,14 @@ class HttpGetter:
         self._body_bytes_max = body_bytes_max
         self._connections: dict[str, _Connection] = {}
 
-    async def get(self, address: str, path: str, *, timeout_s: float | None = None) -> tuple[int, bytes]:
+    async def get(
+        self, address: str, path: str, bearer: str | None = None, *, timeout_s: float | None = None
+    ) -> tuple[int, bytes]:
         """Asks; when cancelled, the connection is dropped.
 
         Args:
             address: "ip:port".
+            bearer: Secret to send along; None: no secret.
             timeout_s: Deadline from connecting to the last byte; None: no deadline.
 
         Raises:
@@ -52,7 +55,7 @@ class HttpGetter:
                 kept = self._connections.pop(address, None)
                 if kept is not None and kept.is_open:
                     try:
-                        return await self._exchange(kept, address, path)
+                        return await self._exchange(kept, address, path, bearer)
                     except ConnectionError:
                         pass  # a kept connection that the other side has closed meanwhile says nothing
                 loop = asyncio.get_running_loop()
@@ -62,7 +65,7 @@ class HttpGetter:
                     lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
                 )
                 connecting = False
-                return await self._exchange(connection, address, path)
+                return await self._exchange(connection, address, path, bearer)
         except TimeoutError as error:
             if connecting:
                 raise ConnectTimeoutError(f"no connection to {address}") from error
@@ -78,9 +81,14 @@ class HttpGetter:
         for address in list(self._connections):
             self.forget(address)
 
-    async def _exchange(self, connection: _Connection, address: str, path: str) -> tuple[int, bytes]:
+    async def _exchange(
+        self, connection: _Connection, address: str, path: str, bearer: str | None
+    ) -> tuple[int, bytes]:
+        secret = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
         try:
-            answer = await connection.get(f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode("ascii"))
+            answer = await connection.get(
+                f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
+            )
         except BaseException:
             connection.abort()
             raise

@@ -233,6 +233,7 @@ class PodWatch:
                 sources=pod.entry.events.asks and pod.sources is None,
                 rank=pod.entry.events.rank,
                 metrics=metrics_page(pod.entry, self._metrics_path),
+                admin=pod.entry.admin,
             )
             if asked.models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S

@@ -62,12 +62,14 @@ class Asked:
         sources: Whether for where it publishes its events.
         rank: Which engine stands behind the port; None: all that the pod has.
         metrics: Where its metrics are; None: at its own address.
+        admin: "ip:port" of its administration, which alone is sent the token; None: its own address.
     """
 
     models: bool = False
     sources: bool = False
     rank: int | None = None
     metrics: MetricsPage | None = None
+    admin: str | None = None
 
 
 class Prober:
@@ -75,10 +77,12 @@ class Prober:
 
     Args:
         timeout_s: Deadline of one HTTP exchange.
+        admin_token: Bearer secret for pods' administration ports; None: they ask for none.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, admin_token: str | None = None) -> None:
         self._timeout_s = timeout_s
+        self._admin_token = admin_token
         # By pod, where they are not at its own address: whose connection ends with the pod.
         self._metrics_addresses: dict[str, str] = {}
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
@@ -105,7 +109,7 @@ class Prober:
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
         models = await self._page(address, "/v1/models") if asked.models else None
-        sources = await self._page(address, "/kv_event_sources") if asked.sources else None
+        sources = await self._admin_page(address, asked, "/kv_event_sources") if asked.sources else None
         metrics, problem = await self._metrics(address, asked.metrics or MetricsPage(address))
         load = engine_load(metrics, time.monotonic()) if metrics is not None else None
         return ProbeResult(
@@ -145,15 +149,24 @@ class Prober:
             return None, f"{url} answered {status}"
         return body, f"{url} has no metrics of an engine that is known, or senseless ones"
 
-    async def _page(self, address: str, path: str) -> bytes | None:
+    async def _admin_page(self, address: str, asked: Asked, path: str) -> bytes | None:
+        if asked.admin is None:
+            return await self._page(address, path)
         try:
-            status, body = await self._get(address, path)
+            return await self._page(asked.admin, path, self._admin_token)
+        finally:
+            # Seldom asked: the connection is not worth keeping.
+            self._http.forget(asked.admin)
+
+    async def _page(self, address: str, path: str, bearer: str | None = None) -> bytes | None:
+        try:
+            status, body = await self._get(address, path, bearer)
         except (OSError, HttpGetError):
             return None
         return body if status == 200 else None
 
-    async def _get(self, address: str, path: str) -> tuple[int, bytes]:
-        return await self._http.get(address, path, timeout_s=self._timeout_s)
+    async def _get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
+        return await self._http.get(address, path, bearer, timeout_s=self._timeout_s)
 
 
 def _sources(page: bytes | None, asked: Asked) -> EventSources | None:

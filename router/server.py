@@ -170,7 +170,7 @@ class RouterServer:
         self.watch = PodWatch(
             self._source,
             self.pods,
-            Prober(timeout_s=_PROBE_TIMEOUT_S),
+            Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
             self.index.follow,
             interval_s=config.refresh_interval_s,
             engines=EngineWatch(self._outcomes.promises, self.index.observe),

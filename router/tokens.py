@@ -45,6 +45,8 @@ _INLINE_SHARE = 0.1
 # Reading and rendering so much takes a few milliseconds; templates write out tools in slow ways.
 _INLINE_BODY_BYTES = 1 << 20
 _INLINE_TOOLS_BODY_BYTES = 128 << 10
+# Token ids in prompts: only the engine knows its embeddings' padding, and refuses what is beyond it.
+_ANY_ID = 1 << 31
 _SHOWN_AS_JSON = ("tools", "documents")
 # What is turned into a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
@@ -193,14 +195,14 @@ class TokenizerRegistry:
         """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
         started_s = time.monotonic()
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
-        limits = PromptLimits(chars_max, context_tokens, ITEMS_AT_ONCE_MAX)
+        limits = PromptLimits(chars_max, context_tokens, ITEMS_AT_ONCE_MAX, _ANY_ID)
         work: Callable[[], PromptTokens]
         try:
             if _is_large(request):
                 raise ManyItemsError
             begun = begin(as_chat(request, tokenizer.chat_template), tokenizer, limits)
         except ManyItemsError:
-            limits = PromptLimits(chars_max, context_tokens)
+            limits = PromptLimits(chars_max, context_tokens, ids_below=_ANY_ID)
             work = partial(_whole, request, tokenizer, limits)
         else:
             if begun.missing_chars <= self._inline_chars:

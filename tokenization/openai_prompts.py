@@ -65,11 +65,14 @@ class PromptLimits(msgspec.Struct, frozen=True):
         chars_max: Longer text is refused without the work of encoding it; None takes any.
         context_tokens: The model's context, for requests that want to be cut to it; None: not known.
         items_max: Of a chat that is not known, more messages and parts are not rendered; None: any number is.
+        ids_below: Token ids that a prompt is given as are below it; None: below the tokenizer's vocabulary. A
+            model's own vocabulary may be greater, where its embeddings are padded.
     """
 
     chars_max: int | None = None
     context_tokens: int | None = None
     items_max: int | None = None
+    ids_below: int | None = None
 
 
 NO_LIMITS = PromptLimits()
@@ -138,7 +141,8 @@ def begin_completions(
     if all(isinstance(item, str) for item in prompt):
         return [_begin(text, tokenizer, "prompt", special, truncation, limits) for text in prompt]
     lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
-    return [PendingPrompt(_checked_ids(ids, tokenizer), truncation) for ids in lists]
+    below = tokenizer.vocab_size if limits.ids_below is None else limits.ids_below
+    return [PendingPrompt(_checked_ids(ids, below), truncation) for ids in lists]
 
 
 def begin_chat(
@@ -348,9 +352,9 @@ def _flag(body: Body, name: str, default: bool) -> bool:
     raise PromptError(f"{name} must be true or false", name)
 
 
-def _checked_ids(ids: list[object], tokenizer: PromptTokenizer) -> TokenIds:
+def _checked_ids(ids: list[object], below: int) -> TokenIds:
     for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
+        if type(token_id) is not int or not 0 <= token_id < below:
             # Not shown: it may be anything, and nested too deeply to be shown.
-            raise PromptError(f"token ids must be integers from 0 to {tokenizer.vocab_size - 1}", "prompt")
+            raise PromptError(f"token ids must be integers from 0 to {below - 1}", "prompt")
     return np.frombuffer(array("I", cast("list[int]", ids)), np.uint32)

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, REPLAY_PORT_LABEL, SNAPSHOT_LABEL
+from indexer.pod_entry import (
+    ADMIN_PORT_LABEL,
+    EVENTS_PORT_LABEL,
+    MODEL_LABEL,
+    REPLAY_PORT_LABEL,
+    SNAPSHOT_LABEL,
+)
 from router.local.envoy_config import Door, EnvoySettings, bootstrap
 from router.local.errors import LocalStackError
 
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"
 REPLICAS_MAX = 100
-# Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay.
-_POD_HTTP, _POD_EVENTS, _POD_REPLAY = 100, 200, 300
+# Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay, administration.
+_POD_HTTP, _POD_EVENTS, _POD_REPLAY, _POD_ADMIN = 100, 200, 300, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class StackPlan:
     round_robin_url: str
     router_debug_url: str
     pod_urls: dict[str, str]
+    admin_urls: Sequence[str]
     model_name: str
 
     @property
@@ -88,7 +95,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     if not 1 <= options.replicas <= REPLICAS_MAX:
         raise LocalStackError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port
-    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_REPLAY - REPLICAS_MAX):
+    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_ADMIN - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
     if options.responses == "full" and options.door != "ext_proc":
         raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
@@ -123,6 +130,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         round_robin_url=f"http://{HOST}:{round_robin}",
         router_debug_url=f"http://{HOST}:{metrics}",
         pod_urls={f"{HOST}:{port}": f"http://{HOST}:{port}" for _, port in pods},
+        admin_urls=[f"http://{HOST}:{base + _POD_ADMIN + number}" for number in numbers],
         model_name=model_name,
     )
 
@@ -142,19 +150,19 @@ def envoy_command() -> str:
 
 
 def _model_server(options: StackOptions, number: int, model_name: str) -> ChildPlan:
-    http, events, replay = (
-        options.base_port + kind + number for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY)
+    http, events, replay, admin = (
+        options.base_port + kind + number for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY, _POD_ADMIN)
     )
     argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(http)]
+    argv += ["--admin-port", str(admin)]
     argv += ["--model", options.model, "--served-model-name", model_name]
     # Events tell what users asked: on a laptop they stay on it.
     argv += ["--kv-events-endpoint", f"tcp://{HOST}:{events}", "--kv-events-bind"]
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
     argv += ["--torch-threads", "1"]
-    return ChildPlan(
-        f"model-server-{number}", argv, (http, events, replay), f"http://{HOST}:{http}/health", restarts=True
-    )
+    ports = (http, events, replay, admin)
+    return ChildPlan(f"model-server-{number}", argv, ports, f"http://{HOST}:{http}/health", restarts=True)
 
 
 def _router(
@@ -188,6 +196,7 @@ def _pods_file(options: StackOptions, model_name: str) -> str:
                 EVENTS_PORT_LABEL: str(options.base_port + _POD_EVENTS + number),
                 REPLAY_PORT_LABEL: str(options.base_port + _POD_REPLAY + number),
                 SNAPSHOT_LABEL: "true",
+                ADMIN_PORT_LABEL: str(options.base_port + _POD_ADMIN + number),
             },
         }
         for number in range(1, options.replicas + 1)

@@ -76,7 +76,7 @@ def empty_caches(plan: StackPlan) -> None:
         LocalStackError: A pod still runs requests after some seconds.
     """
     end_s = time.monotonic() + _TIMEOUT_S
-    for url in plan.pod_urls.values():
+    for url in plan.admin_urls:
         while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
             if time.monotonic() > end_s:
                 raise LocalStackError(f"{url} does not empty its cache: requests are still running there")

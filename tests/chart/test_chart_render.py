@@ -241,14 +241,42 @@ def test_what_is_granted_is_what_the_mode_needs() -> None:
     assert granted(EVERYTHING, "ClusterRole") == {"tokenreviews", "subjectaccessreviews", "/metrics"}
 
 
-def test_only_routers_reach_the_events() -> None:
-    """The ports of KV events and replays are open to routers alone, whoever else may come in."""
+def test_only_routers_reach_administration_and_events() -> None:
+    """The ports of administration, KV events and replays are open to routers alone."""
     for values in ({}, EVERYTHING):
         rules = one(manifests(values), "NetworkPolicy", "-models")["spec"]["ingress"]
-        for rule in rules:
-            if {port["port"] for port in rule["ports"]} & {5557, 5558}:
-                (peer,) = rule["from"]
-                assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+        guarded = [rule for rule in rules if {port["port"] for port in rule["ports"]} & {8001, 5557, 5558}]
+        for rule in guarded:
+            (peer,) = rule["from"]
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+        opened = {port["port"] for rule in guarded for port in rule["ports"]}
+        assert opened == ({8000, 5557, 5558} if values else {8000, 8001, 5557, 5558})
+
+
+def test_routers_are_told_of_the_administration_port_and_its_secret() -> None:
+    """Our engine's port is on the pods' annotation, and both sides take the token from one Secret."""
+    secret = {"adminPort": 9001, "adminTokenSecret": {"name": "adm", "key": "t"}}
+    objects = manifests({"modelServers": secret})
+    models = one(objects, "Deployment", "-models")
+    server = container(models, "model-server")
+    flags = model_server_cli._parser().parse_args(server["args"][1:])
+    told = models["spec"]["template"]["metadata"]["annotations"]["kvroute.dev/admin-port"]
+    assert int(told) == flags.admin_port == 9001
+    router = container(one(objects, "Deployment", "-epp"), "router")
+    token = {
+        "name": "KVROUTE_ADMIN_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "adm", "key": "t"}},
+    }
+    assert token in server["env"]
+    assert token in router["env"]
+
+
+def test_vllm_has_no_administration_port() -> None:
+    """vLLM's pods carry neither the annotation nor the token, which would go to a server that ignores it."""
+    engine = {**EVERYTHING["modelServers"], "adminTokenSecret": {"name": "adm"}}
+    models = one(manifests({"modelServers": engine}), "Deployment", "-models")
+    assert "annotations" not in models["spec"]["template"]["metadata"]
+    assert "KVROUTE_ADMIN_TOKEN" not in {each["name"] for each in container(models, "model-server")["env"]}
 
 
 @pytest.mark.parametrize(
@@ -289,6 +317,11 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"modelServers": {"model": {"name": "m", "source": "hub"}}}, "modelServers.model.hub.repository"),
         ({"modelServers": {"model": {"name": "m", "source": "pvc"}}}, "modelServers.model.pvc.claim"),
         ({"modelServers": {"gpus": 1, "tensorParallel": 2}}, "modelServers.gpus"),
+        (
+            {"modelServers": {**EVERYTHING["modelServers"], "gpus": 0}},
+            "modelServers.tensorParallel: 2 processes of vLLM need a GPU each",
+        ),
+        ({"modelServers": {"adminPort": 8000}}, "modelServers.adminPort"),
         ({"router": {"tracing": {"enabled": True}}}, "router.tracing.endpoint"),
         ({"modelServers": {"kvConnector": True}, "envoy": {"failOpen": True}}, "envoy.failOpen"),
         (

@@ -32,6 +32,7 @@ class RunningServer:
     """A server that is up."""
 
     url: str
+    admin_url: str
     engine: Engine
     publisher: KVEventPublisher
     tokenizer: PromptTokenizer
@@ -46,6 +47,11 @@ class RunningServer:
     def get(self, path: str) -> urllib3.BaseHTTPResponse:
         """GET."""
         return self.http.request("GET", self.url + path)
+
+    def admin(self, method: str, path: str, body: object = None, **options: Any) -> urllib3.BaseHTTPResponse:
+        """Ask the administration port; a body goes as JSON."""
+        raw = None if body is None else msgspec.json.encode(body)
+        return self.http.request(method, self.admin_url + path, body=raw, **options)
 
     def post(self, path: str, body: object, **options: Any) -> urllib3.BaseHTTPResponse:
         """POST; bytes go as they are, everything else as JSON."""
@@ -71,6 +77,7 @@ def running_server(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     api_key: str | None = None,
+    admin_token: str | None = None,
     runtime_loras: bool = False,
     **engine: Any,
 ) -> Iterator[RunningServer]:
@@ -83,6 +90,7 @@ def running_server(
         events=None,
         max_body_bytes=max_body_bytes,
         api_key=api_key,
+        admin_token=admin_token,
         runtime_loras=runtime_loras,
     )
     tokenizer = load_tokenizer(MODEL)
@@ -90,15 +98,19 @@ def running_server(
     publisher.start()
     built = build_engine(options.engine, publisher)
     built.start()
-    with reserve("127.0.0.1", 0) as listener, urllib3.PoolManager(maxsize=16, timeout=DEADLINE_S) as http:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with (
+        reserve("127.0.0.1", 0) as listener,
+        reserve("127.0.0.1", 0) as admin,
+        urllib3.PoolManager(maxsize=16, timeout=DEADLINE_S) as http,
+    ):
+        url, admin_url = (f"http://127.0.0.1:{taken.getsockname()[1]}" for taken in (listener, admin))
         server = Server(options, built, publisher, tokenizer)
         ready = threading.Event()
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
-            await server.serve(listener, ready.set)
+            await server.serve(listener, ready.set, admin)
 
         def work() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -108,7 +120,7 @@ def running_server(
         thread.start()
         try:
             assert ready.wait(DEADLINE_S)
-            yield RunningServer(url, built, publisher, tokenizer, http)
+            yield RunningServer(url, admin_url, built, publisher, tokenizer, http)
         finally:
             loops[0].call_soon_threadsafe(server.stop)
             thread.join(DEADLINE_S)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from openai import NotFoundError
 
@@ -112,6 +113,43 @@ def test_token_ids_are_a_prompt_too(server: RunningServer) -> None:
     assert by_text.choices[0].text == by_ids.choices[0].text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "extra", [{}, {"stop": "e"}, {"n": 2, "seed": 1, "temperature": 1.0}, {"logprobs": 1}]
+)
+def test_the_ids_told_are_those_generated(server: RunningServer, stream: bool, extra: dict[str, Any]) -> None:
+    """return_token_ids tells as many ids as usage counts, and the text decodes from them up to its stop."""
+    body = {
+        "prompt": "The KV cache",
+        "max_tokens": 12,
+        "temperature": 0,
+        "return_token_ids": True,
+        "stream": stream,
+        **extra,
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    answer = server.post("/v1/completions", body)
+    assert answer.status == 200
+    if stream:
+        chunks = [msgspec.json.decode(line[6:]) for line in answer.data.split(b"\n\n")[:-2]]
+    else:
+        chunks = [answer.json()]
+    ids: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
+    prompts: dict[int, list[list[int]]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        if choice["prompt_token_ids"] is not None:
+            prompts.setdefault(choice["index"], []).append(choice["prompt_token_ids"])
+    assert sum(map(len, ids.values())) == chunks[-1]["usage"]["completion_tokens"]
+    assert list(ids) == list(range(body.get("n", 1)))  # type: ignore[call-overload]
+    for index, told in ids.items():
+        assert prompts[index] == [server.tokenizer.encode("The KV cache")]
+        assert server.tokenizer.decode(told).startswith(texts[index])
+
+
 def test_a_stop_string_is_never_shown(server: RunningServer) -> None:
     """Generation ends before the stop string, streamed or not, although several tokens make it up."""
     client = server.openai()
@@ -207,7 +245,7 @@ def test_what_operators_ask(server: RunningServer) -> None:
     for path in ("/health", "/ping"):
         assert (server.get(path).status, server.get(path).data) == (200, b"")
     assert set(server.get("/version").json()) == {"version"}
-    source = server.get("/kv_event_sources").json()["0"]
+    source = server.admin("GET", "/kv_event_sources").json()["0"]
     assert source["endpoint"] == server.publisher.config.endpoint
     assert source["replay_endpoint"] == server.publisher.config.replay_endpoint
     assert (source["publisher"], source["buffer_steps"]) == ("zmq", 10_000)

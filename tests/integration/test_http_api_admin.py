@@ -54,21 +54,21 @@ def test_an_adapter_is_a_model_of_its_own(server: RunningServer, tmp_path: Path)
     base = text(server)
     save_adapter(tmp_path, tiny_weights())
     body = {"lora_name": "sql", "lora_path": str(tmp_path)}
-    assert server.post("/v1/load_lora_adapter", body).status == 200
-    assert server.post("/v1/load_lora_adapter", body).status == 400
+    assert server.admin("POST", "/v1/load_lora_adapter", body).status == 200
+    assert server.admin("POST", "/v1/load_lora_adapter", body).status == 400
     card = server.get("/v1/models").json()["data"][-1]
     assert (card["id"], card["parent"], card["root"]) == ("sql", MODEL, str(tmp_path))
     assert text(server, model="sql") != base
     assert text(server) == base
-    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 200
-    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 404
+    assert server.admin("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 200
+    assert server.admin("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}).status == 404
     assert server.post(COMPLETIONS, {**GREEDY, "model": "sql"}).status == 404
 
 
 def test_adapters_come_from_operators_only() -> None:
     """Without the flag no client can make the server read a directory."""
     with running_server() as closed:
-        answer = closed.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/"})
+        answer = closed.admin("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/"})
         assert answer.status == 403
         assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
 
@@ -77,11 +77,11 @@ def test_an_engine_that_slept_answers_as_before(server: RunningServer) -> None:
     """Sleep empties the cache, waking up brings answers back, and both are told."""
     before = text(server)
     wait_until(server.idle)
-    assert server.post("/sleep", b"").status == 200
-    assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.admin("POST", "/sleep").status == 200
+    assert server.admin("GET", "/is_sleeping").json() == {"is_sleeping": True}
     assert server.get("/health").status == 200
-    assert server.post("/wake_up", b"").status == 200
-    assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert server.admin("POST", "/wake_up").status == 200
+    assert server.admin("GET", "/is_sleeping").json() == {"is_sleeping": False}
     hits = server.metric("vllm:prefix_cache_hits_total")
     assert text(server) == before
     assert server.metric("vllm:prefix_cache_hits_total") == hits
@@ -117,17 +117,60 @@ def test_a_deleted_stream_ends_with_an_error(server: RunningServer) -> None:
 
 
 def test_the_api_key_is_asked_for() -> None:
-    """Without the key nothing is answered but what probes and routers read; with it everything is."""
+    """Without the key nothing is answered but what probes and scrapers read; with it everything is."""
     with running_server(api_key="secret") as locked:
-        for path in (COMPLETIONS, "/tokenize", "/sleep", "/reset_prefix_cache", "/nothing"):
+        for path in (COMPLETIONS, "/tokenize", "/nothing"):
             answer = locked.post(path, {"prompt": "x"})
             assert (answer.status, answer.json()["error"]["type"]) == (401, "AuthenticationError")
-        for path in ("/health", "/metrics", "/kv_event_sources", "/kv_events/snapshot", "/version"):
+        for path in ("/health", "/ping", "/metrics", "/load", "/version"):
             assert locked.get(path).status == 200
         with pytest.raises(AuthenticationError):
             locked.openai().models.list()
         with OpenAI(base_url=f"{locked.url}/v1", api_key="secret", max_retries=0) as client:
             assert next(iter(client.models.list())).id == MODEL
+
+
+ADMINISTRATION = [
+    ("GET", "/kv_events/snapshot"),
+    ("GET", "/kv_event_sources"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
+def test_the_serving_port_has_no_administration(server: RunningServer, method: str, path: str) -> None:
+    """Clients get 404 in OpenAI's form for administration and snapshots, however the path is dressed."""
+    port = server.admin_url.rsplit(":", 1)[1]
+    for dressed in (path, path + "?x=1", f"/{path}", path.replace("/", "/%2e/", 1)):
+        answer = server.http.request(method, server.url + dressed, headers={"host": f"127.0.0.1:{port}"})
+        assert (answer.status, answer.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+def test_both_ports_answer_probes_and_scrapers(server: RunningServer) -> None:
+    """Health, load, version and metrics, which tell nothing of prompts, are at either port."""
+    for path in ("/health", "/ping", "/load", "/version", "/metrics"):
+        assert server.get(path).status == server.admin("GET", path).status == 200
+    assert server.admin("POST", COMPLETIONS, {"prompt": "x"}).status == 404
+
+
+def test_administration_asks_for_its_token() -> None:
+    """Without the token, or with another, administration answers 401; probes and scrapers need none."""
+    with running_server(admin_token="secret", api_key="key") as guarded:
+        for secret in (None, "Bearer key", "Bearer secre", "Bearer secret2", "secret", "Basic secret"):
+            headers = {} if secret is None else {"authorization": secret}
+            for method, path in ADMINISTRATION:
+                answer = guarded.admin(method, path, headers=headers)
+                assert (answer.status, answer.json()["error"]["type"]) == (401, "AuthenticationError")
+            assert guarded.admin("GET", "/metrics", headers=headers).status == 200
+        headers = {"authorization": "Bearer secret"}
+        assert guarded.admin("POST", "/reset_prefix_cache", headers=headers).json() == {"success": True}
+        assert guarded.admin("GET", "/kv_events/snapshot", headers=headers).status == 200
+        assert guarded.post(COMPLETIONS, {"prompt": "x"}, headers=headers).status == 401
 
 
 def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_reset_is_announced_at_once(server: RunningServer) -> None:
     """Resetting the cache of an idle engine publishes AllBlocksCleared without waiting for a request."""
     body = {"prompt": [9] * 40, "max_tokens": 1}
     server.post("/v1/completions", body)
-    assert server.post("/reset_prefix_cache", b"").json() == {"success": True}
+    assert server.admin("POST", "/reset_prefix_cache").json() == {"success": True}
     with subscription(server) as client:
         assert isinstance(replayed(client)[-1].events[-1], AllBlocksCleared)
     usage = server.post("/v1/completions", body).json()["usage"]
@@ -158,6 +158,6 @@ def test_a_reset_waits_for_nobody(server: RunningServer) -> None:
         model=MODEL, prompt="busy", max_tokens=8_000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
-    assert server.post("/reset_prefix_cache", b"").json() == {"success": False}
+    assert server.admin("POST", "/reset_prefix_cache").json() == {"success": False}
     stream.close()
     wait_until(server.idle)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
+from indexer.flags import add_index_flags, index_config
+from indexer.pod_entry import PodEntry
 from indexer.snapshot import Snapshot, read_snapshot
 from model_server.events import KVEventBatch
 from tests.integration.model_server_support import (
@@ -60,7 +64,7 @@ def load(server: RunningServer) -> Iterator[list[list[int]]]:
 
 def snapshot(server: RunningServer) -> Snapshot:
     """What the server tells of its cache."""
-    response = server.get("/kv_events/snapshot")
+    response = server.admin("GET", "/kv_events/snapshot")
     assert (response.status, response.headers["content-type"]) == (200, "application/msgpack")
     told = read_snapshot(response.data)
     assert isinstance(told, Snapshot)
@@ -98,7 +102,7 @@ def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(serv
     """Without any replay, a late start is exact at once, and stays the same as a view from the start."""
     config = server.publisher.config
     events = "tcp://127.0.0.1:" + config.endpoint.rsplit(":", 1)[1]
-    url = server.url + "/kv_events/snapshot"
+    url = server.admin_url + "/kv_events/snapshot"
 
     def follow(stream: PodStream) -> KvIndexer:
         indexer = KvIndexer(IndexerConfig(hash_seed=1), registry=CollectorRegistry())
@@ -125,3 +129,31 @@ def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(serv
         assert late.stats().blocks == whole.stats().blocks > 0
         assert late.states() == {POD: StreamState.EXACT}
         assert any(lengths(late, prompts))
+
+
+def test_a_snapshot_is_followed_with_the_servers_token(tmp_path: Path) -> None:
+    """A router's index with the token is EXACT from the snapshot; without it there is no view to build."""
+    secret = tmp_path / "token"
+    secret.write_text("s3cret\n")
+    with running_server(admin_token="s3cret") as server:
+        server.post("/v1/completions", {"prompt": [7] * 64, "max_tokens": 1})
+        wait_until(server.idle)
+        events = "tcp://127.0.0.1:" + server.publisher.config.endpoint.rsplit(":", 1)[1]
+        host, port = server.url.removeprefix("http://").split(":")
+        labels = {
+            "kvroute.io/model": MODEL,
+            "kvroute.io/kv-events-port": events.rsplit(":", 1)[1],
+            "kvroute.io/kv-snapshot": "true",
+            "kvroute.io/admin-port": server.admin_url.rsplit(":", 1)[1],
+        }
+        stream = PodEntry("a", "default", host, int(port), labels).stream()
+        assert stream is not None
+        for flags, state in ([f"--admin-token-file={secret}"], StreamState.EXACT), ([], StreamState.STALE):
+            parser = ArgumentParser()
+            add_index_flags(parser)
+            config = index_config(parser.parse_args(flags))
+            with closing(KvIndexer(config, registry=CollectorRegistry())) as indexer:
+                indexer.start()
+                indexer.follow([stream])
+                wait_until(lambda: indexer.states() == {stream.pod: state})  # noqa: B023
+                assert (indexer.stats().blocks > 0) == (state is StreamState.EXACT)

@@ -91,6 +91,21 @@ def test_labels_tell_how_a_pod_publishes() -> None:
     ]
 
 
+def test_snapshots_come_from_the_administration_port() -> None:
+    """The label kvroute.io/admin-port says where snapshots are, and marks that address as the token's."""
+    labels = {"kvroute.io/model": "m", "kvroute.io/kv-snapshot": "true"}
+    pod = PodEntry("a", "default", "fd00::1", 8000, {**labels, "kvroute.io/admin-port": "8001"})
+    stream = pod.stream()
+    assert stream is not None
+    assert (pod.admin, stream.pod) == ("[fd00::1]:8001", "[fd00::1]:8000")
+    assert stream.snapshot_url == "http://[fd00::1]:8001/kv_events/snapshot"
+    assert stream.snapshot_admin
+    plain = PodEntry("a", "default", "fd00::1", 8000, labels)
+    assert plain.admin is None
+    assert (stream := plain.stream()) is not None
+    assert not stream.snapshot_admin
+
+
 def test_a_file_may_name_no_pod() -> None:
     """An empty list is a valid one: pods may come later."""
     assert parse_pods("endpoints: []", "pods.yaml") == ()
@@ -124,6 +139,7 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
         (ONE + "    labels: {kvroute.io/kv-events: maybe}\n", "pods.yaml:5", "listens or connects"),
         (ONE + "    labels: {kvroute.io/kv-ranks: 0}\n", "pods.yaml:5", "1..256"),
         (ONE + "    labels: {kvroute.io/metrics-port: 0}\n", "pods.yaml:5", "1..65535"),
+        (ONE + "    labels: {kvroute.io/admin-port: x}\n", "pods.yaml:5", "1..65535"),
         (ONE + "    labels: {kvroute.io/metrics-path: metrics}\n", "pods.yaml:5", "a path as /metrics"),
         (
             ONE

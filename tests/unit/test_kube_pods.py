@@ -148,6 +148,7 @@ def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
         "kvroute.dev/kv-snapshot": "false",
         "kvroute.dev/metrics-port": "8002",
         "kvroute.dev/metrics-path": "/prometheus/metrics",
+        "kvroute.dev/admin-port": "9001",
         "kvroute.dev/unknown": "x",
     }
     found = endpoints_of(pod(annotations=annotations, labels={EVENTS_PORT: "1", "a": "b"}), TWO)
@@ -161,6 +162,7 @@ def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
             "kvroute.io/kv-snapshot": "false",
             "kvroute.io/metrics-port": str(8002 + rank),
             "kvroute.io/metrics-path": "/prometheus/metrics",
+            "kvroute.io/admin-port": str(9001 + rank),
         }
         for rank in (0, 1)
     ]

@@ -42,7 +42,7 @@ def child(name: str, code: str, *, restarts: bool = False) -> ChildPlan:
 def test_no_two_processes_share_a_port(replicas: int) -> None:
     """Every port of the plan is there once, whatever the number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
-    assert len(ports) == len(set(ports)) == 3 * replicas + 6
+    assert len(ports) == len(set(ports)) == 4 * replicas + 6
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ def test_the_pods_file_is_what_the_router_reads() -> None:
     plan = plan_stack(StackOptions(replicas=3), Path())
     pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
     assert {pod.pod for pod in pods} == set(plan.pod_urls)
+    assert [f"http://{pod.admin}" for pod in pods] == plan.admin_urls
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_a_restarted_model_server_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A stack that ends well but lost a child meanwhile exits with 1 and says so in one line."""
-    plan = StackPlan([], {}, "", "", "", {}, "")
+    plan = StackPlan([], {}, "", "", "", {}, [], "")
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
     monkeypatch.setattr(Supervisor, "start", lambda self, _plans: setattr(self, "died", True))

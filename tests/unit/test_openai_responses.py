@@ -64,3 +64,62 @@ def test_a_chunk_that_says_more_is_encoded_whole() -> None:
         "c",
         {"content": "c"},
     )
+
+
+def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> None:
+    """A choice's first chunk has its prompt's ids, each chunk those of its tokens, also without any text."""
+    asked = Job(
+        "completion",
+        NAME,
+        NAME,
+        generation_body("completion", {"stream": True, "n": 2, "return_token_ids": True}),
+        ((1, 2), (3,)),
+        (),
+        ("",) * 4,
+    )
+    responder = Responder(asked, TOKENIZER)
+    first, silent, last = (
+        said(responder.events(2, delta, None))[0]["choices"][0]
+        for delta in (
+            Delta("a", None, token_ids=(7,)),
+            Delta("", None, token_ids=(8, 9)),
+            Delta("b", "stop", token_ids=(2,)),
+        )
+    )
+    assert (first["prompt_token_ids"], first["token_ids"]) == ([3], [7])
+    assert (silent["prompt_token_ids"], silent["token_ids"], silent["text"]) == (None, [8, 9], "")
+    assert (last["prompt_token_ids"], last["token_ids"]) == (None, [2])
+
+
+def test_a_streamed_chat_tells_prompt_ids_with_the_role() -> None:
+    """The role's chunk has the prompt's ids beside its choices and no ids in them; later ones the reverse."""
+    responder = Responder(job("chat", return_token_ids=True), TOKENIZER)
+    opening, first = said(responder.events(1, Delta("a", None, token_ids=(7,)), None))
+    assert opening["prompt_token_ids"] == [1, 2]
+    assert "token_ids" not in opening["choices"][0]
+    assert "prompt_token_ids" not in first
+    assert first["choices"][0]["token_ids"] == [7]
+    (empty,) = said(responder.events(1, Delta("", None, token_ids=(8,)), None))
+    assert (empty["choices"][0]["delta"], empty["choices"][0]["token_ids"]) == ({}, [8])
+
+
+def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
+    """A completion's choices have both lists, a chat's answer the prompt's and its choices their own."""
+    answers = [Delta("a", "stop", token_ids=(7, 8)), Delta("b", "length", token_ids=(9,))]
+    completion = Responder(job("completion", return_token_ids=True), TOKENIZER).whole(answers, {})
+    assert [choice["token_ids"] for choice in completion["choices"]] == [(7, 8), (9,)]
+    assert [choice["prompt_token_ids"] for choice in completion["choices"]] == [(1, 2), (1, 2)]
+    chat = Responder(job("chat", return_token_ids=True), TOKENIZER).whole(answers, {})
+    assert chat["prompt_token_ids"] == (1, 2)
+    assert [choice["token_ids"] for choice in chat["choices"]] == [(7, 8), (9,)]
+    assert "prompt_token_ids" not in chat["choices"][0]
+
+
+@pytest.mark.parametrize("api", ["chat", "completion"])
+def test_ids_that_nobody_asked_for_are_null(api: Api) -> None:
+    """The keys are there without values, as vLLM has them."""
+    whole = Responder(job(api), TOKENIZER).whole([Delta("a", "stop")] * 2, {})
+    holder = whole if api == "chat" else whole["choices"][0]
+    assert (holder["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (None, None)
+    *_, chunk = said(Responder(job(api), TOKENIZER).events(0, Delta("a", None), None))
+    assert chunk["choices"][0]["token_ids"] is None

@@ -10,11 +10,13 @@ import pytest
 
 from model_server.api_errors import ApiError
 from model_server.openai_types import Api
-from model_server.prepare import Job, ServedModel, prepare, tokenize
+from model_server.prepare import Job, ServedModel, detokenize, prepare, render, tokenize
 from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100
+# The tokenizer has 4096 ids; checkpoints round their embeddings up.
+PADDED_VOCABULARY = 4160
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
@@ -22,7 +24,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def model() -> ServedModel:
     """The tiny model with a short context."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
-    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, GrammarTokenizer(tokenizer))
+    grammars = GrammarTokenizer(tokenizer)
+    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, PADDED_VOCABULARY, grammars)
 
 
 def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> Job:
@@ -143,3 +146,23 @@ def test_an_error_quotes_little_of_a_large_request() -> None:
 def test_models_are_known_by_all_their_names() -> None:
     """The answer's model is the name that was asked for, or the first."""
     assert [job(prompt="x", **named).model for named in ({}, {"model": "alias"})] == ["tiny", "alias"]
+
+
+def test_the_models_vocabulary_bounds_ids_where_it_is_the_greater() -> None:
+    """Ids between the tokenizer's vocabulary and the model's padded one are taken, as vLLM takes them."""
+    last = PADDED_VOCABULARY - 1
+    body = {"prompt": [last, 5], "stop_token_ids": [last], "logit_bias": {str(last): 1.0}}
+    assert job(**body, allowed_token_ids=[last]).prompts == ((last, 5),)
+    raw = msgspec.json.encode({"prompt": [[last], [1]]})
+    assert [each["token_ids"] for each in render(model(), "completion", raw)] == [[last], [1]]  # type: ignore[attr-defined]
+    assert detokenize(model(), msgspec.json.encode({"tokens": [last]})) == {"prompt": ""}
+    with pytest.raises(ApiError, match=f"from 0 to {last}"):
+        job(prompt=[PADDED_VOCABULARY])
+    with pytest.raises(ApiError, match=f"less than {PADDED_VOCABULARY}"):
+        detokenize(model(), msgspec.json.encode({"tokens": [PADDED_VOCABULARY]}))
+
+
+def test_a_prompt_whose_ids_are_told_is_not_echoed_as_text() -> None:
+    """With return_token_ids, vLLM's echo leaves the prompt's text out."""
+    assert job(prompt="x", echo=True).echoed == ("x",)
+    assert job(prompt="x", echo=True, return_token_ids=True).echoed == ("",)

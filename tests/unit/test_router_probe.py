@@ -28,7 +28,12 @@ class Pod:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.connections = 0
-        self.requests = 0
+        self.heads: list[bytes] = []
+
+    @property
+    def requests(self) -> int:
+        """How many came."""
+        return len(self.heads)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -36,7 +41,7 @@ class Pod:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                self.requests += 1
+                self.heads.append(head)
                 await self._answer(head.split(b" ")[1], writer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -279,6 +284,32 @@ def test_a_load_is_read_where_the_engine_tells_it() -> None:
     assert (blind.healthy, blind.load) == (True, None)
     assert "/metrics has no metrics of an engine that is known" in blind.why_no_load
     assert [(one.connections, one.requests) for one in (pod, teller)] == [(2, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> None:
+    """Event sources are asked for at the administration port with the token, which no other page is sent."""
+
+    async def answer(path: bytes, writer: asyncio.StreamWriter) -> None:
+        page = b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:7000"}}'
+        writer.write(OK % (len(page), page) if path == b"/kv_event_sources" else OK % (2, b"[]"))
+
+    async def probe() -> tuple[list[ProbeResult], Pod, Pod]:
+        async with serving(answer) as (pod, address), serving(answer) as (admin, admin_address):
+            prober = Prober(timeout_s=20.0, admin_token=token)
+            asked = [Asked(models=True, sources=True, admin=admin_address), Asked(sources=True)]
+            results = [await prober.probe(address, each) for each in asked]
+            prober.close()
+        return results, pod, admin
+
+    results, pod, admin = asyncio.run(probe())
+    assert [result.sources and result.sources.told for result in results] == [True, True]
+    (head,) = admin.heads
+    assert head.startswith(b"GET /kv_event_sources ")
+    assert (b"\r\nAuthorization: Bearer s3cret\r\n" in head) == (token is not None)
+    paths = [head.split(b" ")[1] for head in pod.heads]
+    assert paths == [b"/health", b"/v1/models", b"/metrics", b"/health", b"/kv_event_sources", b"/metrics"]
+    assert not any(b"uthorization" in head for head in pod.heads)
 
 
 def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:

@@ -122,6 +122,12 @@ def test_a_prompt_of_token_ids_needs_no_tokenizer(prompt: object, ids: list[list
     assert (lists(tokens), tokens.degraded) == (ids, None)
 
 
+def test_ids_of_padded_embeddings_are_the_engines_affair() -> None:
+    """Ids beyond the tokenizer's vocabulary are routed: checkpoints pad their embeddings."""
+    tokens = REGISTRY.prompt_tokens(completion("id", [5, TOKENIZER.vocab_size + 7]), TINY)
+    assert (lists(tokens), tokens.degraded) == ([[5, TOKENIZER.vocab_size + 7]], None)
+
+
 @pytest.mark.parametrize("name", ["two_images", "sound_and_image", "text"])
 def test_ids_with_vllms_features_are_known_with_their_images(name: str) -> None:
     """A prompt that was rendered elsewhere, for vLLM's generate API, has what its renderer told of images."""

@@ -23,17 +23,20 @@ class SnapshotServer:
         answer: Called for each request with its number, from 0; tells status and body. A body of None sends
             nothing and waits until the server is closed.
         asked: Requests so far.
+        secrets: What each carried as its authorization.
     """
 
     def __init__(self, answer: Callable[[int], tuple[int, bytes | None]]) -> None:
         self.answer = answer
         self.asked = 0
+        self.secrets: list[str | None] = []
         self._closing = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 number, outer.asked = outer.asked, outer.asked + 1
+                outer.secrets.append(self.headers.get("authorization"))
                 status, data = outer.answer(number)
                 self.send_response(status)
                 self.send_header("content-length", str(1 << 40 if data is None else len(data)))

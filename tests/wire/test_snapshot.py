@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -244,3 +245,15 @@ def test_blocks_beyond_the_device_are_no_excess(watched: Watched) -> None:
         watched.settled(6)
         assert watched.indexer.observe(POD, EngineReading(capacity_blocks=2)) is None
         assert watched.match().cached_blocks == 6
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_the_token_goes_to_administration_ports_alone(engine: EnginePublisher, admin: bool) -> None:
+    """A snapshot is asked for with the token only at a pod's administration port."""
+    with (
+        SnapshotServer(lambda _: (200, body(1, batch(block(1))))) as server,
+        closing(Watched(admin_token="s3cret").indexer) as indexer,
+    ):
+        indexer.follow([replace(stream(engine), snapshot_url=server.url, snapshot_admin=admin)])
+        wait_until("the snapshot is taken over", lambda: indexer.states() == {POD: StreamState.EXACT})
+        assert server.secrets == ["Bearer s3cret" if admin else None]

@@ -31,11 +31,28 @@ kvroute-tiny
 kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model.name }}
 {{- end -}}
 
+{{/* Where the bearer secret of administration ports comes from, if there is one. */}}
+{{- define "kvroute.models.adminToken" -}}
+{{- with .Values.modelServers.adminTokenSecret }}
+{{- if .name }}
+- name: KVROUTE_ADMIN_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .name }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvroute.models.args.kvroute" -}}
 {{- $models := .Values.modelServers -}}
+{{- if has (int64 $models.adminPort) (list (include "kvroute.models.port" . | int64) (int64 $models.kvEventsPort) (int64 $models.kvReplayPort)) -}}
+{{- fail "modelServers.adminPort: is one of targetPorts, kvEventsPort and kvReplayPort; choose another port" -}}
+{{- end -}}
 - model-server
 - --host=0.0.0.0
 - --port={{ include "kvroute.models.port" . }}
+- --admin-port={{ int64 $models.adminPort }}
 - --model={{ include "kvroute.models.path" . }}
 - --served-model-name={{ $models.model.name }}
 - --kv-events-endpoint=tcp://*:{{ int64 $models.kvEventsPort }}
@@ -108,6 +125,8 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- if lt (int $models.gpus) (int $models.tensorParallel) -}}
 {{- fail "modelServers.gpus: fewer than modelServers.tensorParallel" -}}
 {{- end -}}
+{{- else if and (eq $models.engine "vllm") (gt (int $models.tensorParallel) 1) -}}
+{{- fail (printf "modelServers.tensorParallel: %d processes of vLLM need a GPU each, and modelServers.gpus is 0; set gpus, or tensorParallel: 1" (int $models.tensorParallel)) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}

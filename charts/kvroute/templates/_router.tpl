@@ -157,6 +157,7 @@
 {{- if eq .Values.indexer.backend "redis" }}
 {{ include "kvroute.redis.env" . }}
 {{- end }}
+{{- include "kvroute.models.adminToken" . }}
 {{- if .Values.router.tracing.enabled }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
   value: {{ required "router.tracing.endpoint: tracing needs an OTLP endpoint" .Values.router.tracing.endpoint | quote }}
