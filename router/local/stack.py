@@ -51,14 +51,12 @@ class ChildPlan:
 
     Attributes:
         ready_url: Answers 200 once the process can serve; None where an open port says enough.
-        restarts: Whether the stack goes on without it while it is started anew.
     """
 
     name: str
     argv: Sequence[str]
     ports: Sequence[int]
     ready_url: str | None = None
-    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +150,7 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
     argv += ["--torch-threads", "1"]
-    return ChildPlan(
-        f"model-server-{number}", argv, (http, events, replay), f"http://{HOST}:{http}/health", restarts=True
-    )
+    return ChildPlan(f"model-server-{number}", argv, (http, events, replay), f"http://{HOST}:{http}/health")
 
 
 def _router(
