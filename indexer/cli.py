@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError
@@ -18,6 +20,7 @@ from indexer.flags import CommandParser, add_index_flags, index_config, pairs
 from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
 from indexer.open_files import raise_open_files
+from indexer.page_server import Lane, PageServer, Request, Response
 from indexer.peer_service import PeerDoor
 from indexer.pods_file import parse_pods
 from indexer.service import IndexerDoor
@@ -161,22 +164,36 @@ def _serve(
     door = IndexerDoor(indexer, streams, tokenizers)
     peers = PeerDoor(indexer.exports)
     server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=peers)
-    try:
-        metrics, _ = start_http_server(args.metrics_port, args.host, registry)
-    except OSError as error:
-        raise ListenError(f"--metrics-port {args.metrics_port}: cannot listen: {error.strerror}") from error
+    metrics = _metrics_server(args.host, args.metrics_port, registry)
     server.start()
-    _log.info("listening: grpc %d, metrics %d", server.port, metrics.server_port)
+    metrics.start()
+    _log.info("listening: grpc %d, metrics %d", server.port, metrics.port)
     if indexer.bound_endpoint is not None:
         _log.info("pods may connect to %s", indexer.bound_endpoint)
     indexer.start()
     indexer.follow(streams)
     _wait(indexer, server)
     server.close(_GRACE_S)
-    metrics.shutdown()
-    metrics.server_close()
+    metrics.close()
     indexer.close()
     return 0
+
+
+def _metrics_server(host: str, port: int, registry: CollectorRegistry) -> PageServer:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ListenError(f"--metrics-port {port}: cannot listen: {error.strerror}") from error
+    lane = Lane("metrics")
+
+    async def answer(request: Request) -> Response:
+        if request.path != "/metrics":
+            return Response(404, b"no such page; there is /metrics\n")
+        page = await lane.run(lambda: generate_latest(registry))
+        return Response(200, page, CONTENT_TYPE_LATEST)
+
+    return PageServer(listener, answer)
 
 
 def _wait(indexer: KvIndexer, server: IndexerServer) -> None:

@@ -293,4 +293,4 @@ def _metrics_auth(config: RouterConfig) -> Authorize:
     from router.kube.metrics_auth import MetricsAuth
 
     kubeconfig = config.kube.kubeconfig if config.kube is not None else None
-    return MetricsAuth(KubeClient(kubeconfig)).refusal
+    return MetricsAuth(KubeClient(kubeconfig))

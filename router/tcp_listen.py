@@ -40,10 +40,7 @@ class TcpListener:
     def __init__(
         self, flag: str, host: str, port: int, take: Callable[[socket.socket, Any], None], name: str
     ) -> None:
-        try:
-            self._socket = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
-        except OSError as error:
-            raise _cannot_listen(flag, host, port, error) from error
+        self._socket = bound_socket(flag, host, port)
         self.port: int = self._socket.getsockname()[1]
         self._take = take
         self._is_closed = False
@@ -75,6 +72,18 @@ class TcpListener:
                 time.sleep(_RETRY_S)
                 continue
             self._take(connection, address)
+
+
+def bound_socket(flag: str, host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ListenError: The address is in use or not ours.
+    """
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(flag, host, port, error) from error
 
 
 def check_free(flag: str, host: str, port: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 from cachetools import LRUCache
 
+from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
 
 _log = logging.getLogger(__name__)
@@ -65,25 +66,32 @@ class MetricsAuth:
         # By path and digest of the token: the answer, and until when it holds.
         self._kept: LRUCache[bytes, tuple[int | None, float]] = LRUCache(_KEPT)
         self._lock = Lock()
+        self._repeated = RepeatedLog(_log)
+
+    def known(self, path: str, authorization: str | None) -> tuple[int | None] | None:
+        """Return the answer of `refusal` in a tuple if the cluster need not be asked, else None."""
+        token = _token(authorization)
+        if token is None:
+            return (_UNKNOWN,)
+        with self._lock:
+            answer, until_s = self._kept.get(_key(path, token), (None, 0.0))
+        return (answer,) if self._clock() < until_s else None
 
     def refusal(self, path: str, authorization: str | None) -> int | None:
         """The status to refuse with; None: the page may be shown."""
-        scheme, _, token = (authorization or "").partition(" ")
-        token = token.strip()
-        if scheme.lower() != "bearer" or not 0 < len(token) <= _TOKEN_CHARS_MAX:
-            return _UNKNOWN
-        key, now_s = hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest(), self._clock()
-        with self._lock:
-            answer, until_s = self._kept.get(key, (None, 0.0))
-        if now_s < until_s:
-            return answer
+        known = self.known(path, authorization)
+        if known is not None:
+            return known[0]
+        token = _token(authorization) or ""
+        now_s = self._clock()
         try:
             answer = self._ask(path, token)
         except (ClusterError, msgspec.MsgspecError) as error:
-            _log.warning("the cluster cannot be asked who reads %s: %s", path, error)
+            self._repeated.event("reviews", "the cluster cannot be asked who reads %s: %s", path[:100], error)
             return _AWAY
         with self._lock:
-            self._kept[key] = answer, now_s + (_KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S)
+            kept_s = _KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S
+            self._kept[_key(path, token)] = answer, now_s + kept_s
         return answer
 
     def _ask(self, path: str, token: str) -> int | None:
@@ -102,3 +110,14 @@ class MetricsAuth:
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
         return msgspec.json.decode(self._reviewer.review(kind, spec), type=_Review).status
+
+
+def _token(authorization: str | None) -> str | None:
+    """Return the bearer token; None if there is none, or it is too long."""
+    scheme, _, token = (authorization or "").partition(" ")
+    token = token.strip()
+    return token if scheme.lower() == "bearer" and 0 < len(token) <= _TOKEN_CHARS_MAX else None
+
+
+def _key(path: str, token: str) -> bytes:
+    return hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest()

@@ -57,14 +57,12 @@ class ChildPlan:
 
     Attributes:
         ready_url: Answers 200 once the process can serve; None where an open port says enough.
-        restarts: Whether the stack goes on without it while it is started anew.
     """
 
     name: str
     argv: Sequence[str]
     ports: Sequence[int]
     ready_url: str | None = None
-    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
     argv += ["--torch-threads", "1"]
     ports = (http, events, replay, admin)
-    return ChildPlan(f"model-server-{number}", argv, ports, f"http://{HOST}:{http}/health", restarts=True)
+    return ChildPlan(f"model-server-{number}", argv, ports, f"http://{HOST}:{http}/health")
 
 
 def _router(

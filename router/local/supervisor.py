@@ -12,9 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import urllib3
@@ -24,16 +23,29 @@ from router.local.errors import ChildDiedError, LocalStackError, PortInUseError
 from router.local.stack import HOST, ChildPlan
 
 READY_TIMEOUT_S = 120.0
+BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Delay before each restart of a child within `RESTARTS_WITHIN_S`; one more death ends the stack."""
+RESTARTS_WITHIN_S = 60.0
 _POLL_S = 0.05
+_LAST_LINES, _LAST_BYTES = 3, 4096
 
 
 @dataclass(slots=True)
 class Child:
-    """A running process of the plan."""
+    """A process of the plan.
+
+    Attributes:
+        log_start: Size of the log file before this process wrote to it.
+        deaths_s: Times of deaths that led to a restart, the latest last.
+        restart_at_s: Time of the next start; None while no restart is due.
+    """
 
     plan: ChildPlan
     process: subprocess.Popen[bytes]
     log_path: Path
+    log_start: int
+    deaths_s: list[float] = field(default_factory=list)
+    restart_at_s: float | None = None
     ready: bool = False
 
 
@@ -62,15 +74,24 @@ class Supervisor:
         directory: Where the children's log files go.
         say: Shows one line of progress.
         stop_timeout_s: How long a child may take to end after SIGTERM.
+        back_off_s: Delay before each restart of one child; as many restarts as there are delays.
     """
 
-    def __init__(self, directory: Path, say: Callable[[str], None], *, stop_timeout_s: float = 8.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        say: Callable[[str], None],
+        *,
+        stop_timeout_s: float = 8.0,
+        back_off_s: Sequence[float] = BACK_OFF_S,
+    ) -> None:
         self._directory = directory
         self._say = say
         self._stop_timeout_s = stop_timeout_s
+        self._back_off_s = back_off_s
         self.children: list[Child] = []
-        self.died = False
-        """Whether a child died while it should have run; the stack may have gone on since."""
+        self.restarted: list[str] = []
+        """Names of the children that died while they should have run, one for each restart."""
 
     def start(self, plans: Sequence[ChildPlan]) -> None:
         """Starts all plans at once, then waits until every one is ready, in order.
@@ -86,22 +107,21 @@ class Supervisor:
             self._mark_ready(child)
 
     def check(self) -> None:
-        """Looks after the children once; a restartable one that died is started anew.
+        """Restart children that died and whose delay has passed; call it several times a second.
 
         Raises:
-            ChildDiedError: A child died that the stack cannot do without, or one that keeps dying.
+            ChildDiedError: A child died too often.
         """
         for at, child in enumerate(self.children):
             if child.process.poll() is None:
                 if not child.ready and _is_ready(child.plan):
                     self._mark_ready(child)
                 continue
-            self.died = True
-            # One that dies before it is ready again will not get better by a third try.
-            if not (child.plan.restarts and child.ready):
-                raise ChildDiedError(_obituary(child))
-            self._say(f"{_obituary(child)}; starting it anew on the same ports, the others go on")
-            self.children[at] = self._spawn(child.plan)
+            now_s = time.monotonic()
+            if child.restart_at_s is None:
+                child.restart_at_s = now_s + self._restart_delay_s(child, now_s)
+            if now_s >= child.restart_at_s:
+                self.children[at] = self._spawn(child.plan, child.deaths_s)
 
     def stop(self) -> None:
         """Ends every child: SIGTERM in reverse order, SIGKILL for those that stay."""
@@ -119,13 +139,27 @@ class Supervisor:
                 child.process.wait()
         self.children.clear()
 
+    def _restart_delay_s(self, child: Child, now_s: float) -> float:
+        child.deaths_s = [death_s for death_s in child.deaths_s if now_s - death_s < RESTARTS_WITHIN_S]
+        restarts = len(child.deaths_s)
+        if restarts == len(self._back_off_s):
+            raise ChildDiedError(
+                f"{_obituary(child)}; it was restarted {restarts} times within {RESTARTS_WITHIN_S:.0f} s"
+            )
+        child.deaths_s.append(now_s)
+        self.restarted.append(child.plan.name)
+        delay_s = self._back_off_s[restarts]
+        self._say(f"{_obituary(child)}; restarting it on the same ports in {delay_s:g} s, the others go on")
+        return delay_s
+
     def _mark_ready(self, child: Child) -> None:
         child.ready = True
         self._say(f"{child.plan.name} is ready (pid {child.process.pid})")
 
-    def _spawn(self, plan: ChildPlan) -> Child:
+    def _spawn(self, plan: ChildPlan, deaths_s: list[float] | None = None) -> Child:
         log_path = self._directory / f"{plan.name}.log"
         with log_path.open("ab") as log:
+            log_start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [sys.executable, "-I", tether.__file__, str(os.getpid()), *plan.argv],
                 stdin=subprocess.DEVNULL,
@@ -134,7 +168,7 @@ class Supervisor:
                 # A session of its own: Ctrl-C reaches only us, and we stop the children in order.
                 start_new_session=True,
             )
-        return Child(plan, process, log_path)
+        return Child(plan, process, log_path, log_start, deaths_s or [])
 
     def _wait_ready(self, child: Child) -> None:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
@@ -171,5 +205,7 @@ def _obituary(child: Child) -> str:
 
 def _last_words(child: Child) -> str:
     with child.log_path.open("rb") as log:
-        lines = deque((line.strip() for line in log if line.strip()), maxlen=1)
-    return f"it last said: {lines[0].decode(errors='replace')[:300]}" if lines else "it said nothing"
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(child.log_start, size - _LAST_BYTES))
+        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"it last said: {' | '.join(lines[-_LAST_LINES:])[-900:]}" if lines else "it said nothing"

@@ -1,4 +1,4 @@
-"""`kvroute up`: starts the local stack, shows what it does, and leaves nothing behind.
+"""`kvroute up`: starts the local stack, shows what it does, and leaves nothing behind but a failure's logs.
 
 Options in; a running stack, a printed demonstration and an exit status out.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import signal
 import sys
 import tempfile
@@ -102,31 +103,54 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
-    with tempfile.TemporaryDirectory(prefix="kvroute-") as name:
-        directory = Path(name)
-        plan = plan_stack(options, directory)
-        check_ports(plan.ports)
-        for file, text in plan.files.items():
-            (directory / file).write_text(text, encoding="utf-8")
-        supervisor = Supervisor(directory, _progress())
-        try:
-            supervisor.start(plan.children)
-            await_pods(plan, supervisor.check)
-            if demo:
-                run_demo(plan, supervisor.check)
-            if stay:
-                _stay(plan, supervisor, directory)
-            supervisor.check()
-        finally:
-            # A second Ctrl-C must not leave children behind.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-            supervisor.stop()
-    if supervisor.died:
+    directory = Path(tempfile.mkdtemp(prefix="kvroute-"))
+    supervisor = Supervisor(directory, _progress())
+    failed = True
+    try:
+        _run_in(directory, supervisor, options, demo=demo, stay=stay)
+        failed = bool(supervisor.restarted)
+    except _InterruptedError:
+        failed = False
+        raise
+    except (LocalStackError, ValueError, OSError) as error:
+        raise LocalStackError(f"{error}{_logs(directory)}") from error
+    finally:
+        # A second Ctrl-C must not leave children behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        supervisor.stop()
+        # Logs are kept for whoever looks for the reason of a failure.
+        if not (failed and _logs(directory)):
+            shutil.rmtree(directory)
+    if failed:
+        names = ", ".join(dict.fromkeys(supervisor.restarted))
         print(
-            "kvroute up: exit status 1 because a model server had died and was started anew", file=sys.stderr
+            f"kvroute up: exit status 1 because of programs that died and were restarted: {names}"
+            f"{_logs(directory)}",
+            file=sys.stderr,
         )
-    return 1 if supervisor.died else 0
+    return int(failed)
+
+
+def _run_in(
+    directory: Path, supervisor: Supervisor, options: StackOptions, *, demo: bool, stay: bool
+) -> None:
+    plan = plan_stack(options, directory)
+    check_ports(plan.ports)
+    for file, text in plan.files.items():
+        (directory / file).write_text(text, encoding="utf-8")
+    supervisor.start(plan.children)
+    await_pods(plan, supervisor.check)
+    if demo:
+        run_demo(plan, supervisor.check)
+    if stay:
+        _stay(plan, supervisor, directory)
+    supervisor.check()
+
+
+def _logs(directory: Path) -> str:
+    """Return where the logs are as the end of a message, empty if no program was started."""
+    return f"; logs: {directory}" if any(directory.glob("*.log")) else ""
 
 
 def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,18 +44,53 @@ def all_free(ports: list[int]) -> bool:
     return True
 
 
-def processes_of(group_marker: str) -> list[str]:
-    """Command lines of all running processes that hold the marker."""
-    found = []
+def pids_of(marker: str) -> dict[int, str]:
+    """Command lines by pid of all running processes whose command line holds the marker."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if group_marker in line:
-                found.append(line)
+            if marker in line:
+                found[int(entry.name)] = line
     return found
+
+
+def processes_of(marker: str) -> list[str]:
+    """Command lines of all running processes that hold the marker."""
+    return list(pids_of(marker).values())
+
+
+def kill_router(temporary: Path) -> None:
+    """Kills the router of the stack whose files lie in `temporary`, if it runs."""
+    for pid, line in pids_of(str(temporary)).items():
+        if "-m router" in line:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def running_command(ports: tuple[int, int], temporary: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs the command until it is up; yields the process and what it printed, and kills what is left."""
+    with subprocess.Popen(
+        command("--no-demo", ports=ports),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            seen = ""
+            while "Ctrl-C" not in seen:
+                line = process.stdout.readline()
+                assert line, f"ended early: {seen}"
+                seen += line
+            yield process, seen
+        finally:
+            process.kill()
 
 
 def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
@@ -89,23 +129,41 @@ def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     """An interrupted stack exits with 0 and leaves no process, port or file."""
     ports = stack_ports()
-    process = subprocess.Popen(
-        command("--no-demo", ports=ports),
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    seen = ""
-    while "Ctrl-C" not in seen:
-        line = process.stdout.readline()
-        assert line, f"ended early: {seen}"
-        seen += line
-    assert urllib3.request("GET", f"http://127.0.0.1:{ports[0]}/v1/models").status == 200
-    process.send_signal(number)
-    rest, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, seen + rest
+    with running_command(ports, tmp_path) as (process, _seen):
+        assert urllib3.request("GET", f"http://127.0.0.1:{ports[0]}/v1/models").status == 200
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, rest
     assert_nothing_left(ports, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) -> None:
+    """The stack serves again after the router's death; a router that keeps dying ends it, and logs stay."""
+    ports = stack_ports()
+    with running_command(ports, tmp_path) as (process, seen):
+        printed = Path(seen.split("logs:")[1].split()[0])
+        kill_router(tmp_path)
+        url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+        ask = json.dumps({"model": "kvroute-tiny", "prompt": "Hello", "max_tokens": 4}).encode()
+
+        def is_served() -> bool:
+            kind = {"content-type": "application/json"}
+            return urllib3.request("POST", url, body=ask, headers=kind, timeout=60).status == 200
+
+        wait_until("a request is served again", is_served)
+        while process.poll() is None:
+            kill_router(tmp_path)
+            time.sleep(0.02)
+        rest, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, rest
+    assert len(errors.splitlines()) == 1
+    assert "router was killed by SIGKILL" in errors
+    assert "restarted 5 times within 60 s" in errors
+    assert f"logs: {printed}" in errors
+    assert "restarting it" in rest
+    assert {log.name for log in printed.glob("*.log")} >= {"router.log", "envoy.log", "model-server-1.log"}
+    assert processes_of(str(tmp_path)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
@@ -155,15 +213,18 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
-    """A model that cannot be loaded ends the command with 1 and a line that names child and cause."""
+    """A model that cannot be loaded ends the command with 1 and a line: child, cause, and logs that stay."""
     ports = stack_ports()
     done = subprocess.run(
         command("--model", str(tmp_path / "nowhere"), ports=ports),
         capture_output=True,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         timeout=300,
     )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert " exited with " in done.stderr
     assert "nowhere" in done.stderr
+    logs = Path(done.stderr.split("logs: ")[1].strip()).glob("model-server-*.log")
+    assert any("nowhere" in log.read_text() for log in logs)

@@ -31,11 +31,11 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     supervisor.stop()
 
 
-def child(name: str, code: str, *, restarts: bool = False) -> ChildPlan:
+def child(name: str, code: str) -> ChildPlan:
     """A child that opens its port and then runs `code`."""
     port = free_port()
     listen = f"import socket, time, signal, sys; s = socket.create_server(('127.0.0.1', {port}))"
-    return ChildPlan(name, [sys.executable, "-c", f"{listen}\n{code}"], [port], restarts=restarts)
+    return ChildPlan(name, [sys.executable, "-c", f"{listen}\n{code}"], [port])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 64])
@@ -128,38 +128,74 @@ def test_a_program_that_cannot_be_run_is_named(supervisor: Supervisor) -> None:
         supervisor.start([ChildPlan("missing", ["no-such-program"], [free_port()])])
 
 
-def test_a_restartable_child_is_started_anew(supervisor: Supervisor) -> None:
-    """After its death the child runs again under a new pid, and the death is remembered."""
-    supervisor.start([child("pod", "time.sleep(60)", restarts=True)])
-    first = supervisor.children[0].process
-    first.kill()
-    first.wait()
-    supervisor.check()
-    assert supervisor.children[0].process.pid != first.pid
-    assert supervisor.children[0].process.poll() is None
-    assert supervisor.died
-
-
-def test_a_child_that_dies_again_before_it_is_ready_ends_the_stack(supervisor: Supervisor) -> None:
-    """A crash loop is not kept up."""
-    supervisor.start([child("pod", "time.sleep(60)", restarts=True)])
-    for _ in range(2):
-        process = supervisor.children[0].process
-        process.kill()
-        process.wait()
-        if supervisor.children[0].ready:
-            supervisor.check()
-    with pytest.raises(ChildDiedError, match="pod was killed by SIGKILL"):
-        supervisor.check()
-
-
-def test_an_indispensable_child_ends_the_stack(supervisor: Supervisor) -> None:
-    """Without the router or Envoy there is nothing to go on with."""
+def test_a_dead_child_is_restarted(supervisor: Supervisor) -> None:
+    """A child that dies runs again under a new pid, and its death is remembered."""
     supervisor.start([child("router", "time.sleep(60)")])
-    supervisor.children[0].process.kill()
-    supervisor.children[0].process.wait()
-    with pytest.raises(ChildDiedError, match="router was killed by SIGKILL"):
+    first = kill(supervisor)
+    supervisor.check()
+    assert supervisor.children[0].process.pid != first
+    assert supervisor.children[0].process.poll() is None
+    assert supervisor.restarted == ["router"]
+
+
+def test_a_restart_waits_for_its_delay(tmp_path: Path) -> None:
+    """A child whose delay has not passed stays down, and the check does not wait for it."""
+    supervisor = Supervisor(tmp_path, lambda _line: None, back_off_s=(3600.0,))
+    supervisor.start([child("router", "time.sleep(60)")])
+    first = kill(supervisor)
+    for _ in range(3):
         supervisor.check()
+    assert [one.process.pid for one in supervisor.children] == [first]
+    assert supervisor.restarted == ["router"]
+    supervisor.stop()
+
+
+def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
+    """After as many restarts as there are delays, the next death is an error with its reason."""
+    told: list[str] = []
+    supervisor = Supervisor(tmp_path, told.append, back_off_s=(0.0, 0.0, 0.0))
+    supervisor.start([child("router", "print('cannot go on', flush=True); time.sleep(60)")])
+    for _ in range(3):
+        kill(supervisor)
+        supervisor.check()
+    kill(supervisor)
+    with pytest.raises(
+        ChildDiedError, match=r"router was killed by SIGKILL; .*; it was restarted 3 times within 60 s"
+    ):
+        supervisor.check()
+    supervisor.stop()
+    restarts = [line for line in told if "restarting it" in line]
+    assert len(restarts) == 3
+    assert all("router was killed by SIGKILL" in line for line in restarts)
+
+
+def test_last_words_are_of_the_process_that_died(tmp_path: Path) -> None:
+    """The reason of a death shows the last lines of this process, not those of the one before it."""
+    once = tmp_path / "once"
+    code = (
+        f"import pathlib; again = pathlib.Path({str(once)!r}).exists(); pathlib.Path({str(once)!r}).touch();"
+        "print('second life' if again else 'first life', flush=True); time.sleep(60)"
+    )
+    told: list[str] = []
+    supervisor = Supervisor(tmp_path, told.append, back_off_s=(0.0, 0.0))
+    supervisor.start([child("router", code)])
+    for life in ("first life", "second life"):
+        while life not in (tmp_path / "router.log").read_text():
+            time.sleep(0.01)
+        kill(supervisor)
+        supervisor.check()
+    supervisor.stop()
+    first, second = (line for line in told if "restarting it" in line)
+    assert "it last said: first life;" in first
+    assert "it last said: second life;" in second
+
+
+def kill(supervisor: Supervisor) -> int:
+    """Kills the only child; returns its pid."""
+    process = supervisor.children[0].process
+    process.kill()
+    process.wait()
+    return process.pid
 
 
 def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
@@ -185,16 +221,16 @@ def test_a_library_within_a_missing_package_is_named(monkeypatch: pytest.MonkeyP
         up._check_libraries()
 
 
-def test_a_restarted_model_server_explains_the_exit_status(
+def test_a_restarted_program_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stack that ends well but lost a child meanwhile exits with 1 and says so in one line."""
+    """A stack that ends well but lost a child meanwhile exits with 1 and names it in one line."""
     plan = StackPlan([], {}, "", "", "", {}, [], "")
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
-    monkeypatch.setattr(Supervisor, "start", lambda self, _plans: setattr(self, "died", True))
+    monkeypatch.setattr(Supervisor, "start", lambda self, _plans: self.restarted.append("router"))
     monkeypatch.setattr(up.signal, "signal", lambda _number, _handler: None)
     assert up._run(StackOptions(), demo=False, stay=False) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "kvroute up: exit status 1 because a model server had died and was started anew"
+        "kvroute up: exit status 1 because of programs that died and were restarted: router"
     ]
