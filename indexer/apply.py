@@ -159,6 +159,11 @@ class PodView:
             return None
         return PlainRuns(self._run_tokens, self._groups.lead, self._orphans.awaited)
 
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens of an engine block; None while no run was stored."""
+        return self._run_tokens
+
     def clear(self) -> None:
         """Begins a new life: forgets the old one, its groups and its blocks in the index."""
         self._empty()

@@ -48,7 +48,7 @@ class Prefix:
 
 
 def explain_prefix(
-    engine: EngineState | str, held: NDArray[np.uint8], tiers: Tiers, *, usable_blocks: int
+    engine: EngineState | str, held: NDArray[np.uint8], tiers: Tiers, *, usable_blocks: int, stride: int = 1
 ) -> Prefix:
     """Tells the story.
 
@@ -57,14 +57,16 @@ def explain_prefix(
         held: uint8 [blocks], see `Index.held`.
         tiers: What its bits mean.
         usable_blocks: Length of the prefix that is of use, as matched.
+        stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
     """
     missing = np.flatnonzero(held == 0)
-    length = int(missing[0]) if len(missing) else len(held)
+    first_missing = int(missing[0]) if len(missing) else len(held)
+    length = first_missing - first_missing % stride
     best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
     if usable_blocks < length:
         end = PrefixEnd.OTHER_ATTENTION
     else:
-        end = PrefixEnd.HOLE if length < len(held) else PrefixEnd.PROMPT
+        end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     if isinstance(engine, str):
         name, state, reason = engine, StreamState.STALE, "not_followed"
     else:
@@ -76,7 +78,7 @@ def explain_prefix(
         cached_blocks=usable_blocks,
         end=end,
         held_blocks=length,
-        held_beyond=int(np.count_nonzero(held[length:])),
+        held_beyond=int(np.count_nonzero(held[first_missing:])),
         tiers=tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
     )
 

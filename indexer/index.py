@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from indexer.keys import Keys
 from indexer.tiers import Tiers
 
+_ALL_ONE = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -44,9 +46,11 @@ class MatchTable(Mapping[str, PrefixMatch]):
         blocks: int32 [pods], lengths of the longest unbroken prefixes.
         blocks_by_tier: int32 [pods, tiers], see `PrefixMatch.blocks_by_tier`.
         longest: The most of `blocks`; counted where it is not given.
+        strides: int32 [pods], index blocks per block of the pod's engine, to which `blocks` is rounded down;
+            empty: 1 for all.
     """
 
-    __slots__ = ("blocks", "blocks_by_tier", "longest", "rows", "tiers")
+    __slots__ = ("blocks", "blocks_by_tier", "longest", "rows", "strides", "tiers")
 
     def __init__(
         self,
@@ -55,12 +59,19 @@ class MatchTable(Mapping[str, PrefixMatch]):
         blocks: NDArray[np.int32],
         blocks_by_tier: NDArray[np.int32],
         longest: int | None = None,
+        *,
+        strides: NDArray[np.int32] = _ALL_ONE,
     ) -> None:
         self.rows = rows
         self.tiers = tiers
         self.blocks = blocks
         self.blocks_by_tier = blocks_by_tier
         self.longest = int(blocks.max(initial=0)) if longest is None else longest
+        self.strides = strides
+
+    def stride(self, pod: str) -> int:
+        """Return the index blocks per block of this pod's engine."""
+        return int(self.strides[self.rows[pod]]) if len(self.strides) else 1
 
     def __getitem__(self, pod: str) -> PrefixMatch:
         row = self.rows[pod]

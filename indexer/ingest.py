@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from indexer.applier import Outcome
+from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
+from indexer.engine_strides import EngineStrides
 from indexer.errors import PeerError
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
@@ -55,6 +57,7 @@ class Ingest:
         on_link: See `KvIndexer`.
         clock: A monotonic clock, in seconds.
         wall_clock: The clock of event time stamps, seconds since the epoch.
+        strides: Is told of the engines' block sizes.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Ingest:
         on_link: Callable[[str, bool], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
+        strides: EngineStrides | None = None,
     ) -> None:
         self._config = config
         self._index = index
@@ -80,6 +84,7 @@ class Ingest:
         self._parity = parity
         self._alarm = alarm
         self._hybrid = hybrid
+        self._strides = strides or EngineStrides()
         self._speculation = speculation
         self._metrics = metrics
         self._peer_metrics = peer_metrics
@@ -127,6 +132,7 @@ class Ingest:
         """See `StreamSink.closed`."""
         self._pods.pop(pod).view.clear()
         self._hybrid.learn(pod, None)
+        self._strides.learn(pod, 1)
         self._speculation.drop_pod(self.roster.pod(pod))
         self._alarm.forget_pod(self.roster.pod(pod))
         self.roster.closed(pod)
@@ -140,7 +146,7 @@ class Ingest:
         state = self._pods[pod]
         serving = self.roster.pod(pod)
         outcome = state.applier.apply(payloads, with_runs=self._parity.waits_for(serving))
-        self._hybrid.learn(pod, state.view.groups)
+        self._learn(pod, state.view)
         self._count(pod, outcome)
         keys = _joined(outcome.applied.stored)
         told = keys.tolist()
@@ -203,7 +209,7 @@ class Ingest:
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
         """See `StreamSink.restore_facts`."""
         self._pods[pod].view.restore_facts(facts)
-        self._hybrid.learn(pod, self._pods[pod].view.groups)
+        self._learn(pod, self._pods[pod].view)
 
     def restore(self, pod: str, part: ViewPart) -> None:
         """See `StreamSink.restore`."""
@@ -238,6 +244,13 @@ class Ingest:
         """See `StreamSink.socket_error`."""
         self._metrics.zmq_errors.labels(pod, operation).inc()
         _log.warning("cannot %s at %s", operation, pod)
+
+    def _learn(self, pod: str, view: PodView) -> None:
+        """Pass on what the view's events tell of its engine."""
+        self._hybrid.learn(pod, view.groups)
+        # A view that was cleared knows no block size; the engine's next life most likely has the same.
+        if (block_tokens := view.block_tokens) is not None:
+            self._strides.learn(pod, max(1, block_tokens // self._hasher.block_tokens))
 
     def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
         """Tells whoever waits for blocks, `told` being their keys once more."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from indexer.backends import make_index
 from indexer.config import IndexerConfig, PodStream
 from indexer.dispatched import DispatchedPrompt
+from indexer.engine_strides import EngineStrides
 from indexer.explain import Prefix, explain_prefix
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
@@ -85,6 +86,7 @@ class KvIndexer:
             max_entries=config.speculative_entries,
         )
         self._hybrid = HybridMatcher(self._index, config.block_tokens)
+        self._strides = EngineStrides()
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
@@ -99,6 +101,7 @@ class KvIndexer:
             index=self._index,
             hasher=self._hasher,
             hybrid=self._hybrid,
+            strides=self._strides,
             speculation=self._speculation,
             metrics=self._metrics,
             peer_metrics=peer_metrics,
@@ -212,6 +215,8 @@ class KvIndexer:
     def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
         """Tells how far each pod holds the prompt `keys`; every asked pod is in the answer.
 
+        A match ends where a block of the pod's own engine ends, as far as its events told their size.
+
         Args:
             keys: The prompt's full blocks.
             pods: The pods asked for.
@@ -221,7 +226,8 @@ class KvIndexer:
         self._speculation.expire(self._clock())
         roster = self._roster
         by_rank = self._index.match(keys, roster.holders(pods))
-        found = roster.best_ranks(self._hybrid.refine(keys, by_rank, prompt_tokens), pods)
+        by_rank = self._strides.whole_blocks(self._hybrid.refine(keys, by_rank, prompt_tokens))
+        found = roster.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         return PodMatches(found, roster.states, self._followed)
 
@@ -230,12 +236,14 @@ class KvIndexer:
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
+        table = self._strides.whole_blocks(table)
         return [
             explain_prefix(
                 engines.get(holder) or holder,
                 self._index.held(keys, holder),
                 self._index.tiers,
                 usable_blocks=int(table.blocks[table.rows[holder]]),
+                stride=self._strides.of(holder),
             )
             for holder in holders
         ]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.index import MatchTable
+from indexer.keys import Keys
 from indexer.stream import StreamState
 from indexer.tiers import Tiers
 
@@ -19,8 +20,9 @@ class PodMatch:
 
     Attributes:
         pod: "ip:port".
-        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included. An
-            engine computes at least a prompt's last token, so of a whole prompt it may serve one block less.
+        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included; whole
+            blocks of the pod's engine. An engine computes at least a prompt's last token, so of a whole
+            prompt it may serve one of its blocks less.
         blocks_by_tier: How many of these are best held in which tier; what was only just sent there counts
             as "speculative".
         weighted_blocks: Sum of the best tiers' weights over these blocks.
@@ -79,6 +81,11 @@ class PodMatches(Mapping[str, PodMatch]):
         # Before the subscriber has come to a new pod, it is on its way to a view.
         unknown = StreamState.RECOVERING if pod in self.followed else StreamState.STALE
         return self.states.get(pod, unknown)
+
+    def whole_blocks(self, pod: str, keys: Keys) -> Keys:
+        """Return the keys of a prompt's blocks that fill blocks of the pod's engine."""
+        stride = self.table.stride(pod)
+        return keys if stride == 1 else keys[: len(keys) - len(keys) % stride]
 
     def __getitem__(self, pod: str) -> PodMatch:
         match = self.table[pod]

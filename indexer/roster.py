@@ -128,6 +128,7 @@ class Roster:
             table.tiers,
             table.blocks[chosen],
             table.blocks_by_tier[chosen],
+            strides=table.strides[chosen] if len(table.strides) else table.strides,
         )
 
     def _linked(self, pod: str) -> bool:

@@ -142,6 +142,7 @@ def price(
 def add_credit(
     cached_blocks: NDArray[np.int32],
     blocks_by_tier: NDArray[np.int32],
+    strides: NDArray[np.int32],
     device_tiers: NDArray[np.int64],
     places: NDArray[np.int64],
     prompt_tokens: int,
@@ -153,17 +154,20 @@ def add_credit(
     Args:
         cached_blocks: int32 [match rows].
         blocks_by_tier: int32 [match rows, tiers].
+        strides: int32 [match rows], index blocks per engine block; empty: 1 for all.
         device_tiers: int64 [], the tiers from which nothing needs to be copied.
         places: int64 [candidates], their rows in the match.
         prompt_tokens: The prompt's length.
-        block_tokens: Tokens of one block.
+        block_tokens: Tokens of one index block.
         credits: CREDIT [candidates], added to.
     """
-    # An engine computes at least the last token, and serves only whole blocks.
+    # An engine computes at least the last token, and serves only whole blocks of its own size.
     servable = max(0, prompt_tokens - 1) // block_tokens
     for candidate in range(len(places)):
         row = places[candidate]
         served: int = min(int(cached_blocks[row]), servable)
+        if len(strides):
+            served -= served % strides[row]
         on_device = 0
         for tier in device_tiers:
             on_device += blocks_by_tier[row, tier]

@@ -215,10 +215,15 @@ class Router:
         )
         if keys := prompted.keys:
             key, pod = decision.key, decision.ranked.best.pod
-            every_key = keys[0] if len(keys) == 1 else np.concatenate(keys)
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
             prompt = prompted.sent_to(pod, matches[0]) if len(keys) == 1 else None
-            self._index.speculate(key, pod, every_key, decided_s, prompt)
+            self._index.speculate(key, pod, _coming_to(pod, keys, matches), decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
-                self._index.speculate(key, prefill, every_key, decided_s, None)
+                self._index.speculate(key, prefill, _coming_to(prefill, keys, matches), decided_s, None)
         return decision, displaced
+
+
+def _coming_to(pod: str, keys: Sequence[Keys], matches: Sequence[PodMatches]) -> Keys:
+    """Return the keys of all blocks that the pod will hold of these prompts."""
+    whole = [match.whole_blocks(pod, each) for match, each in zip(matches, keys, strict=True)]
+    return whole[0] if len(whole) == 1 else np.concatenate(whole)

@@ -37,7 +37,8 @@ from router.sessions import Sessions
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
 _NO_EXTRA, _NOBODY = np.zeros(0), np.zeros(0, np.int64)
-_NO_BLOCKS, _NO_TIERS = np.zeros(0, np.int32), np.zeros((0, 1), np.int32)
+# The blocks, blocks by tier and strides of no match.
+_NOTHING_HELD = np.zeros(0, np.int32), np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
 # An enum's members take ten times as long to look up, and every pick would.
 _EXACT = StreamState.EXACT.value
 # Copies and adapters that take longer than this share of a prefill would be learnt as a slow one.
@@ -211,23 +212,20 @@ class Scheduler:
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
         """Credits, prices, their order, and the most cached tokens."""
         credits = np.zeros(len(lineup.rows), CREDIT)
-        blocks, blocks_by_tier, places, servable_tokens = _NO_BLOCKS, _NO_TIERS, _NOBODY, 0
+        held, places, servable_tokens = _NOTHING_HELD, _NOBODY, 0
         for at, match in enumerate(matches):
             if at:
                 device_tiers, block_tokens = self._device_tiers, self._block_tokens
-                add_credit(
-                    blocks, blocks_by_tier, device_tiers, places, servable_tokens, block_tokens, credits
-                )
+                add_credit(*held, device_tiers, places, servable_tokens, block_tokens, credits)
             table, servable_tokens = match.table, len(prompted.prompts[at])
-            blocks, blocks_by_tier, places = table.blocks, table.blocks_by_tier, lineup.places(table.rows)
+            held, places = (table.blocks, table.blocks_by_tier, table.strides), lineup.places(table.rows)
             if table.tiers is not self._tiers:
                 self._tiers = table.tiers
                 self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
         board = self._board
         with board.lock:
             prices, order, most_cached_tokens = _weighed.call(
-                blocks,
-                blocks_by_tier,
+                *held,
                 self._device_tiers,
                 places,
                 servable_tokens,
@@ -249,7 +247,7 @@ class Scheduler:
     def _compile(self, board: PodBoard) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
         credits = np.zeros(0, CREDIT)
-        served = (_NO_BLOCKS, _NO_TIERS, _NOBODY, _NOBODY, 0, self._block_tokens, credits)
+        served = (*_NOTHING_HELD, _NOBODY, _NOBODY, 0, self._block_tokens, credits)
         add_credit(*served)
         with board.lock:
             pods, waiting, constants = board.pods, board.waiting, self._constants
@@ -296,8 +294,9 @@ class Scheduler:
             # Who prefills is who is charged, and whose blocks tell that it is done.
             works = decision.ranked.at_place(lineup.addresses.index(prefill))
         loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
+        coming = [match.whole_blocks(works.pod, each) for match, each in zip(matches, keys, strict=True)]
         # Only other routers need them, where there are any.
-        brought = None if self._ledger.changes is None else self._brought(keys, works, prefill)
+        brought = None if self._ledger.changes is None else self._brought(coming, works, prefill)
         return self._ledger.dispatch(
             Dispatch(
                 decision.request_id,
@@ -305,7 +304,7 @@ class Scheduler:
                 works.uncached_tokens,
                 works.queued_prefill_s,
                 works.own_prefill_s,
-                _confirm_key(keys, works.view, matches, works.pod),
+                _confirm_key(coming, works.view, matches, works.pod),
                 _lesson(decision, works, loading_s),
                 decision.decided_s,
                 works.decoding,
@@ -327,6 +326,7 @@ class Scheduler:
 def _weighed(
     cached_blocks: NDArray[np.int32],
     blocks_by_tier: NDArray[np.int32],
+    strides: NDArray[np.int32],
     device_tiers: NDArray[np.int64],
     places: NDArray[np.int64],
     servable_tokens: int,
@@ -360,7 +360,9 @@ def _weighed(
         constants[7],
         constants[8],
     )
-    add_credit(cached_blocks, blocks_by_tier, device_tiers, places, servable_tokens, block_tokens, credits)
+    add_credit(
+        cached_blocks, blocks_by_tier, strides, device_tiers, places, servable_tokens, block_tokens, credits
+    )
     prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
     most_cached_tokens = 0
     for credit in credits["cached_tokens"]:
@@ -385,7 +387,12 @@ def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
 
 
 def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:
-    """The key whose announcement ends the prefill: the last full block's, where the pod will announce it."""
+    """The key whose announcement ends the prefill: the last full block's, where the pod will announce it.
+
+    Args:
+        keys: Of each prompt's blocks that the pod will hold; a tail that fills no block of the engine is
+            announced only once decoding has filled it.
+    """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
     table = matches[0].table

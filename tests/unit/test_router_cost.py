@@ -220,5 +220,8 @@ def test_credit_is_what_an_engine_can_serve(
         counts[0, tiers.number(tier)] = count
     credits = np.zeros(1, CREDIT)
     device = np.array([tiers.number("gpu"), tiers.number("speculative")])
-    add_credit(np.array([blocks], np.int32), counts, device, np.zeros(1, np.int64), length, 16, credits)
+    strides = np.zeros(0, np.int32)
+    add_credit(
+        np.array([blocks], np.int32), counts, strides, device, np.zeros(1, np.int64), length, 16, credits
+    )
     assert tuple(credits[0].tolist()) == credit
