@@ -176,9 +176,7 @@ class KvIndexer:
         """Whether every followed pod's view was built once, or has had its time."""
         return not self.pending()
 
-    def doubt(
-        self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None
-    ) -> None:
+    def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
         """Something else than its events tells that the view of a pod is wrong.
 
         The view is cleared. It is then built anew from a snapshot or a replay, unless `emptied` says that the

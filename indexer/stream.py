@@ -305,7 +305,7 @@ class StreamMachine:
         return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int, *, holds_nothing: bool = False) -> None:
-        """A batch applied to this view told that the engine's cache is empty (and still is): nothing lacks."""
+        """A batch applied to this view told that the engine's cache is empty (still is): nothing lacks."""
         if view == self._view:
             self._lacking = None
             self._told_empty = holds_nothing

@@ -24,7 +24,7 @@ _PROMPT, _QUERIES, _HITS = (
 
 
 def is_asleep(page: bytes) -> bool:
-    """Whether all engines that a metrics page tells of sleep, so that requests wait until somebody wakes them."""
+    """Whether all engines that a metrics page tells of sleep: requests wait until somebody wakes them."""
     try:
         awake = _sleep_states(MetricLines(page), b"awake")
     except UnusableError:

@@ -226,7 +226,7 @@ class Outcomes:
             self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, dispatch=dispatch)
 
     def idle(self, pod: str, asked_s: float, now_s: float) -> None:
-        """An engine told, when asked at `asked_s`, that it has no requests: what was sent before waits no more."""
+        """An engine that was asked at `asked_s` has no requests: what was sent before waits no more."""
         for dispatch in self._ledger.idle(pod, asked_s, now_s):
             # As by the clock, a guess: the request's speculative entries live on.
             self._metrics.prefill_ended(SCRAPE, now_s - dispatch.dispatched_s)

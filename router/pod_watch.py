@@ -278,9 +278,10 @@ class PodWatch:
             )
         elif not judged.ready and (pod.ready or not pod.probed):
             _log.warning("pod %s is not ready: %s", pod.address, judged.why)
-        if judged.asleep != pod.asleep:
-            told = "sleeps: it gets no requests while another pod is awake" if judged.asleep else "is awake"
-            _log.warning("pod %s %s", pod.address, told)
+        if judged.asleep and not pod.asleep:
+            _log.warning("pod %s sleeps: it gets no requests while another pod is awake", pod.address)
+        elif pod.asleep and not judged.asleep:
+            _log.info("pod %s is awake", pod.address)
         if result.why_no_load and judged.loadless == LOADLESS_MAX:
             _log.warning(
                 "pod %s tells no load and is priced without: %s; metrics-port and metrics-path of its labels "

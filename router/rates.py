@@ -191,7 +191,7 @@ class PrefillRates:
             observed[at] = _Prefill(ended_s, number, speed * (1.0 + slowdown * decoding), speed, decoding)
 
     def _tell(self, pods: Iterable[str]) -> None:
-        # What was believed before, at first what is configured, counts as a second pod where there is but one.
+        # What was believed before, at first what is configured, counts as one more where there is but one.
         known = tuple(self._medians.values())
         fleet = median(known if len(known) > 1 else (*known, self._before))
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
@@ -215,7 +215,8 @@ class PrefillRates:
     def _median(self, pod: str) -> float:
         prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound
-        return min(max(median([one.alone_tokens_per_s for one in self._observed[pod]]), prior / bound), prior * bound)
+        own = median([one.alone_tokens_per_s for one in self._observed[pod]])
+        return min(max(own, prior / bound), prior * bound)
 
 
 class _Prefill(NamedTuple):

@@ -1,8 +1,8 @@
 """Requests whose ends nobody told: the engines' own counts in, the ledger corrected.
 
 An engine's count is compared a moment after it was read: by then the ends that came before it have been told,
-so whatever the ledger still has beyond it is lost news. An engine without any request has no queue: that counts
-at once. Time comes in.
+so whatever the ledger still has beyond it is lost news. An engine without any request has no queue: that
+counts at once. Time comes in.
 """
 
 from __future__ import annotations

@@ -63,9 +63,7 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     """The whole prompt is work, wherever it is sent; its blocks still end its prefill, and are assumed."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT))
-    queued = msgspec.structs.replace(
-        completion("first", long_text(40, 1)), candidates=frozenset({A.address})
-    )
+    queued = msgspec.structs.replace(completion("first", long_text(40, 1)), candidates=frozenset({A.address}))
     bench.router.route(queued, 0.0)
     decision = bench.router.route(completion("r", TEXT, prompt_logprobs=0), 0.0)
     best = decision.primary

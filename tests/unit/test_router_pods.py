@@ -76,7 +76,7 @@ def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
 
 
 def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
-    """It would let a request wait until somebody wakes it; another that serves the model and is awake would not."""
+    """A request would wait there until somebody wakes it; one that is awake and serves the model answers."""
     pods = pod_set(ONE, TWO)
     for pod in (ONE, TWO):
         pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -250,6 +251,26 @@ def test_a_load_is_read_where_the_engine_tells_it() -> None:
     assert (blind.healthy, blind.load) == (True, None)
     assert "/metrics has no metrics of an engine that is known" in blind.why_no_load
     assert [(one.connections, one.requests) for one in (pod, teller)] == [(2, 4), (2, 4)]
+
+
+def test_a_sleeping_engine_is_told_with_the_time_of_the_question() -> None:
+    """Whoever compares the page with newer events, or with what was sent, knows from when on it is old."""
+    asleep = PAGE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+
+    async def answer(path: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == b"/metrics":
+            writer.write(OK % (len(asleep), asleep))
+        else:
+            await well(path, writer)
+
+    asked_s = time.monotonic()
+    result, _ = probed(answer)
+    assert (result.healthy, result.asleep, probed(well)[0].asleep) == (True, True, False)
+    assert result.reading is not None
+    assert result.load is not None
+    assert result.reading.asleep
+    assert result.reading.asked_s == result.load.asked_s
+    assert asked_s <= result.load.asked_s <= result.load.scraped_s
 
 
 def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:

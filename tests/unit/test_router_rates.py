@@ -112,7 +112,9 @@ def test_pods_learn_apart_and_are_forgotten_when_gone() -> None:
     rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4, b=[(1000, 2.0)] * 4, c=[])
     assert [rates.tokens_per_s(pod) for pod in "abc"] == [2000.0, 500.0, 1250.0]
     rates.keep(["b", "c"])
-    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s == 750.0, "what is configured counts beside one pod"
+    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s == 750.0, (
+        "what is configured counts beside one pod"
+    )
 
 
 def test_a_slow_pod_is_given_another_chance() -> None:
@@ -220,7 +222,7 @@ def test_equal_pods_share_a_light_load(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pod_of_half_the_speed_is_told_apart(seed: int) -> None:
-    """Once it is known beyond doubt the faster one is preferred; now and then the slower one is asked again."""
+    """Once known beyond doubt, the faster one is preferred; now and then the slower one is asked again."""
     found = shares({"a": 2000.0, "b": 1000.0}, 1000, seed)
     assert 0.75 < found["a"] < 1.0
 
