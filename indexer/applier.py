@@ -39,6 +39,11 @@ class Outcome:
     emptied: bool = False
     damage: str | None = None
 
+    @property
+    def ends_empty(self) -> bool:
+        """Whether the engine said that its cache is empty, and has stored nothing since."""
+        return self.emptied and len(self.applied.stored) == self.applied.stored_before_clear
+
     def reject(self, reason: str) -> None:
         """Counts what could not be read; kinds of events that we do not know harm nothing."""
         self.rejected[reason] += 1
@@ -54,6 +59,7 @@ class Outcome:
         if applied.cleared:
             self.emptied, self.damage = True, None
             self.applied.cleared = True
+            self.applied.stored_before_clear = len(self.applied.stored) + applied.stored_before_clear
         self.applied.stored += applied.stored
         if applied.runs and self.applied.runs is not None:
             self.applied.runs += applied.runs

@@ -54,6 +54,7 @@ class Applied:
         removals: Hashes removed whose "last" copy of a tier went, and those of which another "copy" stays.
         skipped: Events or hashes that could not be used, by (event type, reason).
         cleared: Whether the engine told that its cache is empty.
+        stored_before_clear: Runs in `stored` that it announced before it said so the last time.
     """
 
     stored: list[Keys] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Applied:
     removals: Counter[str] = field(default_factory=Counter)
     skipped: Counter[tuple[str, str]] = field(default_factory=Counter)
     cleared: bool = False
+    stored_before_clear: int = 0
 
 
 class PlainRuns(msgspec.Struct, frozen=True):
@@ -145,6 +147,7 @@ class PodView:
             case AllBlocksCleared():
                 self._empty()
                 applied.cleared = True
+                applied.stored_before_clear = len(applied.stored)
 
     def end_batch(self, applied: Applied) -> None:
         """Takes stock after the last event of a batch."""

@@ -156,7 +156,7 @@ class Ingest:
             self._speculation.drop_pod(serving)
         if outcome.applied.stored:
             self._tell_stored(serving, keys, told)
-        return Verdict(outcome.emptied, outcome.damage)
+        return Verdict(outcome.emptied, outcome.damage, outcome.ends_empty)
 
     def clear(self, pod: str, reason: str) -> None:
         """See `StreamSink.clear`."""

@@ -179,13 +179,20 @@ class KvIndexer:
         """Whether every followed pod's view was built once, or has had its time."""
         return not self.pending()
 
-    def doubt(self, pod: str, reason: str, *, emptied: bool = False) -> None:
+    def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
         """Something else than its events tells that the view of a pod is wrong.
 
         The view is cleared. It is then built anew from a snapshot or a replay, unless `emptied` says that the
         engine's cache is known to be empty though it has not said so: then the pod is STALE until it does.
+
+        Args:
+            pod: The pod.
+            reason: Why.
+            emptied: See above.
+            seen_s: When the cache was seen to be empty, on the clock; events that came later know better.
+                None: now.
         """
-        self._subscriber.doubt(pod, reason, emptied=emptied)
+        self._subscriber.doubt(pod, reason, emptied=emptied, seen_s=seen_s)
 
     def block_keys(
         self,
@@ -266,7 +273,7 @@ class KvIndexer:
         if finding is not None:
             if not (before is not None and before.asleep and reading.asleep):
                 self._metrics.findings.labels(finding).inc()
-            self.doubt(pod, finding, emptied=finding.emptied)
+            self.doubt(pod, finding, emptied=finding.emptied, seen_s=reading.asked_s)
         return finding
 
     def _held_blocks(self, pod: str, reading: EngineReading) -> int | None:

@@ -32,7 +32,8 @@ class EngineReading:
         prompt_tokens: Counter of prompt tokens.
         query_tokens: Counter of tokens looked up in the prefix cache.
         hit_tokens: Counter of tokens found there.
-        asleep: Whether it sleeps.
+        asleep: Whether it sleeps and has dropped its cache.
+        asked_s: When the page was asked for, on a monotonic clock: what came of the events since is newer.
         predicted_tokens: Counter of ours: cached tokens predicted for requests that it had answered before
             the page was asked for.
         promised_tokens: The same with those of all requests sent to it before the page was read.
@@ -44,6 +45,7 @@ class EngineReading:
     query_tokens: float | None = None
     hit_tokens: float | None = None
     asleep: bool = False
+    asked_s: float | None = None
     predicted_tokens: int | None = None
     promised_tokens: int | None = None
 

@@ -76,6 +76,7 @@ class Recovery:
         self._fetched_s, self._peers = -math.inf, True
         self._healing = Healing()
         self._snapshot_offered = True
+        self._changed_s = -math.inf
         # When to do what; infinity: not at all.
         self._ask_s = math.inf
         self._quiet_s = math.inf
@@ -180,9 +181,11 @@ class Recovery:
         self._perform(self._machine.doubted(reason), now_s)
         return counts
 
-    def emptied_silently(self, reason: str, now_s: float) -> None:
-        """See `StreamMachine.emptied_silently`."""
+    def emptied_silently(self, reason: str, seen_s: float | None, now_s: float) -> None:
+        """See `StreamMachine.emptied_silently`; a view that has changed since `seen_s` (None: now) stays."""
         self._end_export(now_s)
+        if seen_s is not None and self._changed_s >= seen_s:
+            return
         self._perform(self._machine.emptied_silently(reason), now_s)
 
     def stop(self) -> None:
@@ -216,6 +219,7 @@ class Recovery:
         for action in actions:
             if isinstance(action, Apply):
                 batches.append(action)
+                self._changed_s = now_s
                 continue
             self._apply(batches)
             batches = []
@@ -242,7 +246,7 @@ class Recovery:
             return
         verdict = self._sink.apply(self._stream.holder, [batch.payload for batch in batches])
         if verdict.emptied:
-            self._machine.emptied(batches[0].view)
+            self._machine.emptied(batches[0].view, holds_nothing=verdict.ends_empty)
         if verdict.damage is not None:
             self._machine.damaged(batches[0].view, verdict.damage)
 

@@ -19,10 +19,12 @@ class Verdict:
     Attributes:
         emptied: The engine said that its cache is empty.
         damage: What could not be applied, after that; None for nothing.
+        ends_empty: Whether the engine said that its cache is empty, and has stored nothing since.
     """
 
     emptied: bool = False
     damage: str | None = None
+    ends_empty: bool = False
 
 
 class StreamSink(Protocol):

@@ -69,13 +69,13 @@ class StreamMachine:
         # The sequence number to apply next; None: any, nothing of the stream is applied.
         self._next: int | None = None
         self._view = 0
-        self._empty = True
+        # Whether nothing was applied to it; whether the engine said last that its cache is empty.
+        self._empty, self._told_empty = True, False
         # Of the last batch applied; empty: none was, or it came in a snapshot.
         self._last_digest = b""
         # What the view holds is a peer's, and nothing has shown yet that it is of this life.
         self._unproven = False
-        self._fruitless = 0
-        self._last_live = -1
+        self._fruitless, self._last_live = 0, -1
         # Number and digest of the last batch that this process of the engine sent to us.
         self._seen: tuple[int, bytes] | None = None
         self._waiting = WaitingBatches(max_batches, max_bytes)
@@ -241,9 +241,9 @@ class StreamMachine:
     def emptied_silently(self, reason: str) -> list[Action]:
         """Something else than the stream tells that the engine dropped its cache, and has not said so yet.
 
-        The view is cleared and the stream goes on; it is STALE until the engine says so.
+        The view is cleared and STALE until the engine says so. It does so once: a view known empty stays.
         """
-        if not self._up or self._purpose not in UNSEEN or self._empty:
+        if not self._up or self._purpose not in UNSEEN or self._empty or self._told_empty:
             return []
         expected, digest = self._next, self._last_digest
         actions = self._lose(reason)
@@ -304,10 +304,11 @@ class StreamMachine:
         fetch = [] if purpose is Purpose.HISTORY else self._fetch_again()
         return actions + (fetch or self._drain(give_up=True))
 
-    def emptied(self, view: int) -> None:
-        """A batch applied to this view told that the engine's cache is empty: the view lacks nothing."""
+    def emptied(self, view: int, *, holds_nothing: bool = False) -> None:
+        """A batch applied to this view told that the engine's cache is empty (still is): nothing lacks."""
         if view == self._view:
             self._lacking = None
+            self._told_empty = holds_nothing
 
     def damaged(self, view: int, reason: str) -> None:
         """A batch for this view could not be applied in full."""
@@ -347,7 +348,7 @@ class StreamMachine:
         self._view += 1
         was_empty = self._empty
         self._next, self._lacking, self._last_digest, self._empty = None, lacking, b"", True
-        self._unproven = False
+        self._told_empty = self._unproven = False
         return [] if was_empty else [Clear(reason or lacking)]
 
     def _ask(self, purpose: Purpose) -> list[Action]:
@@ -363,7 +364,7 @@ class StreamMachine:
     def _applied(self, sequence: int, payload: bytes) -> Apply:
         if sequence <= self._first:
             self._lacking = None
-        self._empty = False
+        self._empty = self._told_empty = False
         self._fruitless = 0
         self._next = sequence + 1
         self._last_digest = xxh3_128_digest(payload)

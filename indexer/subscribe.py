@@ -150,7 +150,7 @@ class Subscriber:
             self._wanted = wanted
         self._wake()
 
-    def doubt(self, pod: str, reason: str, *, emptied: bool) -> None:
+    def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
         """Something else than the stream tells that the view of a pod is wrong.
 
         Args:
@@ -158,16 +158,19 @@ class Subscriber:
             reason: Why.
             emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
             anew.
+            seen_s: When it was seen to be empty; a view that has changed since stays. None: now.
         """
 
         def act() -> None:
             for owner in tuple(self._streams()):
                 if owner.stream.pod == pod:
                     recovery = owner.recovery
-                    step: Callable[[str, float], object] = (
-                        recovery.emptied_silently if emptied else recovery.doubted
+                    step: Callable[[float], object] = (
+                        partial(recovery.emptied_silently, reason, seen_s)
+                        if emptied
+                        else partial(recovery.doubted, reason)
                     )
-                    self._guarded(owner, partial(step, reason))
+                    self._guarded(owner, step)
 
         self._post(act)
 

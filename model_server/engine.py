@@ -190,6 +190,7 @@ class Engine:
             block_bytes=offload.block_bytes,
             restores=offload.restores,
             prefill_tokens_per_s=self._rate.tokens_per_s,
+            asleep=self._asleep,
         )
 
     def start(self) -> None:

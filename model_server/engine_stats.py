@@ -31,6 +31,7 @@ class EngineStats:
         block_bytes: Bytes of one block, for bytes moved and held.
         restores: Times that a request waited for a restore.
         prefill_tokens_per_s: Measured speed of prefills; 0 before the first.
+        asleep: Whether the engine sleeps.
     """
 
     running: int
@@ -53,3 +54,4 @@ class EngineStats:
     block_bytes: int = 0
     restores: int = 0
     prefill_tokens_per_s: float = 0.0
+    asleep: bool = False

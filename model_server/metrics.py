@@ -229,6 +229,7 @@ class EngineCollector(Collector):
             "Measured speed of prefills.",
             stats.prefill_tokens_per_s,
         )
+        yield self._sleep_state(stats)
         yield from self._host_tier(stats)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=tuple(self._cache_config)
@@ -237,6 +238,16 @@ class EngineCollector(Collector):
         yield info
         if self._publisher_stats is not None:
             yield from self._publisher(self._publisher_stats())
+
+    def _sleep_state(self, stats: EngineStats) -> Metric:
+        # Sleep drops the cache, as vLLM's level 1 does.
+        states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
+        )
+        for state, is_on in states.items():
+            family.add_metric((*self._labels, state), float(is_on))
+        return family
 
     def _host_tier(self, stats: EngineStats) -> Iterator[Metric]:
         hits, size = stats.host_hits_tokens, stats.block_bytes

@@ -12,6 +12,9 @@ from router.errors import NoEndpointError, RequestError
 from router.pods import Pod, PodSnapshot
 from router.request import MODEL_CHARS_MAX, RouteRequest
 
+ASLEEP = "its engine sleeps"
+"""Why a pod takes no request while another that may take it is awake."""
+
 # An error goes into a gRPC status, too, of which clients take some kilobytes.
 _MODEL_CHARS_SHOWN = 200
 
@@ -37,7 +40,10 @@ class Candidates:
 
 
 def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
-    """Filters the pods. Where none is ready, those that only fell silent are better than nothing.
+    """Filters the pods.
+
+    Where none is ready, those that only fell silent are better than nothing; where all sleep, those that
+    sleep: somebody may wake them.
 
     Raises:
         NoEndpointError: No pod is ready, or none of those the gateway allows.
@@ -65,6 +71,9 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
         raise RequestError(404, f"The model `{_shown(request.model)}` does not exist.", "model")
     if not allowed:
         raise not_allowed()
+    if awake := [pod for pod in allowed if not pod.asleep]:
+        excluded |= {pod.address: ASLEEP for pod in allowed if pod.asleep}
+        allowed = awake
     base, lora = _base_and_adapter(request.model, allowed)
     return Candidates(allowed, base, lora, _context_tokens(allowed), excluded)
 

@@ -86,6 +86,7 @@ class DebugPages:
             "index_reachable": self._index.reachable,
             "parity": self._index.parity_details(),
             "routers": list(self._routers(time.monotonic())),
+            "pods_asleep": [pod.address for pod in self._pods.snapshot().values() if pod.asleep],
         }
         if self._health.ready:
             return 200, {"status": "ready", **index}
@@ -122,6 +123,7 @@ class DebugPages:
             "name": pod.name,
             "ready": pod.ready,
             "why_not": pod.why,
+            "asleep": pod.asleep,
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,

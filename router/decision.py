@@ -29,6 +29,7 @@ class Decision(msgspec.Struct, frozen=True):
         session_pod: The pod that its session was at; None without a session, or at its first request.
         client_model: As the client named the model, where it was rewritten.
         routing: What a configured pipeline decided; None where the cost policy picked.
+        is_comparable: Whether the answer's usage tells what is predicted.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Decision(msgspec.Struct, frozen=True):
     client_model: str | None = None
     routing: Routing | None = None
     partial: str | None = None
+    is_comparable: bool = True
 
     @property
     def key(self) -> DispatchKey:

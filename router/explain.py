@@ -95,14 +95,14 @@ class Explain:
     ) -> int | None:
         """Cached tokens predicted for a request (see `ended`), to be compared with the delivered ones.
 
-        None if not known any more, if picked by load alone, if another pod prefilled, or if what was
-        delivered has been told already.
+        None if not known any more, if picked by load alone, if another pod prefilled, if the usage does not
+        tell what is predicted, or if what was delivered has been told already.
         """
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
         if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
             return None
-        if record.decision.prefill_pod is not None:
+        if record.decision.prefill_pod is not None or not record.decision.is_comparable:
             return None
         return record.decision.primary.cached_tokens
 

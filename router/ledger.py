@@ -35,6 +35,9 @@ class LedgerParameters:
             `event_slack_s`.
         reuse: Requests in flight under one id; beyond it the oldest of them is taken for ended.
         remembered: Ended requests whose ids are still known; the same of ends that were told of unknown ids.
+        idle_slack_s: An engine that tells of no requests has had what was sent there `patience` times its
+            expected seconds and this long before it was asked. A request is on its page only once a step has
+            ended: until then it travels, is tokenized, and its first tokens are computed.
         travel_s: A request that was sent so shortly before an engine told its load may not be in it yet.
     """
 
@@ -43,6 +46,7 @@ class LedgerParameters:
     patience: float = 2.0
     slack_s: float = 0.1
     event_slack_s: float = 5.0
+    idle_slack_s: float = 0.5
     reuse: int = 64
     remembered: int = 10_000
     travel_s: float = 2.0
@@ -232,6 +236,22 @@ class Ledger:
             surplus = len(arrived) - engine_requests
             return [self._remove(entry, now_s) for entry in arrived[: max(0, surplus)]]
 
+    def idle(self, pod: str, asked_s: float, now_s: float) -> list[Dispatch]:
+        """The pod's engine told, when asked at `asked_s`, that it has no requests: none is queued there.
+
+        Those leave the queue whose first token could have come by then; who knows when it came may yet tell.
+        """
+        with self._lock:
+            latest_s = asked_s - self._parameters.idle_slack_s
+            over = [
+                entry
+                for entry in self._by_pod.get(pod, {}).values()
+                if entry.slot is not None and entry.arrived_s + self._patient_s(entry.dispatch) <= latest_s
+            ]
+            for entry in over:
+                self._give_up_waiting(entry, now_s)
+            return [entry.dispatch for entry in over]
+
     def expire(self, now_s: float) -> Expired:
         """Ends what is over by the clock."""
         expired = Expired()
@@ -240,10 +260,8 @@ class Ledger:
                 _, number = heapq.heappop(self._due)
                 entry = self._entries.get(number)
                 if entry is not None and entry.slot is not None:
-                    self._leave_queue(entry, entry.slot, now_s)
+                    self._give_up_waiting(entry, now_s)
                     expired.prefills.append(entry.dispatch)
-                    if self.changes is not None:
-                        self.changes.overdue(number)
             lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
             expired.lives.extend([self._remove(entry, now_s) for entry in list(over)])
@@ -261,7 +279,7 @@ class Ledger:
 
     def _schedule(self, dispatch: Dispatch, number: int) -> None:
         known = self._parameters
-        expected_s = known.patience * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
+        expected_s = self._patient_s(dispatch)
         if dispatch.confirm_key is None:
             prefill_s = expected_s + known.slack_s
         else:
@@ -271,6 +289,16 @@ class Ledger:
         if len(self._due) > 2 * len(self._entries) + 512:
             self._due = [due for due in self._due if due[1] in self._entries]
             heapq.heapify(self._due)
+
+    def _patient_s(self, dispatch: Dispatch) -> float:
+        return self._parameters.patience * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
+
+    def _give_up_waiting(self, entry: _Entry, now_s: float) -> None:
+        """Takes a request's prefill for ended, which nobody has told."""
+        assert entry.slot is not None
+        self._leave_queue(entry, entry.slot, now_s)
+        if self.changes is not None:
+            self.changes.overdue(entry.number)
 
     def _end_prefill(self, entry: _Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s

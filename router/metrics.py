@@ -289,12 +289,12 @@ class StateCollector(Collector):
         ready = GaugeMetricFamily(
             "llm_d_epp_ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
-        ready.add_metric([self._pool], sum(pod.ready for pod in pods.values()))
+        ready.add_metric([self._pool], sum(pod.takes_requests for pod in pods.values()))
         yield ready
         yield GaugeMetricFamily("llm_d_epp_request_running", "Requests in flight.", value=len(self._ledger))
-        yield _per_pod(
-            "pod_ready", "1 if the pod may be given requests.", {a: p.ready for a, p in pods.items()}
-        )
+        takes: dict[str, float] = {address: pod.takes_requests for address, pod in pods.items()}
+        yield _per_pod("pod_ready", "1 if the pod may be given requests.", takes)
+        yield _per_pod("pod_asleep", "1 if its engine sleeps.", {a: p.asleep for a, p in pods.items()})
         yield from self._work(pods)
         yield from self._speeds(pods)
         yield from self._loads(pods)

@@ -225,6 +225,13 @@ class Outcomes:
             self._metrics.ended(SCRAPE, failed=True)
             self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, dispatch=dispatch)
 
+    def idle(self, pod: str, asked_s: float, now_s: float) -> None:
+        """An engine that was asked at `asked_s` has no requests: what was sent before waits no more."""
+        for dispatch in self._ledger.idle(pod, asked_s, now_s):
+            # As by the clock, a guess: the request's speculative entries live on.
+            self._metrics.prefill_ended(SCRAPE, now_s - dispatch.dispatched_s)
+            self._explain.prefill_ended(dispatch, SCRAPE, now_s)
+
     def remembers(self, request_id: str) -> bool:
         """Whether a request of this id is in flight, or was not long ago; with other routers' in flight."""
         if request_id in self._ledger or self._ledger.ended_s(request_id) is not None:

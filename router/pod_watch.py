@@ -279,6 +279,10 @@ class PodWatch:
             )
         elif not judged.ready and (pod.ready or not pod.probed):
             _log.warning("pod %s is not ready: %s", pod.address, judged.why)
+        if judged.asleep and not pod.asleep:
+            _log.warning("pod %s sleeps: it gets no requests while another pod is awake", pod.address)
+        elif pod.asleep and not judged.asleep:
+            _log.info("pod %s is awake", pod.address)
         if result.why_no_load and judged.loadless == LOADLESS_MAX:
             _log.warning(
                 "pod %s tells no load and is priced without: %s; metrics-port and metrics-path of its labels "
@@ -334,6 +338,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             load=result.load or pod.load,
             loadless=pod.loadless + 1 if result.why_no_load else 0,
             sources=result.sources or pod.sources,
+            asleep=pod.asleep if result.asleep is None else result.asleep,
         )
     failures = pod.failures + 1 if result.timed_out else 0
     if result.timed_out and pod.ready and failures < _TIMEOUTS_MAX:

@@ -53,6 +53,7 @@ class Pod:
         load: What its metrics said last; None if they never could be read.
         sources: Where it says that it publishes its events; None until it was asked.
         loadless: Probes in a row that it answered without telling its load.
+        asleep: Whether its engine sleeps: it answers probes, but no request.
     """
 
     address: str
@@ -69,6 +70,12 @@ class Pod:
     unreachable: bool = False
     sources: EventSources | None = None
     loadless: int = 0
+    asleep: bool = False
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be given requests, others being there."""
+        return self.ready and not self.asleep
 
     @property
     def hides_load(self) -> bool:
@@ -156,7 +163,7 @@ def redeclared(pod: Pod, entry: PodEntry) -> Pod:
 
 def _standing(pod: Pod) -> tuple[object, ...]:
     """What decides which requests it may take."""
-    return pod.ready, pod.why, pod.silent, pod.models, pod.entry
+    return pod.ready, pod.why, pod.silent, pod.asleep, pod.models, pod.entry
 
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:

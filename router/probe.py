@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from indexer.reconcile import EngineReading
-from router.engine_page import engine_reading
+from router.engine_page import engine_reading, is_asleep
 from router.event_sources import NOT_TOLD, EventSources, event_sources
 from router.http_get import ConnectTimeoutError, HttpGetError, HttpGetter
 from router.metrics_page import MetricsPage
@@ -36,6 +36,7 @@ class ProbeResult:
         models: None when not asked for, or not told.
         load: None when not told.
         why_no_load: Why it was not told, for a person; empty where it was, and for a pod that is not healthy.
+        asleep: Whether its engines sleep; None when its metrics could not be read.
         reading: What the page tells of the engine's life; None when not told.
         sources: Where it says that it publishes its events; None when not asked for.
     """
@@ -51,6 +52,7 @@ class ProbeResult:
     unreachable: bool = False
     sources: EventSources | None = None
     why_no_load: str = ""
+    asleep: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +112,18 @@ class Prober:
             return ProbeResult(address, False, False, f"/health answered {status}")
         models = await self._page(address, "/v1/models") if asked.models else None
         sources = await self._admin_page(address, asked, "/kv_event_sources") if asked.sources else None
+        asked_s = time.monotonic()
         metrics, problem = await self._metrics(address, asked.metrics or MetricsPage(address))
-        load = engine_load(metrics, time.monotonic()) if metrics is not None else None
+        load = engine_load(metrics, time.monotonic(), asked_s) if metrics is not None else None
         return ProbeResult(
             address,
             True,
             models=served_models(models) if models is not None else None,
             load=load,
-            reading=engine_reading(metrics) if metrics is not None else None,
+            reading=engine_reading(metrics, asked_s) if metrics is not None else None,
             sources=_sources(sources, asked),
             why_no_load=problem if load is None else "",
+            asleep=is_asleep(metrics) if metrics is not None else None,
         )
 
     def forget(self, address: str) -> None:

@@ -8,6 +8,7 @@ nobody else's; and only those of which it is known what the pod had to compute, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -43,17 +44,19 @@ class RateParameters:
         prior_tokens_per_s: Believed of a fleet that has neither told nor been observed.
         window: Observations kept per pod; their median counts, so that outliers do not move it.
         observations_min: Observations from which on a pod's median is believed at all.
+        doubt: In standard errors, how far a pod's median must be from what is believed of any pod to count.
         belief: As many observations the fleet's median (or what the pod itself tells) is worth.
         tokens_min: Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
         bound: Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else
             what others tell, else what is configured.
-        life_s: Older observations are forgotten. A pod that was slow once is sent nothing by which it could
-            show that it is not any more.
+        life_s: Older observations are forgotten, and those since which the fleet has made `window` more for
+            each pod. A pod that was slow once is sent nothing by which it could show that it is not any more.
     """
 
     prior_tokens_per_s: float = 15_000.0
     window: int = 64
-    observations_min: int = 4
+    observations_min: int = 8
+    doubt: float = 2.5
     belief: float = 4.0
     tokens_min: int = 128
     bound: float = 100.0
@@ -63,9 +66,11 @@ class RateParameters:
 class PrefillRates:
     """Per-pod estimates; safe to share between threads.
 
-    A pod's estimate is the geometric mean of its own median, weighted with the number of its observations,
-    and of what the pod tells or, if it does not, of the fleet's median. One pod that is wrong about itself
-    moves neither the fleet's median nor other pods.
+    A pod is as fast as it tells or, if it does not, as the fleet's median, unless its own observations leave
+    no doubt that it is not: else of two equal pods the one that seems slower by chance is asked no more, and
+    cannot show that it is not. Beyond doubt its estimate is the geometric mean of both, its own median being
+    weighted with the number of its observations. One pod that is wrong about itself moves neither the fleet's
+    median nor other pods.
 
     Args:
         board: Where the estimates are kept.
@@ -76,6 +81,7 @@ class PrefillRates:
         self._board = board or PodBoard()
         self._slowdowns = DecodeSlowdowns(SlowdownParameters())
         self._observed: dict[str, deque[_Prefill]] = {}
+        self._observations = 0
         self._medians: dict[str, float] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
@@ -124,7 +130,8 @@ class PrefillRates:
             else:
                 self._slowdowns.observe(pod, Beside(now_s, seconds / tokens, decoding))
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
-            observed.append(_Prefill(now_s, speed * slowdown, speed, decoding))
+            self._observations += 1
+            observed.append(_Prefill(now_s, self._observations, speed * slowdown, speed, decoding))
             if len(observed) >= known.observations_min:
                 self._medians[pod] = self._median(pod)
                 self._tell([pod])
@@ -141,9 +148,10 @@ class PrefillRates:
             self._board.slowed(slowdowns)
             for pod in slowdowns:
                 self._judge_anew(pod)
+            oldest = self._observations - self._parameters.window * len(self._observed)
             for pod, observed in self._observed.items():
                 known = len(observed)
-                while observed and observed[0].ended_s < oldest_s:
+                while observed and (observed[0].ended_s < oldest_s or observed[0].number <= oldest):
                     observed.popleft()
                 if pod not in self._medians or (len(observed) == known and pod not in slowdowns):
                     continue
@@ -179,12 +187,13 @@ class PrefillRates:
     def _judge_anew(self, pod: str) -> None:
         """The pod's speeds beside none, after its slowdown changed."""
         observed, slowdown = self._observed[pod], self._slowdowns.of(pod)
-        for at, (ended_s, _, speed, decoding) in enumerate(observed):
-            observed[at] = _Prefill(ended_s, speed * (1.0 + slowdown * decoding), speed, decoding)
+        for at, (ended_s, number, _, speed, decoding) in enumerate(observed):
+            observed[at] = _Prefill(ended_s, number, speed * (1.0 + slowdown * decoding), speed, decoding)
 
     def _tell(self, pods: Iterable[str]) -> None:
-        # What was believed before, at first what is configured, counts as one pod more.
-        fleet = median([*self._medians.values(), self._before])
+        # What was believed before, at first what is configured, counts as one more where there is but one.
+        known = tuple(self._medians.values())
+        fleet = median(known if len(known) > 1 else (*known, self._before))
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
             # Before the estimates, which lean on it.
@@ -192,27 +201,36 @@ class PrefillRates:
         self._board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
-        observations = len(self._observed[pod])
-        share = observations / (observations + self._parameters.belief)
+        """The pod's speed; 0: nothing is known against what is believed of it."""
+        speeds = sorted(one.alone_tokens_per_s for one in self._observed[pod])
+        observations = len(speeds)
         belief = self._board.told_tokens_per_s(pod) or self._fleet
+        # As many lie below the true median as coins show heads: with these bounds it is between them.
+        below = max(0, int((observations - self._parameters.doubt * math.sqrt(observations)) / 2))
+        if speeds[below] <= belief <= speeds[-1 - below]:
+            return 0.0
+        share = observations / (observations + self._parameters.belief)
         return float(self._medians[pod] ** share * belief ** (1.0 - share))
 
     def _median(self, pod: str) -> float:
         prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound
-        return min(max(median([one[1] for one in self._observed[pod]]), prior / bound), prior * bound)
+        own = median([one.alone_tokens_per_s for one in self._observed[pod]])
+        return min(max(own, prior / bound), prior * bound)
 
 
 class _Prefill(NamedTuple):
     """One prefill.
 
     Attributes:
+        number: Of the fleet's observations, counted from 1.
         alone_tokens_per_s: As fast as it would have been beside nobody.
         tokens_per_s: As fast as it was.
         decoding: Requests that decoded beside it.
     """
 
     ended_s: float
+    number: int
     alone_tokens_per_s: float
     tokens_per_s: float
     decoding: float

@@ -1,7 +1,8 @@
 """Requests whose ends nobody told: the engines' own counts in, the ledger corrected.
 
 An engine's count is compared a moment after it was read: by then the ends that came before it have been told,
-so whatever the ledger still has beyond it is lost news. Time comes in.
+so whatever the ledger still has beyond it is lost news. An engine without any request has no queue: that
+counts at once. Time comes in.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Reconciler:
         told = {}
         for address, pod in pods.items():
             load = self._told.get(address, pod.load)
+            if pod.load is not None and pod.load.requests == 0:
+                self._outcomes.idle(address, pod.load.asked_s, now_s)
             if load is None:
                 continue
             if now_s - load.scraped_s < _NEWS_TRAVEL_S:

@@ -17,6 +17,7 @@ from indexer import PodMatches, TokenError
 from indexer.dispatched import DispatchedPrompt, DispatchKey
 from indexer.keys import Keys, Tokens
 from router.admission import Admission
+from router.cache_use import CACHE_NOT_READ, reads_cache
 from router.candidates import Candidates
 from router.decision import Decision
 from router.dispatch import Dispatch
@@ -166,6 +167,9 @@ class Router:
         self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates, priority: int
     ) -> Prompted:
         keys, degraded = self._keys(request, tokens, candidates)
+        if degraded is None and not reads_cache(request):
+            # Its blocks will be stored all the same, which tells the end of its prefill.
+            degraded = CACHE_NOT_READ
         prompts = tokens.prompts if keys else ()
         base, lora = candidates.base_model, candidates.lora_name
         return Prompted(

@@ -21,6 +21,7 @@ from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import AdapterParameters, adapter_s
 from router.board import PodBoard
+from router.cache_use import usage_tells_all
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, price
 from router.decision import Decision
 from router.dispatch import Dispatch
@@ -50,8 +51,8 @@ class Prompted(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_tokens: Of all prompts; estimated from the body's size when `degraded`.
-        prompts: Token ids of each prompt, in the order of `keys`; empty when degraded.
-        keys: Block keys of each prompt; empty when degraded.
+        prompts: Token ids of each prompt, in the order of `keys`; empty when not known.
+        keys: Block keys of each prompt; empty when not known.
         degraded: Why the cache's view is not used; None when it is.
         partial: Why `prompts` are only the beginnings of the true ones; None when they are whole.
         priority: Of the request.
@@ -145,10 +146,11 @@ class Scheduler:
         adapters_s = self._adapters_s(lineup, pods, now_s)
         extra_s = adapters_s if session_pod is None else self._less_stay(adapters_s, lineup, session_pod)
         prompt_tokens = prompted.prompt_tokens
-        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, matches, extra_s, now_s)
+        used = matches if prompted.degraded is None else ()
+        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, extra_s, now_s)
         routing = None
         if self._ranker is not None:
-            order, routing = self._rank(self._ranker, prompted, lineup, pods, matches, prices, credits, now_s)
+            order, routing = self._rank(self._ranker, prompted, lineup, pods, used, prices, credits, now_s)
         block_tokens, addresses = self._block_tokens, lineup.addresses
         # By place, not by name: that costs half as much.
         decision = Decision(
@@ -167,6 +169,7 @@ class Scheduler:
             request.client_model,
             routing,
             prompted.partial,
+            usage_tells_all(request, len(prompted.prompts)),
         )
         if sessions is not None and session is not None:
             sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
@@ -190,7 +193,7 @@ class Scheduler:
                 request=prompted.request,
                 priority=prompted.priority,
                 prompt_tokens=prompted.prompt_tokens,
-                prompt_blocks=sum(map(len, prompted.keys)),
+                prompt_blocks=sum(map(len, prompted.keys)) if matches else 0,
                 candidates=lineup.candidates.pods,
                 addresses=lineup.addresses,
                 pods=pods,
@@ -304,7 +307,7 @@ class Scheduler:
                 works.uncached_tokens,
                 works.queued_prefill_s,
                 works.own_prefill_s,
-                _confirm_key(coming, works.view, matches, works.pod),
+                _confirm_key(coming, works.view, matches, works.pod, is_read=decision.degraded is None),
                 _lesson(decision, works, loading_s),
                 decision.decided_s,
                 works.decoding,
@@ -386,14 +389,18 @@ def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
     return Lesson.RATE if works.view == _EXACT else Lesson.AT_MOST
 
 
-def _confirm_key(keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str) -> int | None:
+def _confirm_key(
+    keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str, *, is_read: bool
+) -> int | None:
     """The key whose announcement ends the prefill: the last full block's, where the pod will announce it.
 
     Args:
         keys: Of each prompt's blocks that the pod will hold; a tail that fills no block of the engine is
             announced only once decoding has filled it.
+        is_read: Whether the engine reads its cache for the request.
     """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
     table = matches[0].table
-    return keys[0].item(-1) if table.blocks.item(table.rows[pod]) < blocks else None
+    # A pod that does not read its cache announces all blocks again.
+    return keys[0].item(-1) if not is_read or table.blocks.item(table.rows[pod]) < blocks else None

@@ -6,8 +6,9 @@ never reads the rest of the page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.metric_lines import MetricLines, UnusableError, parse_labels, parse_number, parse_whole
 
@@ -46,6 +47,7 @@ class EngineLoad:
         kv_usage: Share of the KV cache that running requests hold, 0..1; None as above.
         kv_capacity_tokens: Size of the KV cache; None if not told.
         scraped_s: When it was read, on the router's monotonic clock.
+        asked_s: When it was asked for; -infinity: not known.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
         ordered_step_tokens: Tokens of one step of an engine that announces the "aged" prefill order, see
             `queue_order`; 0: it does not, or does not say how many.
@@ -60,6 +62,7 @@ class EngineLoad:
     prefill_tokens_per_s: float | None = None
     ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
+    asked_s: float = -math.inf
 
     @property
     def requests(self) -> int | None:
@@ -157,7 +160,7 @@ _ENGINES = (
 )
 
 
-def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
+def engine_load(page: bytes, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
     """Reads a metrics page; several engines on one page (data parallel ranks) are added up.
 
     A series that is there twice counts once, the last time. A figure with a senseless value is not told; the
@@ -170,7 +173,7 @@ def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
     try:
         for engine in _ENGINES:
             if lines.values(engine.kv_usage.name):
-                load = _load(lines, engine, now_s)
+                load = replace(_load(lines, engine, now_s), asked_s=asked_s)
                 return load if load.untold != _FIGURES else None
     except UnusableError:
         pass

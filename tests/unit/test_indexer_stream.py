@@ -291,6 +291,18 @@ def test_a_cache_that_was_dropped_silently_is_empty_and_stale() -> None:
     assert loop.replays == [0]
 
 
+def test_an_engine_that_has_said_that_its_cache_is_empty_is_not_waited_for_again() -> None:
+    """It says so once: a view that holds nothing since stays EXACT, one that was stored to is emptied."""
+    loop = followed()
+    loop.machine.emptied(loop.current, holds_nothing=True)
+    loop.perform(loop.machine.emptied_silently("asleep"))
+    assert (loop.clears, told(loop)) == ([], (EXACT, ""))
+    loop.publish()
+    loop.settle()
+    loop.perform(loop.machine.emptied_silently("asleep"))
+    assert (loop.clears, told(loop)) == (["asleep"], (STALE, "asleep"))
+
+
 def test_a_life_may_begin_with_another_number() -> None:
     """Where the first batch is number 1, nothing lacks in front of it; number 0 is taken as well."""
     for first in (0, 1):

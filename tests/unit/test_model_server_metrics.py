@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,6 +51,19 @@ def test_engine_counters_have_vllms_names() -> None:
     }
     assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
     assert registry.get_sample_value("vllm:cache_config_info", {"block_size": "16", "engine": "0"}) == 1
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_sleeping_engine_says_so_under_vllms_name(asleep: bool) -> None:
+    """A router reads there that requests would wait; sleep drops the cache, as vLLM's level 1 does."""
+    registry = CollectorRegistry()
+    stats = replace(STATS, asleep=asleep)
+    registry.register(EngineCollector("m", lambda: stats, None, {"block_size": "16"}))
+    told = {
+        state: registry.get_sample_value("vllm:engine_sleep_state", LABELS | {"sleep_state": state})
+        for state in ("awake", "weights_offloaded", "discard_all")
+    }
+    assert told == {"awake": not asleep, "weights_offloaded": asleep, "discard_all": 0}
 
 
 def test_a_choice_is_timed_from_its_arrival() -> None:

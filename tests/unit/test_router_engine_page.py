@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.reconcile import EngineReading
-from router.engine_page import engine_reading
+from router.engine_page import engine_reading, is_asleep
 
 PAGE = b"""process_start_time_seconds 1.7e+09
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
@@ -29,10 +29,28 @@ def test_vllms_page_is_read() -> None:
 
 
 def test_a_sleeping_engine_is_known() -> None:
-    """It is not awake, whatever it has dropped."""
-    reading = engine_reading(PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0'))
+    """It is not awake, and its weights or all of its memory are gone."""
+    asleep = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
+    reading = engine_reading(asleep.replace(b'discard_all"} 0.0', b'discard_all"} 1.0'))
     assert reading is not None
     assert reading.asleep
+
+
+def test_a_paused_engine_sleeps_with_its_cache() -> None:
+    """vLLM at sleep level 0 is not awake, and has dropped nothing: its view stays, requests would wait."""
+    paused = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
+    paused += b'vllm:engine_sleep_state{engine="0",sleep_state="weights_offloaded"} 0.0\n'
+    asleep = paused.replace(b'offloaded"} 0.0', b'offloaded"} 1.0')
+    readings = [engine_reading(page) for page in (paused, asleep)]
+    assert [reading and reading.asleep for reading in readings] == [False, True]
+    assert [is_asleep(page) for page in (paused, asleep, PAGE, b"")] == [True, True, False, False]
+
+
+def test_engines_behind_one_port_sleep_when_all_do() -> None:
+    """One that is awake takes requests."""
+    other = b'vllm:engine_sleep_state{engine="1",sleep_state="awake"} '
+    asleep = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
+    assert [is_asleep(asleep + other + state) for state in (b"0.0\n", b"1.0\n")] == [True, False]
 
 
 def test_several_engines_on_a_page_tell_nothing_of_one_view() -> None:

@@ -55,7 +55,7 @@ def test_a_failure_ends_the_speculation_too() -> None:
 def test_an_idle_pods_prefills_teach_its_rate() -> None:
     """Requests that found nobody queued move the estimate, those that queued do not."""
     bench = Bench().with_pods(A)
-    for number in range(6):
+    for number in range(10):
         text = long_text(400, number)
         decision = bench.router.route(completion(f"r{number}", text), 10.0 * number)
         queued = bench.router.route(completion(f"q{number}", long_text(400, 100 + number)), 10.0 * number)
@@ -64,8 +64,8 @@ def test_an_idle_pods_prefills_teach_its_rate() -> None:
         for done in (decision, queued):
             bench.outcomes.ended(done.request_id, REPORT, 10.0 * number + 9.5)
     own, prior = 2 * decision.prompt_tokens, RateParameters().prior_tokens_per_s
-    # Six observations weigh against four of the fleet's median, which is of this pod and the prior.
-    expected = own**0.6 * ((own + prior) / 2) ** 0.4
+    # Ten observations weigh against four of the fleet's median, which is of this pod and the prior.
+    expected = own ** (10 / 14) * ((own + prior) / 2) ** (4 / 14)
     assert bench.rates.tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
 
 
@@ -92,7 +92,7 @@ def test_a_pod_without_events_is_learnt_after_the_clocks_guess() -> None:
     bench = Bench().with_pods(A)
     bench.index.state = StreamState.STALE
     believed = bench.rates.tokens_per_s(A.address)
-    for number in range(6):
+    for number in range(10):
         request_id, now_s = f"r{number}", 100.0 * number
         decision = bench.router.route(completion(request_id, long_text(400, number)), now_s)
         took_s = 4 * decision.primary.own_prefill_s + 1.0

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
-from router.candidates import candidates_for
+from router.candidates import ASLEEP, candidates_for
 from router.errors import NoEndpointError, RequestError
 from router.event_sources import NOT_TOLD, EventSources
 from router.pod_watch import judge, next_probe_s, pod_stream
@@ -73,6 +73,34 @@ def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
     for pods in (pod_set(unknown), pod_set(unhealthy), ending):
         with pytest.raises(NoEndpointError):
             _candidates(pods)
+
+
+def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
+    """A request would wait there until somebody wakes it; one that is awake and serves the model answers."""
+    pods = pod_set(ONE, TWO)
+    for pod in (ONE, TWO):
+        pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
+    generation = pods.generation
+    assert _candidates(pods) == [TWO.address]
+    assert candidates_for(completion("r", "hi"), pods.snapshot()).excluded == {ONE.address: ASLEEP}
+    assert [pod.takes_requests for pod in pods.snapshot().values()] == [False, True]
+    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True)))
+    assert _candidates(pods) == [TWO.address], "a page that could not be read wakes nobody"
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True, asleep=True)))
+    assert _candidates(pods) == [ONE.address, TWO.address]
+    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True, asleep=False)))
+    assert _candidates(pods) == [ONE.address]
+    assert pods.generation == generation + 2
+
+
+def test_a_pod_that_sleeps_elsewhere_does_not_count() -> None:
+    """Where all that serve the model, or all that the gateway allows, sleep, one of them is asked."""
+    other = ready_pod("10.0.0.3:8000", model="other")
+    pods = pod_set(replace(ONE, asleep=True), TWO, other)
+    only = msgspec.structs.replace(completion("r", "hi"), candidates=frozenset({ONE.address}))
+    assert [pod.address for pod in candidates_for(only, pods.snapshot()).pods] == [ONE.address]
+    pods.put(replace(TWO, asleep=True))
+    assert _candidates(pods) == [ONE.address, TWO.address]
 
 
 def test_without_a_ready_pod_the_answer_is_503_with_the_protocols_reason() -> None:

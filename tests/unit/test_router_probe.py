@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
@@ -310,6 +311,26 @@ def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> N
     paths = [head.split(b" ")[1] for head in pod.heads]
     assert paths == [b"/health", b"/v1/models", b"/metrics", b"/health", b"/kv_event_sources", b"/metrics"]
     assert not any(b"uthorization" in head for head in pod.heads)
+
+
+def test_a_sleeping_engine_is_told_with_the_time_of_the_question() -> None:
+    """Whoever compares the page with newer events, or with what was sent, knows from when on it is old."""
+    asleep = PAGE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+
+    async def answer(path: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == b"/metrics":
+            writer.write(OK % (len(asleep), asleep))
+        else:
+            await well(path, writer)
+
+    asked_s = time.monotonic()
+    result, _ = probed(answer)
+    assert (result.healthy, result.asleep, probed(well)[0].asleep) == (True, True, False)
+    assert result.reading is not None
+    assert result.load is not None
+    assert result.reading.asleep
+    assert result.reading.asked_s == result.load.asked_s
+    assert asked_s <= result.load.asked_s <= result.load.scraped_s
 
 
 def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:

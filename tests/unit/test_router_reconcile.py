@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from router.outcomes import RESPONSE
 from router.pods import Pod
 from router.reconcile import Reconciler
 from router.scrape import EngineLoad
-from tests.unit.router_support import Bench, completion, ready_pod
+from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")
 
@@ -62,3 +63,37 @@ def test_half_a_count_is_not_judged() -> None:
     reconciler.look(told(None, 10.0), 10.1)
     reconciler.look(told(None, 10.0), 11.2)
     assert len(bench.ledger) == 1
+
+
+def test_an_engine_without_requests_has_no_queue() -> None:
+    """A request that could have its first token when the page was asked for waits no more; it may go on."""
+    bench, reconciler = in_flight(1)
+    load = told(0, 0.6)[A.address].load
+    assert load is not None
+    for asked_s, awaiting in ((0.2, 1), (0.6, 0)):
+        reconciler.look({A.address: replace(A, load=replace(load, asked_s=asked_s))}, 0.7)
+        assert bench.ledger.work(A.address).awaiting == awaiting
+    assert bench.ledger.work(A.address).decoding == 1
+    assert bench.sample("kvroute_router_prefill_end_seconds_count", source="scrape") == 1
+    assert bench.index.settled == []
+    bench.outcomes.ended("r0", RESPONSE, 0.8)
+    assert len(bench.ledger) == 0
+
+
+def test_a_page_says_nothing_of_what_could_not_be_on_it() -> None:
+    """A long prefill's first step is not over, and a busy engine, or half a page, ends nobody's wait."""
+    bench = Bench().with_pods(A)
+    decision = bench.router.route(completion("long", long_text(4000)), 0.0)
+    expected_s = decision.primary.own_prefill_s
+    reconciler, load = Reconciler(bench.outcomes), told(0, 0.0)[A.address].load
+    assert load is not None
+    for page in (
+        replace(load, asked_s=2 * expected_s + 0.4),
+        replace(load, running=1, asked_s=100.0),
+        replace(load, running=None, asked_s=100.0),
+        load,
+    ):
+        reconciler.look({A.address: replace(A, load=page)}, 0.1)
+        assert bench.ledger.work(A.address).awaiting == 1
+    reconciler.look({A.address: replace(A, load=replace(load, asked_s=2 * expected_s + 0.6))}, 0.1)
+    assert bench.ledger.work(A.address).awaiting == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -200,6 +201,41 @@ def test_a_cache_that_was_dropped_silently_is_empty_until_the_engine_says_so(wat
         watched.settled(0, STALE)
         engine.publish(["AllBlocksCleared"], block(1))
         watched.settled(1)
+
+
+@pytest.mark.parametrize("before", [[block(2)], []], ids=["in one batch with a store", "alone"])
+def test_an_engine_that_said_asleep_that_its_cache_is_empty_stays_exact(
+    watched: Watched, before: list[object]
+) -> None:
+    """vLLM does so when a request is aborted meanwhile, and not again when it wakes up."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(block(1))
+        watched.settled(1)
+        engine.publish(*before, ["AllBlocksCleared"])
+        watched.settled(0)
+        reading = EngineReading(asleep=True, asked_s=time.monotonic())
+        assert watched.indexer.observe(POD, reading) is Finding.ASLEEP
+        engine.publish(block(1))
+        watched.settled(1)
+        assert watched.metric("kvroute_indexer_pod_clears_total", reason="asleep") == 0
+
+
+def test_a_page_that_is_older_than_what_the_engine_published_changes_nothing(watched: Watched) -> None:
+    """An engine that woke up while its page was on the way has told what it holds since."""
+    with EnginePublisher() as engine:
+        watched.follow(stream(engine))
+        engine.publish(block(1))
+        watched.settled(1)
+        asked_s = time.monotonic()
+        engine.publish(["AllBlocksCleared"], block(1), block(2))
+        watched.settled(2)
+        assert watched.indexer.observe(POD, EngineReading(asleep=True, asked_s=asked_s)) is Finding.ASLEEP
+        engine.publish(block(3))
+        watched.settled(3)
+        reading = EngineReading(asleep=True, asked_s=time.monotonic())
+        assert watched.indexer.observe(POD, reading) is Finding.ASLEEP
+        watched.settled(0, STALE)
 
 
 def test_what_an_engine_tells_of_itself_is_held_against_its_view(watched: Watched) -> None:
