@@ -113,15 +113,6 @@ def _router_service() -> dict[str, Any]:
         "retry_policy": {
             "retry_on": "connect-failure,refused-stream,reset,unavailable",
             **_tries(),
-            "host_selection_retry_max_attempts": 3,
-            "retry_host_predicate": [
-                {
-                    "name": "envoy.retry_host_predicates.previous_hosts",
-                    "typed_config": {
-                        "@type": f"{_API}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-                    },
-                }
-            ],
         },
     }
 
@@ -132,6 +123,15 @@ def _tries() -> dict[str, Any]:
         "num_retries": 2,
         # Envoy takes the longest interval for each try's timeout, too.
         "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
+        "host_selection_retry_max_attempts": 3,
+        "retry_host_predicate": [
+            {
+                "name": "envoy.retry_host_predicates.previous_hosts",
+                "typed_config": {
+                    "@type": f"{_API}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                },
+            }
+        ],
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from router.local.envoy_config import Door, EnvoySettings, bootstrap
+from router.local.envoy_routes import INFERENCE_PATHS
 
 # A port that is bound in every pod, and addresses that the chart replaces.
 GATEWAY = ("0.0.0.0", 8080)
@@ -30,12 +31,13 @@ def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: boo
 
 
 def envoy_parts() -> dict[str, Any]:
-    """The gateway's listener without a door, its routes if it fails open, the doors, the clusters."""
+    """Inference paths, the gateway's listener without a door, routes if it fails open, doors, clusters."""
     closed, opened = local_bootstrap("check"), local_bootstrap("check", fail_open=True)
     (listener,) = closed["static_resources"]["listeners"]
     manager(listener)["http_filters"] = manager(listener)["http_filters"][1:]
     (opened_listener,) = opened["static_resources"]["listeners"]
     return {
+        "paths": [{"method": method, "path": path} for method, path in INFERENCE_PATHS],
         "listener": listener,
         "fail_open_routes": manager(opened_listener)["route_config"]["virtual_hosts"][0]["routes"],
         "doors": {

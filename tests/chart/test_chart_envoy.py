@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from router.local.envoy_routes import INFERENCE_PATHS
 from router.local.stack import envoy_command
 from tests.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
-from tests.chart.helm import CHART, clusters, envoy_bootstrap, gateway_manager
+from tests.chart.helm import CHART, EVERYTHING, clusters, envoy_bootstrap, gateway_manager, manifests, one
 
 PARTS = CHART / "files" / "envoy.json"
 SETTINGS: list[dict[str, Any]] = [
@@ -23,6 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"door": "ext_proc", "responses": "skip"},
     {"door": "ext_proc", "responses": "full"},
 ]
+EXTRA = {"extra": [{"method": "POST", "path": "/detokenize"}]}
 
 
 def test_its_parts_are_the_local_stacks() -> None:
@@ -34,15 +36,16 @@ def test_its_parts_are_the_local_stacks() -> None:
 
 @pytest.mark.parametrize("envoy", SETTINGS, ids=str)
 def test_envoy_accepts_the_configuration(tmp_path: Path, envoy: dict[str, Any]) -> None:
-    """The real Envoy validates the bootstrap with each door and mode."""
+    """The real Envoy validates the bootstrap with each door and mode, and finds nothing deprecated."""
     path = tmp_path / "envoy.json"
-    path.write_text(json.dumps(envoy_bootstrap({"envoy": envoy})))
+    path.write_text(json.dumps(envoy_bootstrap({"envoy": envoy, "paths": EXTRA})))
     done = subprocess.run(
         [envoy_command(), "--mode", "validate", "--disable-hot-restart", "-c", path],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr.lower()
 
 
 @pytest.mark.parametrize("envoy", SETTINGS, ids=str)
@@ -72,6 +75,29 @@ def test_clusters_differ_in_addresses_and_probes_alone(envoy: dict[str, Any]) ->
         assert {key: rendered[name][key] for key in kept} == {key: local[name][key] for key in kept}
         options = rendered[name].get("typed_extension_protocol_options", {})
         assert options.keys() == local[name].get("typed_extension_protocol_options", {}).keys()
+
+
+@pytest.mark.parametrize("fail_open", [False, True])
+def test_values_add_paths(fail_open: bool) -> None:
+    """A further path is routed as the others are: by its method and exactly, before all else gets a 404."""
+    values = {"envoy": {"failOpen": fail_open}, "paths": EXTRA}
+    (host,) = gateway_manager(envoy_bootstrap(values))["route_config"]["virtual_hosts"]
+    found = [route for route in host["routes"] if route["match"].get("path") == "/detokenize"]
+    of_chats = [route for route in host["routes"] if route["match"].get("path") == "/v1/chat/completions"]
+    assert [{**route["match"], "path": ""} for route in found] == [
+        {**route["match"], "path": ""} for route in of_chats
+    ]
+    assert [route["route"] for route in found] == [route["route"] for route in of_chats]
+    assert host["routes"][-1]["direct_response"]["status"] == 404
+
+
+def test_a_gateways_route_has_the_same_paths() -> None:
+    """In gateway mode the HTTPRoute matches each path exactly, with its method."""
+    objects = manifests({**EVERYTHING, "paths": EXTRA})
+    (rule,) = one(objects, "HTTPRoute", "")["spec"]["rules"]
+    assert {match["path"]["type"] for match in rule["matches"]} == {"Exact"}
+    found = {(match["method"], match["path"]["value"]) for match in rule["matches"]}
+    assert found == {*INFERENCE_PATHS, ("POST", "/detokenize")}
 
 
 def test_the_limit_of_bodies_is_the_routers() -> None:

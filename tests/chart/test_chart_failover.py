@@ -168,7 +168,7 @@ def _place(
         listener["address"] = _address(port)
     by_name = clusters(bootstrap)
     _endpoints(by_name["admin"], [{"address": _address(admin)}])
-    for name, port, health in (("router", "grpc", "grpc-health"), ("router_check", "check", "metrics")):
+    for name, port, health in (("router", "grpc", "grpc"), ("router_check", "check", "metrics")):
         if name in by_name:
             placed = [
                 {"address": _address(ports[port]), "health_check_config": {"port_value": ports[health]}}

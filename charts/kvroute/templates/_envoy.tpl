@@ -8,13 +8,24 @@
 {{- $door := ternary (printf "ext_proc_%s" .Values.envoy.responses) .Values.envoy.door (eq .Values.envoy.door "ext_proc") -}}
 {{- $filter := mergeOverwrite (index $parts.doors $door) (include "kvroute.envoy.doorPatch" . | fromYaml) -}}
 {{- $_ := set $manager "http_filters" (prepend $manager.http_filters $filter) -}}
-{{- if .Values.envoy.failOpen -}}
-{{- $_ := set (index $manager.route_config.virtual_hosts 0) "routes" $parts.fail_open_routes -}}
+{{- $host := index $manager.route_config.virtual_hosts 0 -}}
+{{- $routes := ternary $parts.fail_open_routes $host.routes .Values.envoy.failOpen -}}
+{{- range $extra := .Values.paths.extra -}}
+{{- /* As the first inference path's: one route, or two if Envoy fails open. */ -}}
+{{- range $route := ternary (list (index $routes 0) (index $routes 1)) (list (index $routes 0)) $.Values.envoy.failOpen -}}
+{{- $copy := deepCopy $route -}}
+{{- $_ := set $copy.match "path" $extra.path -}}
+{{- $_ := set (index $copy.match.headers 0) "string_match" (dict "exact" $extra.method) -}}
+{{- $routes = prepend $routes $copy -}}
 {{- end -}}
+{{- end -}}
+{{- $_ := set $host "routes" $routes -}}
 {{- $patches := include "kvroute.envoy.clusterPatches" . | fromYaml -}}
 {{- $clusters := list ($patches.admin) -}}
 {{- range $name := concat (list "picked_pod" "router") (ternary (list "router_check") list (eq $door "check")) (ternary (list "round_robin") list .Values.envoy.failOpen) -}}
-{{- $clusters = append $clusters (mergeOverwrite (index $parts.clusters $name) (index $patches $name)) -}}
+{{- $cluster := mergeOverwrite (index $parts.clusters $name) (index $patches $name) -}}
+{{- if hasKey $cluster "cluster_type" -}}{{- $cluster = omit $cluster "type" -}}{{- end -}}
+{{- $clusters = append $clusters $cluster -}}
 {{- end -}}
 {{- $patched := include "kvroute.envoy.bootstrapPatch" . | fromYaml -}}
 {{- $_ := set $patched.static_resources "listeners" (prepend $patched.static_resources.listeners $listener) -}}
@@ -68,15 +79,7 @@ typed_config:
   {{- end }}
   {{ ternary "http_service" "grpc_service" (eq .Values.envoy.door "check") }}:
     retry_policy:
-      {{- if ne .Values.envoy.door "check" }}
-      retry_on: connect-failure,refused-stream,reset,unavailable
-      retry_back_off: {base_interval: 0.025s, max_interval: 0.25s}
-      {{- end }}
       num_retries: 5
-      retry_host_predicate:
-        - name: envoy.retry_host_predicates.previous_hosts
-          typed_config:
-            "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
       # A dead router has the fewest requests, so it is drawn again and again.
       host_selection_retry_max_attempts: 20
       retry_priority:
@@ -89,20 +92,17 @@ typed_config:
 {{- define "kvroute.envoy.clusterPatches" -}}
 picked_pod: {}
 router:
-  {{- include "kvroute.envoy.routerPatch" (list . "router" 9002 9003) | nindent 2 }}
-  health_checks:
-    - {{ include "kvroute.envoy.probe" . | nindent 6 | trim }}
-      grpc_health_check: {service_name: readiness}
-  typed_extension_protocol_options:
-    envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
-      explicit_http_config:
-        http2_protocol_options:
-          # A router whose node is gone closes no connection.
-          connection_keepalive: {interval: 2s, timeout: 2s}
+  {{- include "kvroute.envoy.routerPatch" (list . "router" 9002 9002) | nindent 2 }}
 router_check:
   {{- include "kvroute.envoy.routerPatch" (list . "router_check" 9004 9090) | nindent 2 }}
+  common_lb_config: {healthy_panic_threshold: {value: 0}}
   health_checks:
-    - {{ include "kvroute.envoy.probe" . | nindent 6 | trim }}
+    - timeout: 2s
+      interval: 1s
+      # Without traffic, too: the first request must find its way.
+      no_traffic_interval: 1s
+      unhealthy_threshold: 2
+      healthy_threshold: 1
       http_health_check: {path: /ready, host: router}
   # A router whose node is gone closes no connection, and HTTP/1.1 has no pings: the kernel gives it up, idle or not.
   upstream_connection_options:
@@ -111,7 +111,6 @@ router_check:
     socket_options:
       - {description: TCP_USER_TIMEOUT, level: 6, name: 18, int_value: 4000, state: STATE_PREBIND}
 round_robin:
-  type: STRICT_DNS
   {{- include "kvroute.envoy.dns" . | nindent 2 }}
   load_assignment:
     cluster_name: round_robin
@@ -134,7 +133,6 @@ admin:
 {{/* Every router, and behind them their Service. Takes (list root cluster port health-port). */}}
 {{- define "kvroute.envoy.routerPatch" -}}
 {{- $root := index . 0 }}{{ $cluster := index . 1 }}{{ $port := index . 2 }}{{ $health := index . 3 -}}
-type: STRICT_DNS
 lb_policy: LEAST_REQUEST
 {{ include "kvroute.envoy.dns" $root }}
 load_assignment:
@@ -154,23 +152,19 @@ circuit_breakers:
     - {priority: DEFAULT, max_connections: 1000000000, max_pending_requests: 1000000000, max_requests: 1000000000, max_retries: 1000000000}
 {{- end -}}
 
-{{- define "kvroute.envoy.probe" -}}
-timeout: 2s
-interval: 1s
-# Without traffic, too: the first request must find its way.
-no_traffic_interval: 1s
-unhealthy_threshold: 2
-healthy_threshold: 1
-{{- end -}}
-
+{{/* Names are looked up again and again, each address an endpoint. */}}
 {{- define "kvroute.envoy.dns" -}}
-dns_lookup_family: V4_PREFERRED
-dns_refresh_rate: 2s
-dns_failure_refresh_rate: {base_interval: 1s, max_interval: 2s}
-typed_dns_resolver_config:
-  name: envoy.network.dns_resolver.cares
+cluster_type:
+  name: envoy.cluster.dns
   typed_config:
-    "@type": type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig
-    # The names are whole.
-    dns_resolver_options: {no_default_search_domain: true}
+    "@type": type.googleapis.com/envoy.extensions.clusters.dns.v3.DnsCluster
+    dns_lookup_family: V4_PREFERRED
+    dns_refresh_rate: 2s
+    dns_failure_refresh_rate: {base_interval: 1s, max_interval: 2s}
+    typed_dns_resolver_config:
+      name: envoy.network.dns_resolver.cares
+      typed_config:
+        "@type": type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig
+        # The names are whole.
+        dns_resolver_options: {no_default_search_domain: true}
 {{- end -}}
