@@ -1,4 +1,4 @@
-"""Request headers that only gateways and the router may set; a client's are removed before an engine sees them."""
+"""Request headers that only gateways and the router may set; a client's do not reach an engine."""
 
 from __future__ import annotations
 
