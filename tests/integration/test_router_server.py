@@ -51,9 +51,12 @@ def test_the_start_tells_that_a_pool_fails_closed(
     tmp_path: Path, labels: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where pods have a role, the log says at start that unreadable bodies are refused, and by what sign."""
-    with fake_pods(1) as (pod,), caplog.at_level(logging.INFO, logger="router.server"):
-        with running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)):
-            wait_until(lambda: "ready" in caplog.messages, "readiness")
+    with (
+        caplog.at_level(logging.INFO, logger="router.server"),
+        fake_pods(1) as (pod,),
+        running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)),
+    ):
+        wait_until(lambda: "ready" in caplog.messages, "readiness")
     logged = [line for line in caplog.messages if "engines have a KV connector" in line]
     assert len(logged) == len(labels)
     assert all("sign=label llm-d.ai/role of pod" in line and "must not fail open" in line for line in logged)
