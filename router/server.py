@@ -254,8 +254,6 @@ class RouterServer:
             engines = self.index.roster.engines.values()
             self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
-            self.health.set_ready(True)
-            _log.info("ready")
             sign = connector_sign(self._config, self.pods.snapshot())
             if sign is not None and self._config.forbidden_fields:
                 _log.warning(
@@ -263,6 +261,8 @@ class RouterServer:
                     "sign=%s; the gateway must not fail open (failure_mode_allow: false)",
                     sign,
                 )
+            self.health.set_ready(True)
+            _log.info("ready")
 
     def _synced(self, now_s: float) -> bool:
         """Whether it is known which pods there are, each was asked, and its view built; or had their time."""

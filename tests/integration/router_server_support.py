@@ -117,12 +117,14 @@ def fake_pods(count: int, host: str = HERE) -> Iterator[list[FakePod]]:
             pod.stop()
 
 
-def write_pods(path: Path, addresses: Sequence[str]) -> Path:
-    """Writes a pods file."""
+def write_pods(path: Path, addresses: Sequence[str], **labels: str) -> Path:
+    """Writes a pods file, each pod with these labels."""
     endpoints = []
     for number, address in enumerate(addresses):
         host, _, port = address.rpartition(":")
-        endpoints.append({"name": f"pod-{number}", "address": host.strip("[]"), "port": port})
+        endpoints.append(
+            {"name": f"pod-{number}", "address": host.strip("[]"), "port": port, "labels": labels}
+        )
     path.write_text(json.dumps({"endpoints": endpoints}), encoding="utf-8")
     return path
 

@@ -53,6 +53,24 @@ def test_a_client_cannot_choose_its_pod(served: Gateway) -> None:
     assert "x-llm-d-inference-objective" not in seen
 
 
+@pytest.mark.parametrize("padding", [0, 200_000])
+def test_a_client_cannot_send_kv_transfer_parameters(served: Gateway, padding: int) -> None:
+    """Through a real Envoy a pod gets the body without them, or the client 400, and never they themselves."""
+    told = {**BODY, "prompt": "hello " + "a" * padding, "stream": False}
+    hostile = {**told, "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": []}}
+    response = served.post(hostile, x_data_parallel_rank="7", x_prefiller_host_port="10.0.0.9:1")
+    bodies = [json.loads(body) for pod in served.pods for body in pod.bodies]
+    if response.status == 400:
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == ("kv_transfer_params", "BadRequestError")
+        assert bodies == []
+        response = served.post(told, x_data_parallel_rank="7", x_prefiller_host_port="10.0.0.9:1")
+        bodies = [json.loads(body) for pod in served.pods for body in pod.bodies]
+    assert (response.status, bodies) == (200, [told])
+    (seen,) = [headers for pod in served.pods for headers in pod.seen]
+    assert not {"x-data-parallel-rank", "x-prefiller-host-port"}.intersection(seen)
+
+
 def test_large_bodies_arrive_whole_and_larger_ones_are_refused(served: Gateway) -> None:
     """A body of many chunks reaches the pod as it was; one above the limit gets a 413 in OpenAI's form."""
     large = json.dumps({**BODY, "prompt": "a" * 1_500_000}).encode()

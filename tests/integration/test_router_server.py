@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import queue
 import threading
 import warnings
@@ -43,6 +44,22 @@ def health(port: int, service: str) -> int:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=300).status)
+
+
+@pytest.mark.parametrize("labels", [{}, {"llm-d.ai/role": "decode"}])
+def test_the_start_tells_that_a_pool_fails_closed(
+    tmp_path: Path, labels: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where pods have a role, the log says at start that unreadable bodies are refused, and by what sign."""
+    with (
+        caplog.at_level(logging.INFO, logger="router.server"),
+        fake_pods(1) as (pod,),
+        running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)),
+    ):
+        wait_until(lambda: "ready" in caplog.messages, "readiness")
+    logged = [line for line in caplog.messages if "engines have a KV connector" in line]
+    assert len(logged) == len(labels)
+    assert all("sign=label llm-d.ai/role of pod" in line and "must not fail open" in line for line in logged)
 
 
 def test_a_dead_pod_leaves_and_a_returned_one_comes_back(tmp_path: Path) -> None:

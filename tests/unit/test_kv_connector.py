@@ -1,0 +1,43 @@
+"""What says that a pool's engines have a KV connector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import yaml
+
+from router.config import parse_flags
+from router.kv_connector import connector_sign
+from router.pods import PodSet
+from tests.unit.router_support import entry
+
+PODS = ["--pods-file", "/pods.yaml"]
+DISAGGREGATES = yaml.safe_dump(
+    {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [{"type": "disagg-profile-handler"}, {"type": "queue-scorer"}],
+    }
+)
+WITH_ROLE = {"llm-d.ai/role": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "labels", "sign"),
+    [
+        ([], {}, None),
+        ([], WITH_ROLE, "label llm-d.ai/role of pod pod-8000"),
+        (["--config-text", DISAGGREGATES], {}, "plugin disagg-profile-handler"),
+        (["--kv-connector=true"], {}, "--kv-connector=true"),
+        (["--kv-connector=false", "--config-text", DISAGGREGATES], WITH_ROLE, None),
+    ],
+)
+def test_a_connector_is_known_by_its_sign(
+    flags: Sequence[str], labels: dict[str, str], sign: str | None
+) -> None:
+    """The flag decides; without it a plugin that disaggregates or a pod's role does."""
+    pods = PodSet()
+    pods.declare([entry("10.0.0.1:8000", **labels)])
+    config, _ = parse_flags([*PODS, *flags])
+    assert connector_sign(config, pods.snapshot()) == sign
