@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from indexer.apply import Applied, PodView
+from indexer.applied import Applied
+from indexer.apply import PodView
 from indexer.decode import UNKNOWN_EVENT, decode_batch
 from indexer.errors import PayloadError
 

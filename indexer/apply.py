@@ -6,63 +6,30 @@ Knows neither sockets nor sequences: events must come in order and belong to one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from indexer.applied import Applied, StoredRun
 from indexer.cache_groups import UNUSABLE, CacheGroups
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, EventBatch, KVEvent
 from indexer.hybrid import PodGroups
-from indexer.keys import BlockHasher, Keys
+from indexer.keys import BlockHasher
 from indexer.orphans import CopyChange, Orphans
 from indexer.part_runs import PartRuns
 from indexer.pod_cache import Dropped, PodCache
-from indexer.reannounce import Ahead, Reannouncements
+from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
 from indexer.runs import BlockRuns, Runs
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewFacts, ViewPart
 
-
-class StoredRun(msgspec.Struct, frozen=True):
-    """A run of new blocks.
-
-    Attributes:
-        parent: Key of the block before it, or the prompt's root.
-        keys: Its blocks.
-        tokens: uint32: the token ids of its first index block, at least; valid until the next batch
-            of any pod is applied.
-    """
-
-    parent: int
-    keys: Keys
-    tokens: NDArray[np.uint32]
-
-
-@dataclass(slots=True)
-class Applied:
-    """What applying one batch did.
-
-    Attributes:
-        stored: Keys of the blocks that were announced with their tokens, run by run, parents first.
-        runs: The same, each with its parent and its tokens; kept only if somebody asked for them.
-        removals: Hashes removed whose "last" copy of a tier went, and those of which another "copy" stays.
-        skipped: Events or hashes that could not be used, by (event type, reason).
-        cleared: Whether the engine told that its cache is empty.
-        stored_before_clear: Runs in `stored` that it announced before it said so the last time.
-    """
-
-    stored: list[Keys] = field(default_factory=list)
-    runs: list[StoredRun] | None = None
-    removals: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    cleared: bool = False
-    stored_before_clear: int = 0
+# An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
+AMBIGUOUS_COPIES = "ambiguous_copies"
+# Blocks with copies of which that is not known: some megabytes of memory.
+_UNCERTAIN_MAX = 20_000
 
 
 class PlainRuns(msgspec.Struct, frozen=True):
@@ -115,6 +82,7 @@ class PodView:
         self._caches: dict[int, PodCache] = {}
         self._zero_is_a_hash = False
         self._reannouncements = Reannouncements()
+        self._uncertain = UncertainCopies(_UNCERTAIN_MAX)
         # Copies of this batch in groups whose lead group was not seen.
         self._leaderless = 0
 
@@ -158,7 +126,7 @@ class PodView:
     @property
     def plain(self) -> PlainRuns | None:
         """What a run must be to need nothing of what is known here; None while no run is plain."""
-        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None:
+        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None or self._uncertain:
             return None
         return PlainRuns(self._run_tokens, self._groups.lead, self._orphans.awaited)
 
@@ -183,7 +151,14 @@ class PodView:
         """Why a list of its parts would not be all that it is; None if it would."""
         if len(self._orphans):
             return "orphans"
+        if self._uncertain:
+            return AMBIGUOUS_COPIES
         return None if isinstance(self._runs, BlockRuns) else "part_runs"
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the view, with all its events applied, may not be what the engine holds now; None if it is."""
+        return AMBIGUOUS_COPIES if self._uncertain.in_doubt else None
 
     def facts(self) -> ViewFacts:
         """What its events told, besides blocks."""
@@ -216,6 +191,7 @@ class PodView:
 
     def _empty(self) -> None:
         self._orphans.clear()
+        self._uncertain.clear()
         self._runs.clear()
         for cache in self._caches.values():
             cache.clear()
@@ -237,8 +213,28 @@ class PodView:
             self._store_in_group(event, event.group_idx, ahead, applied)
         elif reason := self._unusable(event):
             applied.skipped["BlockStored", reason] += 1
-        elif not self._reannouncements.of_lead(event, ahead, self._lead_holds):
-            self._store_run(event, applied)
+        else:
+            self._store_lead_run(event, ahead, applied)
+
+    def _store_lead_run(self, event: BlockStored, ahead: Ahead, applied: Applied) -> None:
+        """Stores a run of the lead group, unless it tells again what is there."""
+        told_again = self._reannouncements.of_lead(event, ahead, self._lead_holds)
+        tier = self._tiers.of_medium(event.medium)
+        if told_again is not False:
+            self._uncertain.present(event.block_hashes, tier)
+        if told_again:
+            return
+        self._store_run(event, applied)
+        if told_again is None:
+            if self._uncertain.add(event.block_hashes, tier):
+                self._discount(event.block_hashes, tier)
+            else:
+                applied.skipped["BlockStored", AMBIGUOUS_COPIES] += 1
+
+    def _discount(self, hashes: Sequence[EngineHash], tier: str) -> None:
+        """Counts one copy less of each block of the lead group; another one stays."""
+        for engine_hash in hashes:
+            self._runs.drop(engine_hash, tier)
 
     def _unusable(self, run: BlockStored) -> str | None:
         """Why a run of the lead group cannot be given keys; None if it can."""
@@ -291,6 +287,12 @@ class PodView:
         except TokenError:
             applied.skipped["BlockStored", "extra_keys"] += 1
             return False
+        if self._uncertain:
+            tier = self._tiers.of_medium(run.medium)
+            if parent_hash is not None:
+                # A request that goes on behind a block has that block.
+                self._uncertain.present((parent_hash,), tier)
+            self._discount(self._uncertain.stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
         applied.stored.append(stored.keys)
         if applied.runs is not None and stored.parent is not None and len(stored.keys):
@@ -308,7 +310,7 @@ class PodView:
         """Stores blocks of a group other than the lead: by their hashes, for their positions are not told."""
         told_again = self._reannouncements.of_group(event, ahead, self._lead_holds)
         if told_again is None:
-            applied.skipped["BlockStored", "ambiguous_copies"] += 1
+            applied.skipped["BlockStored", AMBIGUOUS_COPIES] += 1
         if told_again is not False:
             return
         tier = self._tiers.of_medium(event.medium)
@@ -376,8 +378,12 @@ class PodView:
         return True
 
     def _drop_copy(self, change: CopyChange) -> Dropped | None:
+        engine_hash, tier = change.engine_hash, change.tier
         if change.group is None:
-            return self._runs.drop(change.engine_hash, change.tier)
+            dropped = self._runs.drop(engine_hash, tier)
+            if dropped is Dropped.LAST and self._uncertain.replaces_last(engine_hash, tier):
+                return Dropped.COPY if self._runs.copy(engine_hash, tier) else dropped
+            return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)
 
     def _cache(self, group: int) -> PodCache:

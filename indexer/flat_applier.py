@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from indexer import event_rows as rows
+from indexer.applied import Applied, StoredRun
 from indexer.applier import Outcome
-from indexer.apply import Applied, PodView, StoredRun
+from indexer.apply import PodView
 from indexer.decode import decode_event
 from indexer.errors import PayloadError
 from indexer.events import BlockRemoved, KVEvent

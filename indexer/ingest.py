@@ -22,7 +22,7 @@ from indexer.hybrid import HybridMatcher
 from indexer.index import Index
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
+from indexer.parity import OTHER_TOKENS, ParityWatch
 from indexer.parity_alarm import ParityAlarm
 from indexer.peer_metrics import PeerMetrics
 from indexer.pod_state import PodState, PodStates
@@ -150,8 +150,10 @@ class Ingest:
         self._count(pod, outcome)
         keys = _joined(outcome.applied.stored)
         told = keys.tolist()
+        self._doubt(pod, "events", state.view.doubt)
         if outcome.applied.runs:
             self._parity.stored(serving, outcome.applied.runs, told)
+            self.reconsider(serving)
         if outcome.emptied:
             self._speculation.drop_pod(serving)
         if outcome.applied.stored:
@@ -161,6 +163,7 @@ class Ingest:
     def clear(self, pod: str, reason: str) -> None:
         """See `StreamSink.clear`."""
         self._pods[pod].view.clear()
+        self._doubt(pod, "events", None)
         self._hybrid.learn(pod, None)
         self._speculation.drop_pod(self.roster.pod(pod))
         self._metrics.clears.labels(reason).inc()
@@ -179,8 +182,25 @@ class Ingest:
     def state(self, pod: str, state: StreamState, reason: str) -> None:
         """See `StreamSink.state`."""
         self.roster.told(pod, state, reason)
-        self._metrics.set_state(pod, state)
-        _log.info("stream of %s is %s%s", pod, state, f" ({reason})" if reason else "")
+        self._show_state(pod)
+
+    def reconsider(self, serving: str) -> None:
+        """Doubts a pod's views while it computes other tokens than we do; any thread may call."""
+        reason = OTHER_TOKENS if self._parity.distrusts(serving) else None
+        for pod in self.roster.members(serving):
+            self._doubt(pod, "parity", reason)
+
+    def _doubt(self, pod: str, source: str, reason: str | None) -> None:
+        if self.roster.doubt(pod, source, reason):
+            self._show_state(pod)
+
+    def _show_state(self, pod: str) -> None:
+        engine = self.roster.engines.get(pod)
+        if engine is None:
+            return
+        self._metrics.set_state(pod, engine.state)
+        reason = f" ({engine.reason})" if engine.reason else ""
+        _log.info("stream of %s is %s%s", pod, engine.state, reason)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
         """See `StreamSink.received`."""

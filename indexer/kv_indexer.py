@@ -302,7 +302,7 @@ class KvIndexer:
             prompt: What the pod's events shall be held against, see `parity`, and what it holds of it; None:
                 nothing.
         """
-        if prompt is None or self._roster.states.get(pod) is not StreamState.EXACT:
+        if prompt is None or not (self._is_exact(pod) or self._roster.lacks_nothing(pod)):
             self._speculation.assume(request_id, pod, keys, now_s)
             return
         # What the pod holds already needs no assumption: in a long conversation that is nearly all of it. Of
@@ -315,12 +315,18 @@ class KvIndexer:
         else:
             parent = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
         first = prompt.token_ids[start * block_tokens : (start + 1) * block_tokens]
-        self._parity.expect(request_id, pod, prompt.model, parent, keys[start:], first)
+        self._parity.expect(
+            request_id, pod, prompt.model, parent, keys[start:], first, start_tokens=start * block_tokens
+        )
+
+    def _is_exact(self, pod: str) -> bool:
+        return self._roster.states.get(pod) is StreamState.EXACT
 
     def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
         """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""
         self._speculation.settle(request_id, now_s, grace_s)
-        self._alarm.settled(request_id, now_s)
+        if (judged := self._alarm.settled(request_id, now_s)) is not None:
+            self._ingest.reconsider(judged)
 
     def dropped(self, request_id: Hashable) -> None:
         """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
@@ -334,6 +340,8 @@ class KvIndexer:
     def check_parity(self) -> None:
         """Shows in metrics and log which pods never store what we compute; to be called every few seconds."""
         self._alarm.check(self._clock())
+        for parity in self._parity.report():
+            self._ingest.reconsider(parity.pod)
 
     def parity_details(self) -> list[str]:
         """A line for each pod that computes other tokens than we do, or seems to; for /ready."""

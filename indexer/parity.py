@@ -11,24 +11,33 @@ would notice but by a hit rate of zero. Two signs are watched:
 - Never hit: after many dispatches to a pod that stored blocks meanwhile, none of its stores met any key that
   we computed. Then even the root differs: model, adapter or block size, or the first token.
 
+After either sign a pod is distrusted until several requests in a row found that it stores what we compute.
 Only requests that need at least one new block are expectations; beyond the cap the oldest are forgotten,
-which never makes a sign. Knows no clock, no pods' states and no metrics.
+which never makes a sign. Tokens are users' text: they leave this module as digests, keyed with a secret of
+the process. Knows no clock, no pods' states and no metrics.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.apply import StoredRun
+from indexer.applied import StoredRun
 from indexer.keys import Keys
 
+# Why the view of a pod is in doubt that computes other tokens than we do.
+OTHER_TOKENS = "other_tokens"
 WINDOW_TOKENS = 16
+# A distrusted pod must store what we computed for so many requests in a row.
+TRUSTED_AFTER = 8
+_DIGEST_BYTES = 8
 # An engine stores a prompt's blocks in order: if it stores none of the first ones, it stores none.
 _WATCHED_BLOCKS = 8
 
@@ -41,17 +50,17 @@ class Mismatch:
         request_id: The request whose block never came.
         pod: The pod.
         model: The base model.
-        position: The first token that differs, counted from the start of the block.
-        computed: Our token ids from there on, at most 16.
-        stored: The engine's.
+        position: The prompt's first token that differs.
+        computed: Digest of our token ids from there on, at most 16; comparable within this process only.
+        stored: Digest of the engine's.
     """
 
     request_id: Hashable
     pod: str
     model: str
     position: int
-    computed: tuple[int, ...]
-    stored: tuple[int, ...]
+    computed: str
+    stored: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class PodParity:
         mismatches: Mismatches so far.
         last_mismatch: The last of them; None for none.
         never_hit: Whether so many were not met in a row that the keys must be wrong.
+        distrusted: Whether a sign was seen, and not enough that tells otherwise since.
     """
 
     pod: str
@@ -77,6 +87,7 @@ class PodParity:
     mismatches: int
     last_mismatch: Mismatch | None
     never_hit: bool
+    distrusted: bool
 
 
 @dataclass(slots=True)
@@ -87,6 +98,8 @@ class _Pod:
     unmet_in_a_row: int = 0
     mismatches: int = 0
     last_mismatch: Mismatch | None = None
+    # Requests that must be met before the pod is trusted; 0: it is.
+    to_be_met: int = 0
     # Requests in flight there, and how often it stored what none of them explains.
     waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
     unexplained_runs: int = 0
@@ -99,6 +112,7 @@ class _Expectation:
     parent: int
     keys: list[int]
     tokens: NDArray[np.uint32]
+    start_tokens: int
     # Of the pod when it began.
     unexplained_runs: int
     # What the pod stored behind the parent instead; None: nothing.
@@ -120,6 +134,7 @@ class ParityWatch:
         self._max_expectations = max_expectations
         self._max_pods = max_pods
         self._never_hit_dispatches = never_hit_dispatches
+        self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
         self._pods: OrderedDict[str, _Pod] = OrderedDict()
@@ -132,6 +147,8 @@ class ParityWatch:
         parent_key: int,
         keys: Keys,
         tokens: NDArray[np.uint32],
+        *,
+        start_tokens: int = 0,
     ) -> None:
         """The request was sent to this pod, which must compute these blocks for it.
 
@@ -142,6 +159,7 @@ class ParityWatch:
             parent_key: Key of the last block that the pod holds, or the prompt's root.
             keys: The blocks behind it.
             tokens: Token ids of the first of them.
+            start_tokens: Tokens of the prompt in front of it.
         """
         watched = keys[:_WATCHED_BLOCKS].tolist()
         if not watched:
@@ -155,7 +173,9 @@ class ParityWatch:
             self._pods.move_to_end(pod)
             account.model = model
             account.dispatches += 1
-            expectation = _Expectation(pod, model, parent_key, watched, tokens, account.unexplained_runs)
+            expectation = _Expectation(
+                pod, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
+            )
             self._expected[request_id] = account.waiting[request_id] = expectation
             if len(self._expected) > self._max_expectations:
                 self._forget(next(iter(self._expected)))
@@ -166,6 +186,11 @@ class ParityWatch:
         """Whether anything is expected of this pod."""
         account = self._pods.get(pod)
         return account is not None and bool(account.waiting)
+
+    def distrusts(self, pod: str) -> bool:
+        """Return whether this pod's predictions are not to be believed."""
+        account = self._pods.get(pod)
+        return account is not None and account.to_be_met > 0
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
         """The pod told of runs of new blocks, in order.
@@ -209,10 +234,12 @@ class ParityWatch:
             if expectation.unexplained_runs == account.unexplained_runs:
                 return None
             account.unmet_in_a_row += 1
-            mismatch = _mismatch(request_id, expectation)
+            mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
                 account.mismatches += 1
                 account.last_mismatch = mismatch
+            if mismatch is not None or account.unmet_in_a_row >= self._never_hit_dispatches:
+                account.to_be_met = TRUSTED_AFTER
             return mismatch
 
     def dropped(self, request_id: Hashable) -> None:
@@ -238,6 +265,7 @@ class ParityWatch:
                     account.mismatches,
                     account.last_mismatch,
                     account.unmet_in_a_row >= self._never_hit_dispatches,
+                    account.to_be_met > 0,
                 )
                 for pod, account in self._pods.items()
             ]
@@ -249,6 +277,7 @@ class ParityWatch:
             self._forget(request_id)
             account.met += 1
             account.unmet_in_a_row = 0
+            account.to_be_met = max(0, account.to_be_met - 1)
         return bool(met)
 
     def _forget_pod(self, pod: str) -> None:
@@ -264,22 +293,24 @@ class ParityWatch:
             return
         del self._pods[expectation.pod].waiting[request_id]
 
+    def _mismatch(self, request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
+        """Where the tokens differ; None if nothing was stored behind the parent, or the same tokens."""
+        if expectation.instead is None:
+            return None
+        length = min(len(expectation.tokens), len(expectation.instead))
+        differing = np.flatnonzero(expectation.tokens[:length] != expectation.instead[:length])
+        if not len(differing):
+            return None
+        position = int(differing[0])
+        window = slice(position, position + WINDOW_TOKENS)
+        return Mismatch(
+            request_id,
+            expectation.pod,
+            expectation.model,
+            expectation.start_tokens + position,
+            self._digest(expectation.tokens[window]),
+            self._digest(expectation.instead[window]),
+        )
 
-def _mismatch(request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
-    """Where the tokens differ; None if nothing was stored behind the parent, or the same tokens."""
-    if expectation.instead is None:
-        return None
-    length = min(len(expectation.tokens), len(expectation.instead))
-    differing = np.flatnonzero(expectation.tokens[:length] != expectation.instead[:length])
-    if not len(differing):
-        return None
-    position = int(differing[0])
-    window = slice(position, position + WINDOW_TOKENS)
-    return Mismatch(
-        request_id,
-        expectation.pod,
-        expectation.model,
-        position,
-        tuple(expectation.tokens[window].tolist()),
-        tuple(expectation.instead[window].tolist()),
-    )
+    def _digest(self, tokens: NDArray[np.uint32]) -> str:
+        return blake2b(tokens.tobytes(), digest_size=_DIGEST_BYTES, key=self._secret).hexdigest()

@@ -33,15 +33,16 @@ class ParityAlarm:
         self._mismatch_warned_s = -math.inf
         self._never_hit_warned_s = -math.inf
 
-    def settled(self, request_id: Hashable, now_s: float) -> None:
-        """See `ParityWatch.settled`."""
+    def settled(self, request_id: Hashable, now_s: float) -> str | None:
+        """See `ParityWatch.settled`; returns the pod that a mismatch was found at, None for none."""
         mismatch = self._watch.settled(request_id)
         if mismatch is None:
-            return
+            return None
         self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
         if now_s - self._mismatch_warned_s >= self._warn_every_s:
             self._mismatch_warned_s = now_s
             _log.warning("%s", _mismatch_line(mismatch))
+        return mismatch.pod
 
     def check(self, now_s: float) -> None:
         """Shows which pods never store what is computed for them; to be called every few seconds."""
@@ -58,21 +59,20 @@ class ParityAlarm:
             metric.remove_by_labels({"pod": pod})
 
     def details(self) -> list[str]:
-        """One line for each pod that something is wrong with, at most 20."""
-        lines = []
-        for parity in self._watch.report():
-            if parity.last_mismatch is not None:
-                lines.append(_mismatch_line(parity.last_mismatch))
-            elif parity.never_hit:
-                lines.append(_never_hit_line(parity))
-        return lines[:_LINES_MAX]
+        """One line for each pod that is distrusted, at most 20."""
+        distrusted = [parity for parity in self._watch.report() if parity.distrusted]
+        return [
+            _never_hit_line(parity) if parity.last_mismatch is None else _mismatch_line(parity.last_mismatch)
+            for parity in distrusted[:_LINES_MAX]
+        ]
 
 
 def _mismatch_line(mismatch: Mismatch) -> str:
     return (
         f"pod {mismatch.pod} computes other tokens of model {mismatch.model!r} than we do (request "
-        f"{mismatch.request_id}): from token {mismatch.position} of the first uncached block on ours are "
-        f"{list(mismatch.computed)}, the engine's {list(mismatch.stored)}; compare tokenizer and template"
+        f"{mismatch.request_id}): they differ from token {mismatch.position} of the prompt on (digest of "
+        f"ours {mismatch.computed}, of the engine's {mismatch.stored}); its predictions are not believed "
+        "meanwhile; compare tokenizer and template"
     )
 
 

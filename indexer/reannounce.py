@@ -1,12 +1,14 @@
 """Stores that tell again what is there, as vLLM does for requests with kv_cache_report_mode=full.
 
-Such a store announces the blocks that a request found in the cache, from its prompt's start, before those
-that it adds. It looks like a store of further copies, but no removals will follow. Pure bookkeeping.
+Such a report announces the blocks that a request found in the cache, from its prompt's start, before those
+that it adds in the same batch. A report of a request that adds nothing equals, byte for byte, the store of a
+request that computes its whole chain once more (prompt_logprobs): after the first, one removal ends a block,
+after the second two. These copies are uncertain until later events tell. Pure bookkeeping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash, KVEvent
@@ -41,8 +43,7 @@ class Reannouncements:
     """Tells which stores of one pod life add no copy.
 
     A step announces the new blocks of one request as one run, so of two runs in a batch that continue each
-    other the first was not new, if the pod holds all of it. An engine that did this once does it also for
-    requests that add nothing, whose store nothing continues.
+    other the first was not new, if the pod holds all of it. A run that nothing continues may be either.
     """
 
     def __init__(self) -> None:
@@ -53,18 +54,19 @@ class Reannouncements:
         """Whether the engine did it once."""
         return self._seen
 
-    def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool:
-        """Whether a lead group's run from a prompt's start is told again.
+    def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
+        """Whether a lead group's run from a prompt's start is told again; None if it may be either.
 
         Args:
             run: The store.
             ahead: What follows it.
             holds: Whether the lead group holds such a run; may raise TokenError, then it does not.
         """
+        if not _safely(holds, run):
+            return False
         is_continued = ahead.continues(run)
-        told_again = (is_continued or self._seen) and _safely(holds, run)
-        self._seen |= told_again and is_continued
-        return told_again
+        self._seen |= is_continued
+        return True if is_continued else None
 
     def of_group(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
         """Whether another group's run from a prompt's start is told again; None if it may be either.
@@ -80,6 +82,70 @@ class Reannouncements:
     def forget(self, *, seen: bool = False) -> None:
         """Begins a new life, of which is known whether it did it once."""
         self._seen = seen
+
+
+class UncertainCopies:
+    """Copies in one pod life that an engine may hold or not, and blocks of which no other copy is left.
+
+    The index counts certain copies only. When a block's last certain copy is removed, an uncertain one takes
+    its place: the block is doubtful until a later event tells whether it is there.
+
+    Args:
+        max_blocks: Most blocks with uncertain copies.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        # By hash and tier.
+        self._copies: dict[tuple[EngineHash, str], int] = {}
+        self._doubtful: set[tuple[EngineHash, str]] = set()
+
+    def __len__(self) -> int:
+        return len(self._copies) + len(self._doubtful)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a block counts as held of which nobody knows whether it is there."""
+        return bool(self._doubtful)
+
+    def add(self, hashes: Collection[EngineHash], tier: str) -> bool:
+        """Note one uncertain copy more of each block; False, and nothing noted, where there is no room."""
+        if len(self) + len(hashes) > self._max_blocks:
+            return False
+        for engine_hash in hashes:
+            self._copies[engine_hash, tier] = self._copies.get((engine_hash, tier), 0) + 1
+        return True
+
+    def replaces_last(self, engine_hash: EngineHash, tier: str) -> bool:
+        """Take note that a block's last counted copy went; tell whether an uncertain one takes its place."""
+        block = engine_hash, tier
+        self._doubtful.discard(block)
+        if (copies := self._copies.pop(block, 0)) == 0:
+            return False
+        if copies > 1:
+            self._copies[block] = copies - 1
+        self._doubtful.add(block)
+        return True
+
+    def present(self, hashes: Collection[EngineHash], tier: str) -> None:
+        """Take note that the engine holds each of these blocks."""
+        if self._doubtful:
+            self._doubtful.difference_update([(engine_hash, tier) for engine_hash in hashes])
+
+    def stored(self, hashes: Collection[EngineHash], tier: str) -> list[EngineHash]:
+        """Take note of one certain copy more of each block; return those that were doubtful."""
+        if not self._doubtful:
+            return []
+        doubtful = [engine_hash for engine_hash in hashes if (engine_hash, tier) in self._doubtful]
+        for engine_hash in doubtful:
+            self._doubtful.discard((engine_hash, tier))
+            self._copies[engine_hash, tier] = self._copies.get((engine_hash, tier), 0) + 1
+        return doubtful
+
+    def clear(self) -> None:
+        """Forget all: the engine's cache is empty."""
+        self._copies.clear()
+        self._doubtful.clear()
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from indexer.apply import Applied, PodView
+from indexer.applied import Applied
+from indexer.apply import PodView
 from indexer.config import IndexerConfig
 from indexer.events import BlockStored, EventBatch, KVEvent
 from indexer.flat_cache import FlatCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from indexer.decode import decode_batch
-from indexer.events import BlockRemoved, BlockStored, KVEvent
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from indexer.hybrid import group_holder
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 
@@ -62,15 +62,71 @@ def test_a_last_block_that_is_computed_again_is_a_copy(pod: OnePod) -> None:
     assert [copies(pod, number) for number in (4, 5)] == [1, 2]
 
 
-def test_an_engine_that_told_again_once_does_so_when_it_adds_nothing(pod: OnePod) -> None:
-    """Later runs from a prompt's start that are held already are no copies either, for this life."""
+def test_a_report_is_over_with_its_batch(pod: OnePod) -> None:
+    """A later run that nothing continues may be a copy: its first removal leaves a block in doubt."""
     pod.apply(blocks(0, 2))
     pod.apply(blocks(0, 2), blocks(2, 4))
-    assert not pod.apply(blocks(0, 4)).stored
-    assert copies(pod, 4) == 1
-    pod.view.clear()
-    pod.apply(blocks(0, 2), blocks(0, 2))
-    assert copies(pod, 1) == 2
+    assert pod.apply(blocks(0, 4)).stored
+    assert pod.view.doubt is None
+    held = pod.cached(TOKENS)
+    assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
+    assert (pod.cached(TOKENS), pod.view.doubt) == (held, "ambiguous_copies")
+    assert pod.apply(BlockRemoved([4])).removals == {"last": 1}
+    assert (pod.cached(TOKENS) < held, pod.view.doubt) == (True, None)
+
+
+def test_a_first_report_that_adds_nothing_is_in_doubt_too(pod: OnePod) -> None:
+    """Nothing tells the report of a request that adds no block from a copy, not even an engine's first."""
+    pod.apply(blocks(0, 2), blocks(2, 4))
+    pod.apply(blocks(0, 4))
+    pod.apply(BlockRemoved([4]))
+    assert pod.view.doubt == "ambiguous_copies"
+
+
+@pytest.mark.parametrize(
+    ("shows", "is_doubtful", "removals"),
+    [
+        pytest.param([blocks(4, 6)], False, 1, id="a request goes on behind it"),
+        pytest.param([blocks(0, 4), blocks(4, 6)], False, 1, id="a report names it"),
+        pytest.param([blocks(0, 4)], False, 2, id="it is told once more"),
+        pytest.param([blocks(3, 4)], False, 2, id="it is computed once more"),
+        pytest.param([blocks(3, 6)], False, 2, id="it is computed with what follows"),
+        pytest.param([AllBlocksCleared()], False, 0, id="the cache is emptied"),
+        pytest.param([blocks(0, 3)], True, 1, id="another block is told"),
+    ],
+)
+def test_a_doubt_ends_when_events_show_what_is_there(
+    pod: OnePod, shows: list[KVEvent], is_doubtful: bool, removals: int
+) -> None:
+    """A doubtful block is there if a request used it or stored it again, and no doubt outlives a clear."""
+    pod.apply(blocks(0, 4))
+    pod.apply(blocks(0, 4))
+    pod.apply(BlockRemoved([4]))
+    assert pod.view.doubt == "ambiguous_copies"
+    pod.apply(*shows)
+    assert (pod.view.doubt is not None) == is_doubtful
+    assert copies(pod, 4) == removals
+    assert pod.view.doubt is None
+
+
+def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
+    """Beyond the bound copies are counted, and the view says that it may be wrong."""
+    pod = OnePod(block_tokens=4)
+    prompt = list(range(4 * 12_000))
+    run = stored(list(range(1, 12_001)), prompt)
+    assert not pod.apply(run).skipped
+    assert not pod.apply(run).skipped
+    other = stored(list(range(20_001, 32_001)), [token + 1 for token in prompt])
+    pod.apply(other)
+    assert pod.apply(other).skipped == {("BlockStored", "ambiguous_copies"): 1}
+
+
+def test_an_uncertain_view_is_not_told_to_peers(pod: OnePod) -> None:
+    """A list of its parts would not tell which copies are uncertain."""
+    pod.apply(blocks(0, 4))
+    assert pod.view.unlisted != "ambiguous_copies"
+    pod.apply(blocks(0, 4))
+    assert pod.view.unlisted == "ambiguous_copies"
 
 
 def test_a_run_of_which_a_block_is_not_held_is_new(pod: OnePod) -> None:

@@ -70,7 +70,7 @@ def routed(request: pytest.FixtureRequest) -> Iterator[Routed]:
 
 
 def test_predicted_is_whole_blocks_of_the_engine(routed: Routed) -> None:
-    """Whatever a prompt shares with the cache, the prediction is whole engine blocks, never the last token."""
+    """A prediction is whole engine blocks, never the last token, whatever a prompt shares with the cache."""
     routed.publish(PROMPT)
     whole = len(PROMPT) // routed.engine_tokens * routed.engine_tokens
     wait_until("the prompt is cached", lambda: routed.cached(PROMPT) == whole // 16)
@@ -108,7 +108,7 @@ def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:
 
 
 def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
-    """A prefill is over when the engine announced its last whole block: the tail comes with decoding, or never."""
+    """A prefill ends when the engine announces its last whole block; the tail is not waited for."""
     decision = routed.route("r", PROMPT)
     assert routed.bench.ledger.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
@@ -125,7 +125,7 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
 
 
 def test_a_prompt_of_less_than_a_block_awaits_no_event(routed: Routed) -> None:
-    """No event tells of such a prompt, so its prefill ends by the clock as one that no event will announce."""
+    """No event tells of such a prompt: its prefill ends by the clock, like any that no event announces."""
     decision = routed.route("short", PROMPT[:24])
     assert routed.watched.metric("kvroute_indexer_speculative_entries") == 0
     best = decision.ranked.best
