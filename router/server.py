@@ -30,7 +30,7 @@ from router.health import Health
 from router.home_core import keep_home_core
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
-from router.memory import calm_collector, use_one_heap
+from router.memory import calm_collector, give_back, use_one_heap
 from router.metric_twins import MetricTwins
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
@@ -55,6 +55,7 @@ _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
 _REVIEW_EVERY_S = 5.0
 _LOOK_EVERY_S = 1.0
+_GIVE_BACK_EVERY_S = 60.0
 
 
 class RouterServer:
@@ -93,6 +94,7 @@ class RouterServer:
         self._stopping = threading.Event()
         self._review_due_s = 0.0
         self._looked_s = 0.0
+        self._give_back_due_s = 0.0
         self._listed_s: float | None = None
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
         # Closed in the other order: by `close`, or at once if one of them cannot be had.
@@ -247,6 +249,9 @@ class RouterServer:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
             self._rates.review(now_s)
+        if now_s >= self._give_back_due_s:
+            self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
+            give_back()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()
