@@ -20,12 +20,14 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ListenError
 from indexer.link import limit
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery
+from indexer.repeated_log import RepeatedLog
 from indexer.replay import Batch, Broken, parse_live
 from indexer.sink import StreamSink
 from indexer.sockets import Sockets
 from indexer.topic import Topic, batch_rank, parse_topic
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _NOBODY = "inbox"
 # Full of pods, it does not look for room again before this time.
@@ -250,8 +252,15 @@ class Inbox:
                 continue
             try:
                 publisher.live(source.connection, batches, now_s)
-            except Exception:
-                _log.exception("error while following %s; its view is dropped", publisher.name)
+            except Exception as error:
+                _repeated.event(
+                    "stream_failed",
+                    publisher.name,
+                    "error while following %s; its view is dropped",
+                    publisher.name,
+                    level=logging.ERROR,
+                    error=error,
+                )
                 publisher.reset(now_s)
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:

@@ -26,6 +26,7 @@ from indexer.parity import OTHER_TOKENS, ParityWatch
 from indexer.parity_alarm import ParityAlarm
 from indexer.peer_metrics import PeerMetrics
 from indexer.pod_state import PodState, PodStates
+from indexer.repeated_log import RepeatedLog
 from indexer.roster import Roster
 from indexer.sink import Verdict
 from indexer.snapshot import Fetched, Snapshot
@@ -35,6 +36,8 @@ from indexer.tiers import GPU_TIER
 from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
+# A publisher can make its stream change at each message.
+_repeated = RepeatedLog(_log, lines=20, sources_max=1024)
 
 _COUNT_MARGIN = 16
 _NO_KEYS = np.empty(0, np.uint64)
@@ -126,7 +129,15 @@ class Ingest:
         self._pods[stream.holder] = self._states.make(stream)
         self.roster.opened(stream)
         at = stream.events_endpoint or "our socket"
-        _log.info("following %s (%s) at %s", stream.holder, stream.model, at)
+        _repeated.event(
+            "stream_opened",
+            stream.holder,
+            "following %s (%s) at %s",
+            stream.holder,
+            stream.model,
+            at,
+            level=logging.INFO,
+        )
 
     def closed(self, pod: str) -> None:
         """See `StreamSink.closed`."""
@@ -139,7 +150,7 @@ class Ingest:
         self._metrics.subscribers.set(self.roster.linked_engines())
         self._orphans.pop(pod, None)
         self._metrics.forget(pod)
-        _log.info("%s is not followed any more", pod)
+        _repeated.event("stream_closed", pod, "%s is not followed any more", pod, level=logging.INFO)
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Verdict:
         """See `StreamSink.apply`."""
@@ -167,7 +178,7 @@ class Ingest:
         self._hybrid.learn(pod, None)
         self._speculation.drop_pod(self.roster.pod(pod))
         self._metrics.clears.labels(reason).inc()
-        _log.warning("view of %s dropped: %s", pod, reason)
+        _repeated.event("view_dropped", pod, "view of %s dropped: %s", pod, reason)
 
     def link(self, pod: str, up: bool) -> None:
         """See `StreamSink.link`."""
@@ -175,7 +186,14 @@ class Ingest:
         if not up:
             self._metrics.reconnections.labels(pod).inc()
         self._metrics.subscribers.set(self.roster.linked_engines())
-        _log.info("publisher of %s is %s", pod, "connected" if up else "gone")
+        _repeated.event(
+            "publisher_link",
+            pod,
+            "publisher of %s is %s",
+            pod,
+            "connected" if up else "gone",
+            level=logging.INFO,
+        )
         if changed is not None:
             _call(self._on_link, self.roster.pod(pod), changed)
 
@@ -198,9 +216,9 @@ class Ingest:
         engine = self.roster.engines.get(pod)
         if engine is None:
             return
-        self._metrics.set_state(pod, engine.state)
-        reason = f" ({engine.reason})" if engine.reason else ""
-        _log.info("stream of %s is %s%s", pod, engine.state, reason)
+        state, because = engine.state, f" ({engine.reason})" if engine.reason else ""
+        self._metrics.set_state(pod, state)
+        _repeated.event("stream_state", pod, "stream of %s is %s%s", pod, state, because, level=logging.INFO)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
         """See `StreamSink.received`."""
@@ -217,7 +235,7 @@ class Ingest:
     def snapshot(self, pod: str, outcome: str) -> None:
         """See `StreamSink.snapshot`."""
         self._metrics.snapshots.labels(outcome).inc()
-        _log.info("snapshot of %s: %s", pod, outcome)
+        _repeated.event("snapshot", pod, "snapshot of %s: %s", pod, outcome, level=logging.INFO)
 
     def list_view(self, pod: str) -> ViewContent:
         """See `StreamSink.list_view`."""
@@ -253,7 +271,9 @@ class Ingest:
     def built(self, pod: str, source: str) -> None:
         """See `StreamSink.built`."""
         self._peer_metrics.bootstraps.labels(source).inc()
-        _log.info("view of %s was built; source: %s", pod, source)
+        _repeated.event(
+            "view_built", pod, "view of %s was built; source: %s", pod, source, level=logging.INFO
+        )
 
     def rejected(self, pod: str, reason: str) -> None:
         """See `StreamSink.rejected`."""
@@ -263,7 +283,7 @@ class Ingest:
     def socket_error(self, pod: str, operation: str) -> None:
         """See `StreamSink.socket_error`."""
         self._metrics.zmq_errors.labels(pod, operation).inc()
-        _log.warning("cannot %s at %s", operation, pod)
+        _repeated.event("socket_error", pod, "cannot %s at %s", operation, pod)
 
     def _learn(self, pod: str, view: PodView) -> None:
         """Pass on what the view's events tell of its engine."""

@@ -14,7 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from indexer.replay import Batch, Broken, parse_live
 
 _READABLE = int(zmq.POLLIN)
-_RECEIVE_QUEUE = 4096
+# Messages that wait unread cost memory, each as much as a message may have; the rest waits at the publisher.
+_RECEIVE_QUEUE = 8
 _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
 _RECONNECT_MS = 100

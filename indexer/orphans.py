@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from indexer.events import BlockStored, EngineHash
 
 # The least that a hash or a later change counts against the bound, in tokens: about the memory that it takes.
@@ -41,19 +43,26 @@ class Orphan:
         awaited: The lead group's block that must come first.
         run: The store that waits.
         later: To be done after it, in this order.
+        run_tokens: What the run counts against the buffer's bound.
     """
 
     awaited: EngineHash
     run: BlockStored | None
     later: list[CopyChange] = field(default_factory=list)
+    run_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        run = self.run
+        if run is not None:
+            blocks = max(len(run.token_ids), _HASH_TOKENS * len(run.block_hashes))
+            # Names and extras may be as long as a message; each byte counts as a token.
+            texts = len(run.lora_name or "") + len(run.cache_salt or "") + len(run.medium or "")
+            self.run_tokens = blocks + texts + (len(msgspec.msgpack.encode(run.extra_keys)) - 1)
 
     @property
     def cost_tokens(self) -> int:
         """What it counts against the buffer's bound."""
-        hashes = len(self.later)
-        if self.run is None:
-            return _HASH_TOKENS * hashes
-        return max(len(self.run.token_ids), _HASH_TOKENS * len(self.run.block_hashes)) + _HASH_TOKENS * hashes
+        return self.run_tokens + _HASH_TOKENS * len(self.later)
 
 
 class Orphans:

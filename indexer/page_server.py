@@ -110,7 +110,7 @@ class PageServer:
         # Oldest first: connections whose request is not complete, and those that are sent a response.
         self._asking: dict[_Connection, None] = {}
         self._sending: dict[_Connection, None] = {}
-        self._failures = RepeatedLog(_log, logging.ERROR)
+        self._failures = RepeatedLog(_log)
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="pages", daemon=True)
 
@@ -145,7 +145,9 @@ class PageServer:
                 return
             except OSError as error:
                 # Out of file descriptors, say: clients that wait are served when some are free again.
-                self._failures.event("accept", "port %d: cannot accept a connection: %s", self.port, error)
+                self._failures.event(
+                    "accept_failed", "accept", "port %d: cannot accept a connection: %s", self.port, error
+                )
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
                 return
@@ -203,7 +205,9 @@ class PageServer:
             return _error(HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
             path = read.request.path[:100]
-            self._failures.event(path, "page %s failed: %r", path, error)
+            self._failures.event(
+                "page_failed", path, "page %s failed", path, level=logging.ERROR, error=error
+            )
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 

@@ -17,6 +17,10 @@ from indexer import event_rows as rows
 from indexer.parse_kernels import parse_payloads
 
 _EVENTS_AT_FIRST = 1024
+# Arrays that one call made longer than this are given back with the next call: 48 MiB of hashes and tokens,
+# 9 MiB of events.
+_KEPT_BYTES = 4 << 20
+_KEPT_EVENTS = 65_536
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -48,8 +52,9 @@ class Parsed(msgspec.Struct, frozen=True):
 class EventParser:
     """Parses payloads into arrays that it keeps for the next call.
 
-    They grow to the greatest call, to 24 bytes for each byte of payload and 136 for each event, but take
-    memory only where something was written: 8 bytes a hash, 4 a token. For one thread at a time.
+    They grow to the call's payloads, to 24 bytes for each byte of payload and 136 for each event, but take
+    memory only where something was written: 8 bytes a hash, 4 a token. What an unusually large call took is
+    given back with the next one. For one thread at a time.
 
     Args:
         max_bytes: A longer payload is not read and its batch is OVERSIZE.
@@ -79,7 +84,8 @@ class EventParser:
             events = parse_payloads.call(data, ends, *arrays, self._found)
             if events <= len(self._events):
                 break
-            self._events = np.empty((max(events, 2 * len(self._events)), rows.EVENT_COLUMNS), np.int64)
+            room = max(events, min(2 * len(self._events), _KEPT_EVENTS))
+            self._events = np.empty((room, rows.EVENT_COLUMNS), np.int64)
         batches = self._batches[: len(payloads)]
         if oversize:
             batches[oversize, rows.STATUS] = rows.OVERSIZE
@@ -90,6 +96,9 @@ class EventParser:
         """A hash and a token take a byte of payload at least; so much is claimed, not used."""
         if payloads > len(self._batches):
             self._batches = np.empty((2 * payloads, rows.BATCH_COLUMNS), np.int64)
-        if data_bytes > len(self._hashes):
-            self._hashes = np.empty(2 * data_bytes, np.uint64)
-            self._tokens = np.empty(2 * data_bytes, np.uint32)
+        if len(self._events) > _KEPT_EVENTS:
+            self._events = np.empty((_KEPT_EVENTS, rows.EVENT_COLUMNS), np.int64)
+        if data_bytes > len(self._hashes) or len(self._hashes) > _KEPT_BYTES:
+            room = max(data_bytes, min(2 * data_bytes, _KEPT_BYTES))
+            self._hashes = np.empty(room, np.uint64)
+            self._tokens = np.empty(room, np.uint32)

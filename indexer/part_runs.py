@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from indexer.engine_blocks import EngineBlocks
+from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash
 from indexer.extras import pack, read_extras
 from indexer.keys import BlockHasher, token_words
 from indexer.pod_cache import Dropped, PodCache
 from indexer.runs import Stored, prompt_root
 from indexer.tiers import Tiers
+
+PARTS_MAX = 131_072
+"""Most parts with copies of one pod; each takes about 1 KB."""
+_EXTRAS_BYTES_MAX = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +74,7 @@ class PartRuns:
         hasher: Makes their keys.
         tiers: Which tier is better than which.
         part_tokens: Tokens of an engine block; divides those of an index block.
-        max_held: Most engine blocks with copies.
+        max_held: Most engine blocks with copies; no more than `PARTS_MAX` are held in any case.
         max_released: Most of them remembered after their last copy went.
     """
 
@@ -89,7 +94,7 @@ class PartRuns:
         self._hasher = hasher
         self._tiers = tiers
         self._part_tokens = part_tokens
-        self._parts: EngineBlocks[_Part] = EngineBlocks(max_held, max_released)
+        self._parts: EngineBlocks[_Part] = EngineBlocks(min(max_held, PARTS_MAX), max_released)
         # Of each part: the parts with copies that continue it in the same index block.
         self._after: dict[EngineHash, set[EngineHash]] = {}
 
@@ -196,6 +201,8 @@ class PartRuns:
             words, extras = before.words + words, before.extras
         block_tokens = self._hasher.block_tokens
         extras += pack(entry, position * self._part_tokens, block_tokens)
+        if len(extras) > _EXTRAS_BYTES_MAX:
+            raise TokenError(f"the extra keys of a block take more than {_EXTRAS_BYTES_MAX} bytes")
         key = None
         if (position + 1) * self._part_tokens == block_tokens:
             key = int(self._hasher.chain(parent_key, np.frombuffer(words, np.uint32), [extras])[0])

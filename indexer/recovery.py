@@ -31,7 +31,7 @@ TURN_BYTES = 1 << 20
 _HELD_TURN_MESSAGES = 4 * TURN_MESSAGES
 
 # Up to here a message that is too long is read, counted and passed over; above it the connection is cut.
-MESSAGE_FACTOR = 4
+MESSAGE_FACTOR = 2
 
 RETRY_MAX_S = 5.0
 _RETRY_S = 0.1

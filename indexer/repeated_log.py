@@ -1,4 +1,4 @@
-"""Warnings that a peer can repeat at will: one line a minute and source, with the number of events.
+"""Log lines that peers can cause at will: few a minute and source, with the number of the rest; a metric.
 
 Knows nothing of the events. The number of sources is bounded; time comes from a clock that is passed in.
 """
@@ -8,74 +8,115 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 EVERY_S = 60.0
 SOURCES_MAX = 64
 _OTHERS = "other sources"
+_SWEEP_EVERY_S = 1.0
+
+_counts: Counter[str] = Counter()
+_counts_lock = threading.Lock()
 
 
 @dataclass(slots=True)
 class _Source:
-    logged_s: float
+    began_s: float
+    lines: int = 0
     unlogged: int = 0
 
 
 class RepeatedLog:
-    """Log the first event of each source at once, and later ones as a number once a minute.
+    """Log the first events of each source at once, and further ones as a number once a minute.
 
     Numbers that wait are logged with the next event of any source. Safe to share between threads.
 
     Args:
         log: Logger of the component that observes the events.
-        level: Level of the lines.
+        lines: Most lines a minute and source.
+        sources_max: Sources beyond these share one number of lines.
         clock: Time in seconds.
     """
 
     def __init__(
-        self, log: logging.Logger, level: int = logging.WARNING, clock: Callable[[], float] = time.monotonic
+        self,
+        log: logging.Logger,
+        *,
+        lines: int = 1,
+        sources_max: int = SOURCES_MAX,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = log
-        self._level = level
+        self._lines = lines
+        self._sources_max = sources_max
         self._clock = clock
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
         self._swept_s = clock()
 
-    def event(self, source: str, message: str, *values: object) -> None:
-        """Count an event, and log it unless its source has had a line within the last minute.
+    def event(
+        self,
+        kind: str,
+        source: str,
+        message: str,
+        *values: object,
+        level: int = logging.WARNING,
+        error: BaseException | None = None,
+    ) -> None:
+        """Count an event, and log it unless its source has had its lines within the last minute.
 
         Args:
-            source: Listener, and the peer's address without its port; beyond `SOURCES_MAX` sources are
-                counted together.
-            message: Line with `%` placeholders for `values`, as for `logging`.
+            kind: Label of `kvroute_repeated_events_total`, one of few.
+            source: Name without anything that a peer chooses anew each time, such as a client's port.
+            message: Line with placeholders for `values`, as for `logging`.
+            error: Logged with its traceback.
         """
+        with _counts_lock:
+            _counts[kind] += 1
         now_s = self._clock()
         with self._lock:
             late = self._sweep(now_s)
-            if source not in self._sources and len(self._sources) >= SOURCES_MAX:
+            if source not in self._sources and len(self._sources) >= self._sources_max:
                 source = _OTHERS
-            known = self._sources.get(source)
-            if known is not None:
-                known.unlogged += 1
-            else:
-                self._sources[source] = _Source(now_s)
+            known = self._sources.setdefault(source, _Source(now_s))
+            is_logged = known.lines < self._lines
+            known.lines += is_logged
+            known.unlogged += not is_logged
         for name, number in late:
-            self._log.log(self._level, "%s: %d more like this", name, number)
-        if known is None:
-            self._log.log(self._level, message, *values)
+            self._log.warning("%s: %d more log lines like the last ones were left out", name, number)
+        if is_logged:
+            self._log.log(level, message, *values, exc_info=error)
 
     def _sweep(self, now_s: float) -> list[tuple[str, int]]:
-        """Return numbers that are due, and forget sources that were quiet for a minute."""
-        if now_s - self._swept_s < 1.0:
+        """Forget sources whose minute is over; return those with events that were not logged."""
+        if now_s - self._swept_s < _SWEEP_EVERY_S:
             return []
         self._swept_s = now_s
-        due = {name: source for name, source in self._sources.items() if now_s - source.logged_s >= EVERY_S}
-        for name, source in due.items():
-            if source.unlogged == 0:
-                del self._sources[name]
-        late = [(name, source.unlogged) for name, source in due.items() if source.unlogged]
+        over = [name for name, source in self._sources.items() if now_s - source.began_s >= EVERY_S]
+        late = [(name, number) for name in over if (number := self._sources.pop(name).unlogged)]
         for name, _ in late:
-            self._sources[name] = _Source(now_s)
+            # Its number was this minute's line.
+            self._sources[name] = _Source(now_s, lines=1)
         return late
+
+
+class RepeatedEvents(Collector):
+    """Events of all `RepeatedLog`s of the process as a metric, logged or not."""
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        family = CounterMetricFamily(
+            "kvroute_repeated_events_total",
+            "Events that peers can repeat at will; the log has few of them a minute and source.",
+            labels=("event",),
+        )
+        with _counts_lock:
+            counts = dict(_counts)
+        for kind, number in counts.items():
+            family.add_metric((kind,), number)
+        yield family

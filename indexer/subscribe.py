@@ -26,6 +26,7 @@ from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.losses import Losses
 from indexer.peer_client import PeerClient
+from indexer.repeated_log import RepeatedLog
 from indexer.sink import StreamSink
 from indexer.snapshot import Fetched
 from indexer.snapshot_fetch import SnapshotFetcher
@@ -33,6 +34,7 @@ from indexer.sockets import Owner
 from indexer.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _MAX_SOCKETS = 4 * PODS_MAX
 _LONGEST_WAIT_S = 60.0
@@ -300,8 +302,15 @@ class Subscriber:
     def _guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         try:
             step(self._clock())
-        except Exception:
-            _log.exception("error while following %s; its view is dropped", owner.name)
+        except Exception as error:
+            _repeated.event(
+                "stream_failed",
+                owner.name,
+                "error while following %s; its view is dropped",
+                owner.name,
+                level=logging.ERROR,
+                error=error,
+            )
             owner.reset(self._clock())
 
     def _reconcile(self) -> None:

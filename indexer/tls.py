@@ -9,8 +9,10 @@ from typing import Any
 import grpc
 
 from indexer.errors import ConfigError
+from indexer.repeated_log import RepeatedLog
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
@@ -39,7 +41,12 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
                 return None
             configuration = load()
         except OSError as error:
-            _log.warning("TLS files cannot be read, the last ones stay in use: %s", error)
+            _repeated.event(
+                "certificate_unreadable",
+                "grpc",
+                "TLS files cannot be read, the last ones stay in use: %s",
+                error,
+            )
             return None
         seen[:] = [now]
         _log.info("TLS files were read anew")

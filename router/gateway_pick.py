@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from indexer.repeated_log import RepeatedLog
 from router.body_guard import BodyGuard
 from router.decision import Decision
 from router.errors import RequestError
@@ -19,6 +20,7 @@ from router.route import Router
 from router.steps import GOES_ON, Steps, alone
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 
 class GatewayPick:
@@ -70,7 +72,14 @@ class GatewayPick:
         except RequestError:
             raise
         except Exception as error:
-            _log.exception("request %s could not be routed", request.request_id)
+            _repeated.event(
+                "pick_failed",
+                "picks",
+                "request %s could not be routed",
+                request.request_id,
+                level=logging.ERROR,
+                error=error,
+            )
             failure = RequestError(500, "the router failed to route this request")
             self._metrics.refused(failure)
             raise failure from error

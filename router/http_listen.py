@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from indexer.repeated_log import RepeatedLog
 from router.http_connection import HttpConnection
 from router.http_desk import HttpDesk
 from router.http_requests import HttpRequest, HttpRequestError
@@ -20,6 +21,7 @@ from router.steps import Steps
 from router.tcp_listen import TcpListener
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 # serve(request, closes, is_active): the steps to the whole answer; with `closes` it says that the connection
 # ends behind it. A step that may wait is announced, and may ask whether the client still waits.
@@ -98,7 +100,7 @@ class HttpServer:
         try:
             is_taken = self._add(HttpConnection(connection, self._body_bytes_max, time.monotonic()))
         except OSError as error:
-            _log.warning("an HTTP connection is not served: %s", error)
+            _repeated.event("connection_refused", "http", "an HTTP connection is not served: %s", error)
             connection.close()
             return
         if not is_taken:

@@ -12,6 +12,7 @@ import gc
 _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -1, -2, -8
 _STEP_BYTES = 32 << 20
 _KEPT_BYTES = 256 << 20
+_FREE_BYTES_MAX = 64 << 20
 _COLLECT_AFTER = (20_000, 20, 20)
 
 
@@ -29,6 +30,42 @@ def use_one_heap() -> None:
     mallopt(_ARENA_MAX, 1)
     mallopt(_TOP_PAD, _STEP_BYTES)
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def give_back() -> None:
+    """Return free memory to the system where there is more of it than requests need.
+
+    After a flood of connections or events the heap has large holes, which glibc keeps. With another C library
+    nothing happens.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        mallinfo2, malloc_trim = libc.mallinfo2, libc.malloc_trim
+    except (AttributeError, OSError):
+        return
+    mallinfo2.restype = _MallInfo2
+    if mallinfo2().fordblks > _FREE_BYTES_MAX:
+        malloc_trim(ctypes.c_size_t(_STEP_BYTES))
+
+
+class _MallInfo2(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def calm_collector() -> None:

@@ -31,7 +31,7 @@ from router.home_core import keep_home_core
 from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
-from router.memory import calm_collector, use_one_heap
+from router.memory import calm_collector, give_back, use_one_heap
 from router.metric_twins import MetricTwins
 from router.metrics import RouterMetrics, StateCollector
 from router.outcomes import Outcomes
@@ -56,6 +56,7 @@ _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
 _REVIEW_EVERY_S = 5.0
 _LOOK_EVERY_S = 1.0
+_GIVE_BACK_EVERY_S = 60.0
 
 
 class RouterServer:
@@ -95,6 +96,7 @@ class RouterServer:
         self._stopping = threading.Event()
         self._review_due_s = 0.0
         self._looked_s = 0.0
+        self._give_back_due_s = 0.0
         self._listed_s: float | None = None
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
         # Closed in the other order: by `close`, or at once if one of them cannot be had.
@@ -249,6 +251,9 @@ class RouterServer:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
             self._rates.review(now_s)
+        if now_s >= self._give_back_due_s:
+            self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
+            give_back()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()

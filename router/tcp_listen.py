@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from indexer.repeated_log import RepeatedLog
 from router.errors import ListenError
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _BACKLOG = 1024
 _RETRY_S = 1.0
@@ -64,11 +66,17 @@ class TcpListener:
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:
+            except OSError as error:
                 if self._is_closed:
                     return
                 # Out of file descriptors, say: whoever waits is served when some are free again.
-                _log.exception("cannot accept a connection")
+                _repeated.event(
+                    "accept_failed",
+                    f"port {self.port}",
+                    "port %d: cannot accept a connection: %s",
+                    self.port,
+                    error,
+                )
                 time.sleep(_RETRY_S)
                 continue
             self._take(connection, address)

@@ -15,11 +15,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from indexer.errors import ConfigError as IndexerConfigError
+from indexer.repeated_log import RepeatedLog
 from indexer.tls import server_credentials
 from router.errors import ConfigError
 from router.tls_options import MetricsTlsOptions, TlsOptions
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _CERT, _KEY = "tls.crt", "tls.key"
 # A certificate that is made at start lives as long as its process, or so it must seem.
@@ -76,7 +78,12 @@ class MetricsTls:
                 self._stamps = stamps
                 _log.info("the metrics port's certificate was read anew")
         except (OSError, ConfigError) as error:
-            _log.warning("the metrics port's certificate stays as it was: %s", error)
+            _repeated.event(
+                "certificate_unreadable",
+                "metrics",
+                "the metrics port's certificate stays as it was: %s",
+                error,
+            )
         return self._context
 
     def _read_stamps(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import grpc
 
+from indexer.repeated_log import RepeatedLog
 from router.h2.call_head import CallHead, call_head, refusal_block
 from router.h2.calls import Call, CallLimits
 from router.h2.connection import H2Connection
@@ -29,6 +30,7 @@ from router.h2.unary_call import UnaryCall
 from router.steps import AT_ONCE_BYTES, AT_ONCE_MAX
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _RECEIVE_BYTES = 256 << 10
 # A frame's parts follow each other at once; whoever needs longer is no gateway.
@@ -61,6 +63,11 @@ class Host(Protocol):
 
     def limits(self, path: str) -> CallLimits:
         """Of calls of a method."""
+
+
+def host_of(peer: str) -> str:
+    """Return a peer's address without its port."""
+    return peer.rpartition(":")[0]
 
 
 class Peer:
@@ -116,7 +123,9 @@ class Peer:
                     with self._lock:
                         self._write_out()
         except H2Error as error:
-            _log.warning("a gRPC client at %s broke HTTP/2: %s", self.peer, error)
+            _repeated.event(
+                "http2_error", host_of(self.peer), "a gRPC client at %s broke HTTP/2: %s", self.peer, error
+            )
             with suppress(OSError):
                 self._say_goaway(error.code, str(error))
         except OSError:
@@ -275,7 +284,14 @@ class Peer:
                 return ThreadedCall(self, stream, limits, ended, method)
             return UnaryCall(self, stream, limits, ended, method)
         except Exception as error:
-            _log.exception("a call cannot begin: %s", head.path)
+            _repeated.event(
+                "call_failed",
+                head.path[:100],
+                "a call cannot begin: %s",
+                head.path[:100],
+                level=logging.ERROR,
+                error=error,
+            )
             self._refuse(stream, grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
             ended()
             return None

@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from indexer.repeated_log import RepeatedLog
 from router.h2.calls import CallLimits
 from router.h2.late_answers import LateAnswers
 from router.h2.methods import ExchangeMethod, Methods
-from router.h2.peer import Peer
+from router.h2.peer import Peer, host_of
 from router.tcp_listen import TcpListener, prepare
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 _CONNECTIONS_MAX = 1024
 # A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
@@ -160,13 +162,24 @@ class GrpcServer:
             thread.start()
         except (OSError, RuntimeError) as error:
             # The system has no more threads, say; those who are served already shall go on.
-            _log.warning("a gRPC connection from %s is not served: %s", name, error)
+            _repeated.event(
+                "connection_refused",
+                f"refused {host_of(name)}",
+                "a gRPC connection from %s is not served: %s",
+                name,
+                error,
+            )
             with self._lock:
                 self._peers.pop(peer, None)
             connection.close()
             return
         if idle is not None:
-            _log.warning("too many gRPC connections: an idle one from %s is ended", idle.peer)
+            _repeated.event(
+                "connection_displaced",
+                f"displaced {host_of(idle.peer)}",
+                "too many gRPC connections: an idle one from %s is ended",
+                idle.peer,
+            )
             idle.close()
 
     def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
@@ -188,8 +201,10 @@ class GrpcServer:
     def _serve(self, peer: Peer) -> None:
         try:
             peer.serve()
-        except Exception:
-            _log.exception("a gRPC connection failed")
+        except Exception as error:
+            _repeated.event(
+                "connection_failed", "failed", "a gRPC connection failed", level=logging.ERROR, error=error
+            )
         finally:
             with self._lock:
                 self._peers.pop(peer, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from indexer.repeated_log import RepeatedLog
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallCancelled, CallContext
 from router.h2.messages import MessageError
@@ -17,6 +18,7 @@ from router.h2.methods import deserialized, not_one_message, serialized
 from router.h2.streams import Stream
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 # Answers beyond it wait for the client to take some.
 _PENDING_BYTES_MAX = 1 << 20
@@ -69,7 +71,10 @@ class ThreadedCall(Call):
         except Exception as error:
             # A client that goes away ends the iteration of its own messages with an error.
             if not self.is_over:
-                _log.exception("a call failed: %s", self._stream.head.path)
+                path = self._stream.head.path
+                _repeated.event(
+                    "call_failed", path, "a call failed: %s", path, level=logging.ERROR, error=error
+                )
             doing = "iterating responses" if self._handler.response_streaming else "calling application"
             self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from indexer.repeated_log import RepeatedLog
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallContext
 from router.h2.messages import MessageError
@@ -16,6 +17,7 @@ from router.h2.streams import Stream
 from router.steps import Steps, alone
 
 _log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 
 class UnaryCall(Call):
@@ -76,7 +78,8 @@ class UnaryCall(Call):
         except MessageError as error:
             self._end(error.status, str(error))
         except Exception as error:
-            _log.exception("a call failed: %s", self._stream.head.path)
+            path = self._stream.head.path
+            _repeated.event("call_failed", path, "a call failed: %s", path, level=logging.ERROR, error=error)
             self._end(grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
         else:
             self._end(

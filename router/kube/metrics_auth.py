@@ -87,7 +87,9 @@ class MetricsAuth:
         try:
             answer = self._ask(path, token)
         except (ClusterError, msgspec.MsgspecError) as error:
-            self._repeated.event("reviews", "the cluster cannot be asked who reads %s: %s", path[:100], error)
+            self._repeated.event(
+                "review_failed", "reviews", "the cluster cannot be asked who reads %s: %s", path[:100], error
+            )
             return _AWAY
         with self._lock:
             kept_s = _KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S

@@ -37,6 +37,21 @@ def test_a_chain_comes_together_in_any_order(order: list[int]) -> None:
     assert (pod.cached(TOKENS), pod.view.orphans) == (6, 0)
 
 
+def test_long_texts_of_orphans_count_against_their_bound() -> None:
+    """Names, salts and extra keys as long as a message leave no room for more orphans than their bytes."""
+    long = "x" * 1000
+    for fields in (
+        {"lora_name": long},
+        {"cache_salt": long},
+        {"medium": long},
+        {"extra_keys": [[long]]},
+    ):
+        pod = OnePod(orphan_tokens_per_pod=10_000)
+        for number in range(100):
+            pod.apply(stored([number + 1], block(1), parent=1000 + number, **fields))
+        assert 1 <= pod.view.orphans <= 10, fields
+
+
 def test_what_is_said_about_an_orphan_is_not_lost() -> None:
     """A removal, and a copy in host memory, of a block that waits take effect when it attaches."""
     pod = OnePod()

@@ -238,6 +238,19 @@ def test_nothing_to_parse_is_no_event() -> None:
     assert len(parsed.batches) == len(parsed.events) == 0
 
 
+def test_arrays_of_an_unusual_call_are_given_back() -> None:
+    """After one call with very many hashes and events, the arrays of an ordinary one are small again."""
+    parser = EventParser(16 << 20)
+    many = msgspec.msgpack.encode([1, [["BlockRemoved", [1] * 100]] * 65_536])
+    assert len(parser.parse([many, many]).hashes) > 8 << 20
+    ordinary = parser.parse(PUBLISHED[:3])
+    check(ordinary, PUBLISHED[:3])
+    assert len(ordinary.hashes) <= 4 << 20
+    assert len(ordinary.tokens) <= 4 << 20
+    assert ordinary.events.base is not None
+    assert len(ordinary.events.base) <= 65_536
+
+
 def test_arrays_grow_and_are_used_again() -> None:
     """Calls of any size give the same rows by one parser as by one each; many events need no tokens."""
     parser = EventParser(MAX_BYTES)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
 from indexer.extras import MultimodalItem, extras_of_prompt
+from indexer.part_runs import PARTS_MAX
 from tests.unit.indexer_support import POD, OnePod, stored
 
 TOKENS = list(range(1000, 1000 + 256))
@@ -120,6 +121,21 @@ def test_parts_are_bounded() -> None:
     assert pod.index.stats().blocks == 1
     pod.apply(BlockRemoved(list(range(1, 9))))
     assert pod.index.stats().blocks == 0
+
+
+def test_parts_have_a_bound_of_their_own() -> None:
+    """Engine blocks of one token cannot take more memory than that of the parts' bound."""
+    pod = OnePod(block_tokens=4)
+    hashes = list(range(1, PARTS_MAX + 1001))
+    applied = pod.apply(stored(hashes, [7] * len(hashes), block_size=1))
+    assert applied.skipped == {("BlockStored", "too_many_hashes"): 1000}
+
+
+def test_extras_of_parts_are_bounded() -> None:
+    """A part whose extra keys are longer than any real ones is not held, and the store is counted."""
+    pod = OnePod(block_tokens=64)
+    applied = pod.apply(stored([1], list(range(16)), block_size=16, extra_keys=[[["x" * 5000, 0]]]))
+    assert applied.skipped == {("BlockStored", "extra_keys"): 1}
 
 
 def test_hashes_in_a_ring_end(pod: OnePod) -> None:

@@ -1,0 +1,90 @@
+"""Log lines that peers can cause at will: few a minute and source, and none is lost from the count."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from indexer.repeated_log import RepeatedEvents, RepeatedLog
+
+_log = logging.getLogger("test_repeated_log")
+
+
+class Clock:
+    """A clock that tests set."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now_s
+
+
+def counted(kind: str) -> float:
+    """The metric's value for this kind of event."""
+    registry = CollectorRegistry()
+    registry.register(RepeatedEvents())
+    return registry.get_sample_value("kvroute_repeated_events_total", {"event": kind}) or 0.0
+
+
+def test_a_source_has_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """The first event is logged, the rest of its minute is one number in the next, and all are counted."""
+    clock = Clock()
+    repeated = RepeatedLog(_log, clock=clock)
+    before = counted("one_a_minute")
+    for _ in range(1000):
+        repeated.event("one_a_minute", "10.0.0.1", "bad client %s", "10.0.0.1:1234")
+    assert caplog.messages == ["bad client 10.0.0.1:1234"]
+    for minute in range(1, 4):
+        clock.now_s = 61.0 * minute
+        for _ in range(100):
+            repeated.event("one_a_minute", "10.0.0.1", "bad client %s", "10.0.0.1:1234")
+    assert caplog.messages[1:] == [
+        f"10.0.0.1: {number} more log lines like the last ones were left out" for number in (999, 100, 100)
+    ]
+    assert counted("one_a_minute") - before == 1300
+
+
+def test_a_quiet_source_is_new_again(caplog: pytest.LogCaptureFixture) -> None:
+    """An event a minute after the last one is logged as itself."""
+    clock = Clock()
+    repeated = RepeatedLog(_log, clock=clock)
+    for now_s in (0.0, 61.0, 122.0):
+        clock.now_s = now_s
+        repeated.event("quiet", "a", "at %g", now_s)
+    assert caplog.messages == ["at 0", "at 61", "at 122"]
+
+
+def test_sources_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """However many sources there are, no more than the bound and one have lines of their own."""
+    clock = Clock()
+    repeated = RepeatedLog(_log, sources_max=8, clock=clock)
+    for number in range(10_000):
+        repeated.event("many_sources", f"10.0.{number // 256}.{number % 256}", "source %d", number)
+    assert len(caplog.messages) == 9
+    clock.now_s = 61.0
+    repeated.event("many_sources", "10.0.0.0", "again")
+    assert caplog.messages[9:] == [
+        "other sources: 9991 more log lines like the last ones were left out",
+        "again",
+    ]
+
+
+def test_lines_of_a_source_may_be_more_than_one(caplog: pytest.LogCaptureFixture) -> None:
+    """A stream's ordinary changes are all logged; only a storm of them is cut."""
+    repeated = RepeatedLog(_log, lines=3, clock=Clock())
+    for number in range(10):
+        repeated.event("burst", "a", "change %d", number)
+    assert caplog.messages == ["change 0", "change 1", "change 2"]
+
+
+def test_an_error_is_logged_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure of our own keeps its traceback."""
+    repeated = RepeatedLog(_log, clock=Clock())
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        repeated.event("failure", "a", "failed", level=logging.ERROR, error=error)
+    assert "ValueError: broken" in caplog.text
