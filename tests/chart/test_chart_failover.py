@@ -21,6 +21,7 @@ import urllib3
 from router.local.stack import envoy_command
 from router.server import RouterServer
 from tests.chart.helm import CHART, clusters, envoy_bootstrap
+from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import FakePod, fake_pods, running_router, write_pods
 from tests.loopback import HERE, free_ports, listens
 from tests.unit.router_support import TINY
@@ -146,7 +147,7 @@ def deployed(directory: Path, envoy: dict[str, Any], *, victim: bool = False) ->
         gateway, status, admin = free_ports(3)
         _place(bootstrap, gateway, status, admin, routers, [pod.port for pod in pods])
         path = directory / "envoy.json"
-        path.write_text(json.dumps(bootstrap))
+        path.write_text(json.dumps(patient(bootstrap)))
         command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
         stack.enter_context(_ended(subprocess.Popen([*command, "--concurrency", "1"])))
         running = Deployed(gateway, status, admin, router, process, pods, http)

@@ -92,6 +92,18 @@ def gateway(
                 yield running
 
 
+def patient(config: dict[str, Any]) -> dict[str, Any]:
+    """Give routers more time to answer Envoy: a test machine may be busy for seconds."""
+    for cluster in config["static_resources"]["clusters"]:
+        for check in cluster.get("health_checks", []):
+            check["timeout"] = "5s"
+        for options in cluster.get("typed_extension_protocol_options", {}).values():
+            http2 = options["explicit_http_config"].get("http2_protocol_options", {})
+            if "connection_keepalive" in http2:
+                http2["connection_keepalive"]["timeout"] = "5s"
+    return config
+
+
 @contextmanager
 def running_envoy(
     directory: Path, config: dict[str, Any], port: int, admin: int
@@ -99,7 +111,7 @@ def running_envoy(
     """An Envoy that listens on `port`; its log is envoy.log in `directory`."""
     path = directory / "envoy.json"
     address = {"socket_address": {"address": HERE, "port_value": admin}}
-    path.write_text(json.dumps({**config, "admin": {"address": address}}))
+    path.write_text(json.dumps({**patient(config), "admin": {"address": address}}))
     command = [envoy_command(), "-c", str(path), "--disable-hot-restart", "--log-level", "warning"]
     with (
         (directory / "envoy.log").open("wb") as log,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from openai import OpenAI
 from router.local import stack_api
 from router.local.stack import StackOptions, StackPlan, plan_stack
 from router.local.supervisor import Child, Supervisor
+from tests.integration.envoy_support import patient
 from tests.loopback import free_base
 
 DEADLINE_S = 300.0
@@ -68,6 +70,7 @@ def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
     plan = plan_stack(wanted, directory)
     for name, text in plan.files.items():
         (directory / name).write_text(text)
+    (directory / "envoy.json").write_text(json.dumps(patient(json.loads(plan.files["envoy.json"]))))
     supervisor = Supervisor(directory, lambda _line: None)
     with ExitStack() as closing:
         closing.callback(supervisor.stop)

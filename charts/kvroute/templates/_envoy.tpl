@@ -10,16 +10,17 @@
 {{- $_ := set $manager "http_filters" (prepend $manager.http_filters $filter) -}}
 {{- $host := index $manager.route_config.virtual_hosts 0 -}}
 {{- $routes := ternary $parts.fail_open_routes $host.routes .Values.envoy.failOpen -}}
+{{- $extras := list -}}
 {{- range $extra := .Values.paths.extra -}}
 {{- /* As the first inference path's: one route, or two if Envoy fails open. */ -}}
 {{- range $route := ternary (list (index $routes 0) (index $routes 1)) (list (index $routes 0)) $.Values.envoy.failOpen -}}
 {{- $copy := deepCopy $route -}}
 {{- $_ := set $copy.match "path" $extra.path -}}
 {{- $_ := set (index $copy.match.headers 0) "string_match" (dict "exact" $extra.method) -}}
-{{- $routes = prepend $routes $copy -}}
+{{- $extras = append $extras $copy -}}
 {{- end -}}
 {{- end -}}
-{{- $_ := set $host "routes" $routes -}}
+{{- $_ := set $host "routes" (concat $extras $routes) -}}
 {{- $patches := include "kvroute.envoy.clusterPatches" . | fromYaml -}}
 {{- $clusters := list ($patches.admin) -}}
 {{- range $name := concat (list "picked_pod" "router") (ternary (list "router_check") list (eq $door "check")) (ternary (list "round_robin") list .Values.envoy.failOpen) -}}
