@@ -29,18 +29,18 @@ _SAMPLINGS = {
 
 
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
-    """Yield `sample_b32_ms` per way of sampling, and `sort_b32_ms`."""
+    """Yield `sample_WAY_SPREAD_b32_ms` per way of sampling, and `sort_SPREAD_b32_ms`."""
     generator = torch.Generator().manual_seed(0)
     for spread, deviation in _SPREADS.items():
         logits = deviation * torch.randn((_BATCH, _VOCABULARY), generator=generator)
         for name, params in _SAMPLINGS.items():
             rows = [SamplingRow(params, seed, 0) for seed in range(_BATCH)]
-            setting = {"batch": _BATCH, "vocabulary": _VOCABULARY, "logits": spread, "sampling": name}
+            setting = {"batch": _BATCH, "vocabulary": _VOCABULARY}
             milliseconds = _milliseconds(lambda: sample(logits, rows), rounds, clock)  # noqa: B023
-            yield Figure("sample_b32_ms", "ms", milliseconds, setting)
-        setting = {"batch": _BATCH, "vocabulary": _VOCABULARY, "logits": spread}
+            yield Figure(f"sample_{name}_{spread}_b32_ms", "ms", milliseconds, setting)
+        setting = {"batch": _BATCH, "vocabulary": _VOCABULARY}
         milliseconds = _milliseconds(lambda: logits.sort(dim=-1, descending=True), rounds, clock)  # noqa: B023
-        yield Figure("sort_b32_ms", "ms", milliseconds, setting)
+        yield Figure(f"sort_{spread}_b32_ms", "ms", milliseconds, setting)
 
 
 def _milliseconds(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:

@@ -98,11 +98,14 @@ def _demo_offload(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--prompt-tokens", type=positive, default=2048, metavar="N", help="its length (default: %(default)s)"
     )
-    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_engine_flags(parser.add_argument_group("engine"), fit_prompt=True)
     args = parser.parse_args(arguments)
     try:
-        from model_server.demo_offload import demonstrate
+        from model_server.demo_offload import demonstrate, fitting
 
+        host = 0 if args.cpu_blocks is None and args.cpu_gib is not None else args.cpu_blocks
+        sizes = fitting(args.prompt_tokens, max(1, args.block_size), args.num_gpu_blocks, host)
+        args.num_gpu_blocks, args.cpu_blocks = sizes
         for line in demonstrate(_engine_config(args), args.prompt_tokens):
             print(line)
     except ConfigError as error:
@@ -142,10 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+def _add_engine_flags(group: argparse._ArgumentGroup, *, fit_prompt: bool = False) -> None:
     defaults = EngineConfig()
     _add_model_flags(group, defaults)
-    _add_pool_flags(group, defaults)
+    _add_pool_flags(group, defaults, fit_prompt)
     _add_scheduling_flags(group, defaults)
     _number(group, "--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
     _number(group, "--seed", defaults.seed, "seeds requests that bring no seed")
@@ -186,17 +189,22 @@ def _add_model_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> 
     _number(group, "--max-loras", defaults.max_loras, "most LoRA adapters loaded at once")
 
 
-def _add_pool_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
+def _add_pool_flags(group: argparse._ArgumentGroup, defaults: EngineConfig, fit_prompt: bool) -> None:
     _number(group, "--block-size", defaults.block_tokens, "tokens per KV block")
     _number(
         group,
         "--num-gpu-blocks",
-        defaults.gpu_blocks,
-        "KV blocks in the pool",
+        None if fit_prompt else defaults.gpu_blocks,
+        "KV blocks in the pool" + (" (default: just the prompt's)" if fit_prompt else ""),
         "--gpu-blocks",
         "--num-gpu-blocks-override",
     )
-    _number(group, "--cpu-blocks", defaults.cpu_blocks, "KV blocks in the host tier")
+    _number(
+        group,
+        "--cpu-blocks",
+        None if fit_prompt else defaults.cpu_blocks,
+        "KV blocks in the host tier" + (" (default: four times the pool's)" if fit_prompt else ""),
+    )
     group.add_argument("--cpu-gib", type=float, metavar="GIB", help="the same as GiB of host memory")
     _number(
         group, "--max-model-len", None, "most tokens of prompt and answer together (default: the model's own)"

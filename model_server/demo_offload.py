@@ -6,7 +6,6 @@ the device's pool by others, as traffic would do it.
 
 import random
 import time
-from dataclasses import replace
 
 from model_server.build import build_engine
 from model_server.config import EngineConfig
@@ -22,7 +21,7 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     """Measure the three ways.
 
     Args:
-        config: The engine's settings; pool and host tier are made to fit the prompt.
+        config: The engine's settings; see `fitting` for the least sizes of its pool and host tier.
         prompt_tokens: Length of the prompt.
 
     Returns:
@@ -31,13 +30,11 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     Raises:
         ModelServerError: The model cannot be loaded, or the prompt is too long for it.
     """
-    blocks = -(-(prompt_tokens + 1) // config.block_tokens)
-    engine = build_engine(
-        replace(config, gpu_blocks=blocks, cpu_blocks=4 * blocks, cpu_gib=None, max_model_len=None),
-        NullSink(),
-    )
+    engine = build_engine(config, NullSink())
+    # The prompt's blocks are the oldest: as many new ones as the pool has take them all.
+    others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
     draw = random.Random(0)
-    rounds = [_one_round(engine, draw, prompt_tokens, number) for number in range(_ROUNDS + 1)][1:]
+    rounds = [_one_round(engine, draw, prompt_tokens, others, number) for number in range(_ROUNDS + 1)][1:]
     lines = []
     for position, way in enumerate(("cold", "device hit", "host hit")):
         taken_s, cached = sorted(one[position] for one in rounds)[_ROUNDS // 2]
@@ -54,13 +51,33 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     return lines
 
 
+def fitting(
+    prompt_tokens: int, block_tokens: int, gpu_blocks: int | None, cpu_blocks: int | None
+) -> tuple[int, int]:
+    """Return the blocks of the pool and of the host tier: those given, else as many as the prompt needs.
+
+    Args:
+        prompt_tokens: Length of the prompt.
+        block_tokens: Tokens of a block.
+        gpu_blocks: The pool's; None: just the prompt's, so that one other prompt pushes it out.
+        cpu_blocks: The host tier's; None: four times the pool's, which keeps the prompt beside the others.
+    """
+    pool = _blocks(prompt_tokens, block_tokens) if gpu_blocks is None else gpu_blocks
+    return pool, 4 * pool if cpu_blocks is None else cpu_blocks
+
+
+def _blocks(prompt_tokens: int, block_tokens: int) -> int:
+    return -(-(prompt_tokens + 1) // block_tokens)
+
+
 def _one_round(
-    engine: Engine, draw: random.Random, prompt_tokens: int, number: int
+    engine: Engine, draw: random.Random, prompt_tokens: int, others: int, number: int
 ) -> list[tuple[float, int]]:
     """Return seconds and cached tokens of the prompt cold, again, and after others took its blocks."""
-    prompt, other = (tuple(draw.choices(range(3, 1000), k=prompt_tokens)) for _ in range(2))
+    prompt, *rest = (tuple(draw.choices(range(3, 1000), k=prompt_tokens)) for _ in range(1 + others))
     taken = [first_token(engine, f"{number}.{turn}", prompt) for turn in range(2)]
-    first_token(engine, f"{number}.other", other)
+    for at, other in enumerate(rest):
+        first_token(engine, f"{number}.other.{at}", other)
     return [*taken, first_token(engine, f"{number}.2", prompt)]
 
 

@@ -1,12 +1,13 @@
 """Which tokens top_k, top_p and min_p leave.
 
-In: probabilities and, per row, the wishes. Out: the probabilities of what is left. All three keep the most
-probable tokens; top_p is a share of what the other two left. Of equally probable tokens those with lower ids
-come first.
+In: probabilities, up to a factor of each row, and, per row, the wishes. Out: the probabilities of what is
+left. All three keep the most probable tokens; top_p is a share of what the other two left. Of equally
+probable tokens those with lower ids come first.
 """
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,21 @@ _KIND_SHIFT = 16
 def is_restricted(params: SamplingParams) -> bool:
     """Tell whether any token is left out."""
     return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def in_share(probabilities: Tensor, token_ids: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
+    """Tell for one token of each row whether top_p leaves it, without finding out what else it leaves.
+
+    Args:
+        probabilities: float32 [rows, vocab_size].
+        token_ids: int64 [rows].
+        wishes: One per row, without top_k and min_p.
+
+    Returns:
+        bool [rows].
+    """
+    before = _before(probabilities, token_ids)
+    return (before < _column(wishes, before, lambda params: params.top_p) * _sum(probabilities)).squeeze(1)
 
 
 def left_of_all(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
@@ -107,6 +123,22 @@ def _sum_of_all(probabilities: Tensor, largest: Tensor, wishes: Sequence[Samplin
         return _sum(probabilities)
     least = _column(wishes, largest, lambda params: params.min_p) * largest
     return _sum(torch.where(probabilities >= least, probabilities, 0.0))
+
+
+def _before(probabilities: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the sum of what comes before a token, more probable or with a lower id: float64 [rows, 1]."""
+    if probabilities.device.type != "cpu":
+        at, ids = token_ids[:, None], torch.arange(probabilities.shape[-1], device=probabilities.device)
+        own = probabilities.gather(1, at)
+        ahead = (probabilities > own) | ((probabilities == own) & (ids < at))
+        return _sum(torch.where(ahead, probabilities, 0.0))
+    # On a CPU numpy compares and counts several times as fast as torch.
+    sums = []
+    for row, token_id in zip(probabilities.numpy(), token_ids.tolist(), strict=True):
+        own = row[token_id]
+        equal = np.count_nonzero(row[:token_id] == own)
+        sums.append([np.add.reduce(row[row > own], dtype=np.float64) + equal * np.float64(own)])
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def _sum(left: Tensor) -> Tensor:

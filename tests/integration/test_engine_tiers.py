@@ -1,11 +1,13 @@
 """The engine with a host tier: restores, swaps, shared prompts, sleep."""
 
+import sys
+
 import pytest
 import torch
 
+from model_server import cli
 from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.demo_offload import demonstrate
 from model_server.events import AllBlocksCleared
 from tests.integration.engine_support import (
     EventLog,
@@ -171,8 +173,30 @@ def test_a_real_model_sleeps_and_wakes() -> None:
     assert generate(engine, conversation()).tokens == before.tokens
 
 
-def test_the_demonstration_shows_three_ways() -> None:
-    """Cold nothing is cached, then all but the last token's block is, from either tier."""
-    cold, device, host, moved = demonstrate(EngineConfig(), 160)
-    assert ("0 of 160" in cold, "144 of 160" in device, "144 of 160" in host) == (True, True, True)
-    assert "restored" in moved
+@pytest.mark.parametrize(
+    ("flags", "from_host"),
+    [
+        ([], 144),
+        (["--gpu-blocks", "25"], 144),
+        (["--gpu-blocks", "25", "--cpu-blocks", "200"], 144),
+        (["--cpu-gib", "0.01"], 144),
+        (["--cpu-blocks", "0"], 0),
+    ],
+)
+def test_the_demonstration_shows_three_ways(
+    flags: list[str], from_host: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cold nothing is cached, then all but the last token's block is; from the host if it has the blocks."""
+    assert cli.main(["demo-offload", "--prompt-tokens", "160", *flags]) == 0
+    cold, device, host, moved = capsys.readouterr().out.splitlines()
+    assert ("0 of 160" in cold, "144 of 160" in device) == (True, True)
+    assert f"first token, {from_host} of 160" in host
+    assert ("and 0 restored" in moved) == (from_host == 0)
+
+
+def test_a_demonstration_whose_pool_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flag counts: a pool that cannot hold the prompt is an error of one line."""
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(cli.main(["demo-offload", "--prompt-tokens", "160", "--gpu-blocks", "5"]))
+    assert caught.value.code in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1

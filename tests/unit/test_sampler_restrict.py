@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.restrict import left_of_all, left_of_best, left_of_many
+from model_server.restrict import in_share, left_of_all, left_of_best, left_of_many
 from model_server.sampler import sample, uniform
 
 VOCAB_SIZE = 1000
@@ -141,3 +141,36 @@ def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -
     logits[0, 700] = 1.0
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k)
     assert sample(logits, [SamplingRow(params, 1, 0)]) == [700]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([0.96875, 0.5, 0.0625, 1e-9]), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+    st.sampled_from([0.05, 0.2, 1.0, 9.0]),
+)
+def test_a_token_is_in_the_share_if_the_definition_leaves_it(
+    top_ps: list[float], seed: int, temperature: float
+) -> None:
+    """One token alone, of any probability and among equals, is told in or out as the whole sort tells it."""
+    rows = [SamplingParams(max_tokens=1, top_p=top_p) for top_p in top_ps]
+    probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
+    wanted = [by_definition(row.tolist(), params) for row, params in zip(probabilities, rows, strict=True)]
+    for token_id in range(0, VOCAB_SIZE, 7):
+        kept = in_share(probabilities, torch.full((len(rows),), token_id), rows)
+        assert kept.tolist() == [token_id in left for left in wanted]
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.3, 0.02])
+def test_frequencies_follow_what_top_p_leaves(top_p: float) -> None:
+    """However many draws a token takes, each comes up as often as its part of what is left."""
+    count = 3000
+    logits = torch.linspace(3.0, 0.0, VOCAB_SIZE)
+    params = SamplingParams(max_tokens=1, top_p=top_p)
+    rows = [SamplingRow(params, 5, position) for position in range(count)]
+    drawn = torch.tensor(sample(logits.repeat(count, 1), rows))
+    (left,) = left_of_all(logits.softmax(-1)[None], [params])
+    assert left[drawn].all()
+    cumulated = left.double().cumsum(0) / left.double().sum()
+    counted = torch.bincount(drawn, minlength=VOCAB_SIZE).cumsum(0) / count
+    assert (cumulated - counted).abs().max() < 0.04
