@@ -197,7 +197,7 @@ def test_a_new_window_run_is_no_report() -> None:
 
 
 def test_a_real_engines_reports_and_copies_are_never_exact_and_wrong() -> None:
-    """Captured from vLLM 0.32: whatever a view predicts without a doubt is delivered, through all evictions."""
+    """Captured from vLLM 0.32 under eviction: what a view predicts without a doubt is delivered."""
     pod, equal, in_doubt = OnePod(block_tokens=16), 0, set()
     for line in read_lines("vllm_0_32_full_reports.jsonl.gz"):
         if "frames" in line:
