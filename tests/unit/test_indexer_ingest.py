@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
@@ -13,7 +14,7 @@ from indexer.hybrid import HybridMatcher
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
+from indexer.parity import TRUSTED_AFTER, ParityWatch
 from indexer.parity_alarm import ParityAlarm
 from indexer.peer_metrics import PeerMetrics
 from indexer.speculate import Speculation
@@ -33,14 +34,16 @@ class Bench:
     def __init__(self) -> None:
         config, self.registry = IndexerConfig(block_tokens=1, hash_seed=1), CollectorRegistry()
         index, parity = FlatIndex(1 << 20, Tiers()), ParityWatch()
+        self.hasher, self.parity = BlockHasher(1, 1), parity
         speculation = Speculation(index, ttl_s=1.0, max_s=1.0, max_entries=10)
         metrics = IndexerMetrics(self.registry, stats=index.stats, speculative=lambda: 0)
+        self.alarm = ParityAlarm(parity, metrics)
         self.ingest = Ingest(
             config,
             index=index,
-            hasher=BlockHasher(1, 1),
+            hasher=self.hasher,
             parity=parity,
-            alarm=ParityAlarm(parity, metrics),
+            alarm=self.alarm,
             hybrid=HybridMatcher(index, 1),
             speculation=speculation,
             metrics=metrics,
@@ -115,3 +118,50 @@ def test_a_pod_that_is_followed_again_is_shown_again() -> None:
         bench.ingest.closed(POD)
         assert bench.metric(EVENTS + "messages_received_total", pod_identifier=POD) is None
         bench.ingest.opened(STREAM)
+
+
+def state_of(bench: Bench) -> tuple[StreamState, str]:
+    """What everybody is told of the pod's view."""
+    engine = bench.ingest.roster.engines[POD]
+    assert bench.ingest.states[POD] is engine.state
+    shown = [state for state in StreamState if bench.metric(OURS + "stream_state", pod=POD, state=state)]
+    assert shown == [engine.state]
+    return engine.state, engine.reason
+
+
+def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
+    """A mismatch makes an EXACT view STALE; requests in a row that are met make it EXACT again."""
+    bench = Bench()
+    bench.ingest.state(POD, StreamState.EXACT, "")
+    root = bench.hasher.root("m", None, None)
+
+    def send(number: int, prompt: list[int], engine_sees: list[int]) -> None:
+        keys = bench.hasher.chain(root, prompt)
+        bench.parity.expect(number, POD, "m", root, keys, np.array(prompt[:1], np.uint32))
+        bench.apply(stored(engine_sees))
+        bench.alarm.settled(number, 0.0)
+        bench.ingest.reconsider(POD)
+
+    send(0, [1, 2], [1001, 1002])
+    assert state_of(bench) == (StreamState.STALE, "other_tokens")
+    for number in range(1, TRUSTED_AFTER):
+        send(number, [10 * number], [10 * number])
+    assert state_of(bench) == (StreamState.STALE, "other_tokens")
+    send(TRUSTED_AFTER, [5], [5])
+    assert state_of(bench) == (StreamState.EXACT, "")
+
+
+def test_a_doubt_never_hides_what_a_stream_lacks() -> None:
+    """A view that is STALE or RECOVERING keeps its own reason, and the doubt shows once it is EXACT."""
+    bench = Bench()
+    bench.ingest.state(POD, StreamState.EXACT, "")
+    bench.apply(stored([1, 2]))
+    bench.apply(stored([1, 2]))
+    bench.apply(removed(2))
+    assert state_of(bench) == (StreamState.STALE, "ambiguous_copies")
+    bench.ingest.state(POD, StreamState.RECOVERING, "gap")
+    assert state_of(bench) == (StreamState.RECOVERING, "gap")
+    bench.ingest.state(POD, StreamState.EXACT, "")
+    assert state_of(bench) == (StreamState.STALE, "ambiguous_copies")
+    bench.apply(removed(2))
+    assert state_of(bench) == (StreamState.EXACT, "")

@@ -194,3 +194,20 @@ def test_a_new_window_run_is_no_report() -> None:
     pod.apply(*hybrid(([1, 2], [1, 2], None), ([3], [3], 2)))
     assert pod.cached(TOKENS) == 3
     assert pod.apply(BlockRemoved([1, 2], None, 0)).removals == {"last": 2}
+
+
+def test_a_real_engines_reports_and_copies_are_never_exact_and_wrong() -> None:
+    """Captured from vLLM 0.32 under eviction: what a view predicts without a doubt is delivered."""
+    pod, equal, in_doubt = OnePod(block_tokens=16), 0, set()
+    for line in read_lines("vllm_0_32_full_reports.jsonl.gz"):
+        if "frames" in line:
+            batch = decode_batch(bytes.fromhex(line["frames"][2]), 1 << 24).batch
+            assert ("BlockStored", "ambiguous_copies") not in pod.apply(*batch.events).skipped
+        elif (prompt := line.get("token_ids")) and line["request"] != "prompt_logprobs":
+            cached = min(pod.cached(prompt) * 16, len(prompt) - 1) // 64 * 64
+            if pod.view.doubt is None:
+                assert cached == line["cached_tokens"], line["request"]
+                equal += 1
+            else:
+                in_doubt.add(line["request"])
+    assert (equal, in_doubt) == (5, {"probe"})
