@@ -64,9 +64,9 @@ test-kind: setup
 	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)
 
 images:
-	docker build --file docker/router.Dockerfile --tag $(IMAGE_PREFIX)/router:$(IMAGE_TAG) $(BUILD_ARGS) .
 	docker build --file docker/model-server.Dockerfile --tag $(IMAGE_PREFIX)/model-server:$(IMAGE_TAG) \
 	  --target $(MODEL_SERVER_TARGET) $(BUILD_ARGS) .
+	docker build --file docker/router.Dockerfile --tag $(IMAGE_PREFIX)/router:$(IMAGE_TAG) $(BUILD_ARGS) .
 
 envoy-image:
 	docker build --file docker/envoy.Dockerfile --tag $(IMAGE_PREFIX)/envoy:$(IMAGE_TAG) $(BUILD_ARGS) .
