@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -40,3 +41,39 @@ def _in_heap(how: str) -> int:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     argv = [sys.executable, "-c", _PROGRAM, how]
     return int(subprocess.run(argv, stdout=subprocess.PIPE, check=True, env=environment).stdout)
+
+
+_GIVE_BACK = """
+import ctypes
+from pathlib import Path
+from router.memory import give_back, use_one_heap
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+use_one_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+flood = []
+for _ in range(20_000):
+    flood.append(libc.malloc(10_000))
+    ctypes.memset(flood[-1], 1, 10_000)
+# Small blocks that stay, so that the heap cannot shrink from its end.
+kept = libc.malloc(100)
+for block in flood:
+    libc.free(block)
+before = resident_mib()
+give_back()
+print(before, resident_mib())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_free_memory_is_given_back() -> None:
+    """Behind a flood that took 200 MB, the process gives most of it back to the system."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("needs the GNU C library")
+    done = subprocess.run([sys.executable, "-c", _GIVE_BACK], stdout=subprocess.PIPE, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before - after > 100

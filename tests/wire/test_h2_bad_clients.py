@@ -1,0 +1,49 @@
+"""Clients that break HTTP/2 again and again: one line in the log, all of them in the metric."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from indexer.repeated_log import RepeatedEvents
+from router.h2.server import GrpcServer
+
+CLIENTS = 50
+
+
+def broken() -> float:
+    """How many connections have broken HTTP/2 in this process."""
+    registry = CollectorRegistry()
+    registry.register(RepeatedEvents())
+    return registry.get_sample_value("kvroute_repeated_events_total", {"event": "http2_error"}) or 0.0
+
+
+def test_bad_connections_of_one_client_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Fifty connections with something else than HTTP/2 give one warning at most, and count fifty times."""
+    before = broken()
+    server = GrpcServer(
+        "--grpc-port",
+        "127.0.0.1",
+        0,
+        threads=1,
+        requests_max=1,
+        receive_bytes_max=1000,
+        send_bytes_max=1000,
+        inline={},
+    )
+    server.start()
+    try:
+        with caplog.at_level(logging.WARNING, "router.h2"):
+            for _ in range(CLIENTS):
+                with socket.create_connection(("127.0.0.1", server.port), 300) as client:
+                    client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64))
+                    while client.recv(65536):
+                        pass
+    finally:
+        server.close()
+    assert broken() - before == CLIENTS
+    # Another test of this process may have had this minute's line.
+    assert len([line for line in caplog.messages if "broke HTTP/2" in line]) <= 1

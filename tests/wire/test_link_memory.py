@@ -1,0 +1,46 @@
+"""What waits unread at a subscriber's socket, when a publisher sends large messages without end."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from indexer.link import Link, LinkEvent
+from tests.wire.engine_publisher import wait_until
+
+MESSAGE_BYTES = 1 << 20
+SENT = 200
+
+
+def test_few_messages_wait_at_the_socket() -> None:
+    """Of many large messages that nobody reads only a few are taken from the publisher."""
+    with zmq.Context() as ours, zmq.Context() as theirs:
+        publisher = theirs.socket(zmq.PUB)
+        publisher.setsockopt(zmq.LINGER, 0)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        link = Link(ours, f"tcp://127.0.0.1:{port}", topic_prefix="", max_message_bytes=4 * MESSAGE_BYTES)
+        try:
+            events: list[LinkEvent] = []
+
+            def is_up() -> bool:
+                if (event := link.next_event()) is not None:
+                    events.append(event)
+                return LinkEvent.UP in events
+
+            wait_until("connected", is_up)
+            for sequence in range(SENT):
+                publisher.send_multipart([b"", sequence.to_bytes(8, "big"), bytes(MESSAGE_BYTES)])
+            wait_until("the first message", lambda: link.waiting)
+            # Time for the sockets' threads to hand over what they will; the rest goes with the publisher.
+            time.sleep(3)
+            publisher.close()
+            received = 0
+            while link.socket.poll(1000):
+                link.receive()
+                received += 1
+        finally:
+            publisher.close()
+            link.close()
+    # Eight at the socket, and what the kernel's buffers hold.
+    assert 1 <= received <= 60
