@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 _GIVEN = (
     r'unknown\(request, "(\w+)"\)',
     r'return \[\], (?:\w+(?:\.\w+)* or )?"(\w+)"',
-    r'^(?:LONGER_THAN_CONTEXT|TOO_MANY_PROMPTS|MEDIA) = "(\w+)"',
+    r'^(?:LONGER_THAN_CONTEXT|TOO_MANY_PROMPTS|MEDIA|CACHE_NOT_READ) = "(\w+)"',
 )
 
 
