@@ -28,8 +28,6 @@ from indexer.view_parts import ViewFacts, ViewPart
 
 # An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
 AMBIGUOUS_COPIES = "ambiguous_copies"
-# Blocks with copies of which that is not known: some megabytes of memory.
-_UNCERTAIN_MAX = 20_000
 
 
 class PlainRuns(msgspec.Struct, frozen=True):
@@ -82,7 +80,7 @@ class PodView:
         self._caches: dict[int, PodCache] = {}
         self._zero_is_a_hash = False
         self._reannouncements = Reannouncements()
-        self._uncertain = UncertainCopies(_UNCERTAIN_MAX)
+        self._uncertain = UncertainCopies()
         # Copies of this batch in groups whose lead group was not seen.
         self._leaderless = 0
 
@@ -381,8 +379,10 @@ class PodView:
         engine_hash, tier = change.engine_hash, change.tier
         if change.group is None:
             dropped = self._runs.drop(engine_hash, tier)
-            if dropped is Dropped.LAST and self._uncertain.replaces_last(engine_hash, tier):
-                return Dropped.COPY if self._runs.copy(engine_hash, tier) else dropped
+            if dropped is Dropped.LAST and self._uncertain:
+                if self._uncertain.replaces_last(engine_hash, tier):
+                    return Dropped.COPY if self._runs.copy(engine_hash, tier) else dropped
+                self._discount(self._uncertain.outlived(engine_hash, tier), tier)
             return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)
 

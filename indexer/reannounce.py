@@ -88,17 +88,22 @@ class UncertainCopies:
     """Copies in one pod life that an engine may hold or not, and blocks of which no other copy is left.
 
     The index counts certain copies only. When a block's last certain copy is removed, an uncertain one takes
-    its place: the block is doubtful until a later event tells whether it is there.
+    its place: the block is doubtful until a later event tells whether it is there. Engines evict what was
+    used least recently: when a block is evicted that was stored after a doubt began, an uncertain copy that
+    no event showed in use since has gone before it.
 
     Args:
-        max_blocks: Most blocks with uncertain copies.
+        max_blocks: Most blocks with uncertain copies; they take some megabytes.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int = 20_000) -> None:
         self._max_blocks = max_blocks
         # By hash and tier.
         self._copies: dict[tuple[EngineHash, str], int] = {}
-        self._doubtful: set[tuple[EngineHash, str]] = set()
+        # Doubtful blocks, and blocks stored while there were any: by the number of doubts begun until then.
+        self._doubtful: dict[tuple[EngineHash, str], int] = {}
+        self._stored_later: dict[tuple[EngineHash, str], int] = {}
+        self._doubts = 0
 
     def __len__(self) -> int:
         return len(self._copies) + len(self._doubtful)
@@ -119,18 +124,31 @@ class UncertainCopies:
     def replaces_last(self, engine_hash: EngineHash, tier: str) -> bool:
         """Take note that a block's last counted copy went; tell whether an uncertain one takes its place."""
         block = engine_hash, tier
-        self._doubtful.discard(block)
+        self._doubtful.pop(block, None)
         if (copies := self._copies.pop(block, 0)) == 0:
             return False
         if copies > 1:
             self._copies[block] = copies - 1
-        self._doubtful.add(block)
+        self._doubts += 1
+        self._doubtful[block] = self._doubts
         return True
+
+    def outlived(self, engine_hash: EngineHash, tier: str) -> list[EngineHash]:
+        """Take note that a block is gone; return the doubtful blocks that must have gone before it."""
+        begun = self._stored_later.pop((engine_hash, tier), 0)
+        gone = [block for block, doubt in self._doubtful.items() if doubt <= begun and block[1] == tier]
+        for block in gone:
+            del self._doubtful[block]
+            self._copies.pop(block, None)
+        if not self._doubtful:
+            self._stored_later.clear()
+        return [engine_hash for engine_hash, _ in gone]
 
     def present(self, hashes: Collection[EngineHash], tier: str) -> None:
         """Take note that the engine holds each of these blocks."""
         if self._doubtful:
-            self._doubtful.difference_update([(engine_hash, tier) for engine_hash in hashes])
+            for engine_hash in hashes:
+                self._doubtful.pop((engine_hash, tier), None)
 
     def stored(self, hashes: Collection[EngineHash], tier: str) -> list[EngineHash]:
         """Take note of one certain copy more of each block; return those that were doubtful."""
@@ -138,14 +156,17 @@ class UncertainCopies:
             return []
         doubtful = [engine_hash for engine_hash in hashes if (engine_hash, tier) in self._doubtful]
         for engine_hash in doubtful:
-            self._doubtful.discard((engine_hash, tier))
+            del self._doubtful[engine_hash, tier]
             self._copies[engine_hash, tier] = self._copies.get((engine_hash, tier), 0) + 1
+        if len(self._stored_later) + len(hashes) <= self._max_blocks:
+            self._stored_later.update(dict.fromkeys([(each, tier) for each in hashes], self._doubts))
         return doubtful
 
     def clear(self) -> None:
         """Forget all: the engine's cache is empty."""
         self._copies.clear()
         self._doubtful.clear()
+        self._stored_later.clear()
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

@@ -109,6 +109,21 @@ def test_a_doubt_ends_when_events_show_what_is_there(
     assert pod.view.doubt is None
 
 
+def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
+    """The least recently used goes first: once a block goes that was stored since, an unused copy is gone."""
+    pod.apply(blocks(0, 4))
+    pod.apply(blocks(0, 4))
+    pod.apply(stored([50, 51], list(range(500, 508))))
+    pod.apply(BlockRemoved([4]))
+    pod.apply(stored([60, 61], list(range(600, 608))))
+    pod.apply(BlockRemoved([51]))
+    assert pod.view.doubt == "ambiguous_copies"
+    pod.apply(BlockRemoved([61]))
+    assert pod.view.doubt is None
+    assert pod.cached(TOKENS[:16]) * pod.hasher.block_tokens < 16
+    assert copies(pod, 4) == 0
+
+
 def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
     """Beyond the bound copies are counted, and the view says that it may be wrong."""
     pod = OnePod(block_tokens=4)
