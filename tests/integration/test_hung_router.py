@@ -26,6 +26,8 @@ from tests.loopback import HERE, free_ports, listens
 CLIENTS = 8
 # Above the time in which this test's Envoy finds a hung router, below a pick's own timeout (30 s).
 SLOW_S = 25.0
+# Routers close idle connections of their pages.
+_ONCE = {"connection": "close"}
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Fleet:
 
     def picks(self, router: Router) -> float:
         """How many picks a router has made."""
-        page = self.http.request("GET", f"http://{HERE}:{router.metrics}/metrics").data.decode()
+        page = self.http.request(
+            "GET", f"http://{HERE}:{router.metrics}/metrics", headers=_ONCE
+        ).data.decode()
         lines = [line for line in page.splitlines() if line.startswith("kvroute_router_picks_total")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -171,7 +175,7 @@ def _router(pods_file: Path) -> Iterator[Router]:
     argv = [sys.executable, "-m", "router", "--pods-file", str(pods_file), "--host", HERE]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
     # The pods publish no events.
-    argv += ["--bootstrap-timeout", "1"]
+    argv += ["--bootstrap-timeout", "1", "--check-port", "0"]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as process:
         try:
             yield Router(process, grpc, metrics)
@@ -181,7 +185,7 @@ def _router(pods_file: Path) -> Iterator[Router]:
 
 def _is_ready(http: urllib3.PoolManager, router: Router) -> bool:
     page = f"http://{HERE}:{router.metrics}/ready"
-    return listens(router.metrics) and http.request("GET", page).status == 200
+    return listens(router.metrics) and http.request("GET", page, headers=_ONCE).status == 200
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
