@@ -3,7 +3,7 @@
 #   docker build -f docker/model-server.Dockerfile -t kvroute/model-server .
 #
 # TORCH_INDEX_URL chooses torch's build: the default is for processors alone; https://download.pytorch.org/whl/cu130
-# and the like are for NVIDIA's GPUs, empty is the package index's own (on x86-64 with 3 GB of CUDA libraries).
+# and the like are for NVIDIA's GPUs, empty is the package index's own (on x86-64 with CUDA libraries: an image of 6 GB).
 # `--target without-torch` ends before torch: it is found at /opt/torch, where one may be mounted.
 # Plain Dockerfile syntax: builds with BuildKit and without it; offline from docker/wheelhouse (`make wheelhouse`).
 ARG BASE_IMAGE=python:3.11-slim-bookworm
