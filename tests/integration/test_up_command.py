@@ -226,5 +226,5 @@ def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
     assert " exited with " in done.stderr
     assert "nowhere" in done.stderr
-    logs = Path(done.stderr.split("logs: ")[1].strip()).glob("model-server-*.log")
+    logs = Path(done.stderr.split("logs: ")[1].strip()).glob("*.log")
     assert any("nowhere" in log.read_text() for log in logs)
