@@ -13,11 +13,11 @@ from pathlib import Path
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.flags import index_config
-from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.config_file import PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import router_parser
 from router.flags.kube import kube_config
+from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig
 from router.metrics_page import DEFAULT_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers

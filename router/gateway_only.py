@@ -1,4 +1,4 @@
-"""Request headers that only gateways and the router may set; a client's do not reach an engine."""
+"""Request headers and body fields that only gateways and the router may set; a client's reach no engine."""
 
 from __future__ import annotations
 
@@ -22,3 +22,25 @@ GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
 Envoy removes them before any filter runs (`router.local.envoy_config`, the chart), so that what a filter sets
 later stays.
 """
+
+GATEWAY_ONLY_FIELDS = (
+    # vLLM, TensorRT-LLM
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "kv_hints",
+    "disaggregated_params",
+    # SGLang
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    # Dynamo
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+)
+"""Fields that are forbidden unless the configuration names others."""

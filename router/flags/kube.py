@@ -20,8 +20,7 @@ def add_kube_flags(group: argparse._ArgumentGroup) -> None:
         "--pool-name",
         default="",
         metavar="NAME",
-        help="InferencePool whose pods are used; beside a --config-file with file discovery only the pool's "
-        "name in metrics",
+        help="InferencePool whose pods are used; with file discovery its name",
     )
     group.add_argument(
         "--pool-namespace",

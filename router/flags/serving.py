@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.flags.values import count, names, port, positive, size_bytes
+from router.gateway_only import GATEWAY_ONLY_FIELDS
 
 
 def add_serving_flags(group: argparse._ArgumentGroup) -> None:
