@@ -163,7 +163,7 @@ class PodView:
         return ViewFacts(
             run_tokens=self._run_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
-            reannounces=self._reannouncements.seen,
+            reannounces=self._reannouncements.in_episode,
             lead_stride=self._groups.lead_stride,
             groups=self._groups.facts(),
         )
@@ -179,7 +179,7 @@ class PodView:
         self.clear()
         self._run_tokens, self._has_run = facts.run_tokens, facts.run_tokens is not None
         self._zero_is_a_hash = facts.zero_is_a_hash
-        self._reannouncements.forget(seen=facts.reannounces)
+        self._reannouncements.forget(in_episode=facts.reannounces)
         self._groups.restore(facts.groups, facts.lead_stride)
 
     def restore(self, part: ViewPart) -> None:

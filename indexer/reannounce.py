@@ -2,8 +2,9 @@
 
 Such a report announces the blocks that a request found in the cache, from its prompt's start, before those
 that it adds in the same batch. A report of a request that adds nothing equals, byte for byte, the store of a
-request that computes its whole chain once more (prompt_logprobs): after the first, one removal ends a block,
-after the second two. These copies are uncertain until later events tell. Pure bookkeeping.
+request that computes its whole chain once more (prompt_logprobs, or the same prompt twice at once): after the
+first, one removal ends a block, after the second two. Few clients ask for reports, so such a store counts as
+a copy, except in an episode of reports: there it is uncertain until later events tell. Pure bookkeeping.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash, KVEvent
+
+# An episode ends when, since the last report that shows itself, so many stores could have been either.
+_EPISODE_STORES = 32
 
 
 class Ahead:
@@ -43,16 +47,17 @@ class Reannouncements:
     """Tells which stores of one pod life add no copy.
 
     A step announces the new blocks of one request as one run, so of two runs in a batch that continue each
-    other the first was not new, if the pod holds all of it. A run that nothing continues may be either.
+    other the first was not new, if the pod holds all of it. That begins an episode, in which a run that
+    nothing continues may be either; out of it such a run is a copy.
     """
 
     def __init__(self) -> None:
-        self._seen = False
+        self._stores_left = 0
 
     @property
-    def seen(self) -> bool:
-        """Whether the engine did it once."""
-        return self._seen
+    def in_episode(self) -> bool:
+        """Whether the engine reports, as far as is known."""
+        return self._stores_left > 0
 
     def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
         """Whether a lead group's run from a prompt's start is told again; None if it may be either.
@@ -64,9 +69,13 @@ class Reannouncements:
         """
         if not _safely(holds, run):
             return False
-        is_continued = ahead.continues(run)
-        self._seen |= is_continued
-        return True if is_continued else None
+        if ahead.continues(run):
+            self._stores_left = _EPISODE_STORES
+            return True
+        if not self.in_episode:
+            return False
+        self._stores_left -= 1
+        return None
 
     def of_group(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
         """Whether another group's run from a prompt's start is told again; None if it may be either.
@@ -75,13 +84,13 @@ class Reannouncements:
         group that holds them.
         """
         is_continued = ahead.continues(run)
-        if not ((is_continued or self._seen) and _safely(holds, run)):
+        if not ((is_continued or self.in_episode) and _safely(holds, run)):
             return False
         return True if is_continued else None
 
-    def forget(self, *, seen: bool = False) -> None:
-        """Begins a new life, of which is known whether it did it once."""
-        self._seen = seen
+    def forget(self, *, in_episode: bool = False) -> None:
+        """Begin a new life, of which is known whether it reports."""
+        self._stores_left = _EPISODE_STORES if in_episode else 0
 
 
 class UncertainCopies:

@@ -155,7 +155,9 @@ def test_a_doubt_never_hides_what_a_stream_lacks() -> None:
     """A view that is STALE or RECOVERING keeps its own reason, and the doubt shows once it is EXACT."""
     bench = Bench()
     bench.ingest.state(POD, StreamState.EXACT, "")
-    bench.apply(stored([1, 2]))
+    bench.apply(stored([1]))
+    # A full report that shows itself: from now on others may be one, too.
+    bench.apply(stored([1]), stored([2], 1))
     bench.apply(stored([1, 2]))
     bench.apply(removed(2))
     assert state_of(bench) == (StreamState.STALE, "ambiguous_copies")

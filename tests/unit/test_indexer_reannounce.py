@@ -25,6 +25,13 @@ def blocks(start: int, stop: int) -> BlockStored:
     return stored(list(range(start + 1, stop + 1)), TOKENS[start * 4 : stop * 4], parent=start or None)
 
 
+def begin_episode(pod: OnePod) -> None:
+    """A report that shows itself, of another prompt."""
+    other = stored([90_000, 90_001], list(range(90_000, 90_008)))
+    pod.apply(other)
+    pod.apply(other, stored([90_002, 90_003], list(range(90_008, 90_016)), parent=90_001))
+
+
 def copies(pod: OnePod, number: int) -> int:
     """How many removals of a block count; it is gone after them."""
     count = 0
@@ -75,12 +82,24 @@ def test_a_report_is_over_with_its_batch(pod: OnePod) -> None:
     assert (pod.cached(TOKENS) < held, pod.view.doubt) == (True, None)
 
 
-def test_a_first_report_that_adds_nothing_is_in_doubt_too(pod: OnePod) -> None:
-    """Nothing tells the report of a request that adds no block from a copy, not even an engine's first."""
+def test_out_of_an_episode_a_run_is_a_copy_without_a_doubt(pod: OnePod) -> None:
+    """An engine that never reports announces the same prompts of a burst once each, and stays EXACT."""
     pod.apply(blocks(0, 2), blocks(2, 4))
     pod.apply(blocks(0, 4))
-    pod.apply(BlockRemoved([4]))
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
+    assert pod.view.doubt is None
+
+
+def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
+    """Many stores that could be reports, and none that is one for sure: they are copies."""
+    begin_episode(pod)
+    pod.apply(blocks(0, 4))
+    for _ in range(40):
+        pod.apply(blocks(0, 4))
+    pod.apply(AllBlocksCleared(), blocks(0, 4))
+    pod.apply(blocks(0, 4))
+    assert copies(pod, 4) == 2
+    assert pod.view.doubt is None
 
 
 @pytest.mark.parametrize(
@@ -99,6 +118,7 @@ def test_a_doubt_ends_when_events_show_what_is_there(
     pod: OnePod, shows: list[KVEvent], is_doubtful: bool, removals: int
 ) -> None:
     """A doubtful block is there if a request used it or stored it again, and no doubt outlives a clear."""
+    begin_episode(pod)
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     pod.apply(BlockRemoved([4]))
@@ -111,6 +131,7 @@ def test_a_doubt_ends_when_events_show_what_is_there(
 
 def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
     """The least recently used goes first: once a block goes that was stored since, an unused copy is gone."""
+    begin_episode(pod)
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     pod.apply(stored([50, 51], list(range(500, 508))))
@@ -127,6 +148,7 @@ def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
 def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
     """Beyond the bound copies are counted, and the view says that it may be wrong."""
     pod = OnePod(block_tokens=4)
+    begin_episode(pod)
     prompt = list(range(4 * 12_000))
     run = stored(list(range(1, 12_001)), prompt)
     assert not pod.apply(run).skipped
@@ -138,6 +160,7 @@ def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
 
 def test_an_uncertain_view_is_not_told_to_peers(pod: OnePod) -> None:
     """A list of its parts would not tell which copies are uncertain."""
+    begin_episode(pod)
     pod.apply(blocks(0, 4))
     assert pod.view.unlisted != "ambiguous_copies"
     pod.apply(blocks(0, 4))
