@@ -124,7 +124,9 @@ class PodView:
     @property
     def plain(self) -> PlainRuns | None:
         """What a run must be to need nothing of what is known here; None while no run is plain."""
-        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None or self._uncertain:
+        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None:
+            return None
+        if self._uncertain or self._reannouncements.in_episode:
             return None
         return PlainRuns(self._run_tokens, self._groups.lead, self._orphans.awaited)
 
@@ -156,7 +158,9 @@ class PodView:
     @property
     def doubt(self) -> str | None:
         """Why the view, with all its events applied, may not be what the engine holds now; None if it is."""
-        return AMBIGUOUS_COPIES if self._uncertain.in_doubt else None
+        uncertain = self._uncertain
+        has_inferred = uncertain.has_inferred and self._reannouncements.in_episode
+        return AMBIGUOUS_COPIES if uncertain.in_doubt or has_inferred else None
 
     def facts(self) -> ViewFacts:
         """What its events told, besides blocks."""

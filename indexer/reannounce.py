@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash, KVEvent
 
-# An episode ends when, since the last report that shows itself, so many stores could have been either.
-_EPISODE_STORES = 32
+# Stores of a lead group after the last report that shows itself; the episode ends with them.
+_EPISODE_STORES = 1000
 
 
 class Ahead:
@@ -67,15 +67,13 @@ class Reannouncements:
             ahead: What follows it.
             holds: Whether the lead group holds such a run; may raise TokenError, then it does not.
         """
-        if not _safely(holds, run):
-            return False
-        if ahead.continues(run):
+        is_held = _safely(holds, run)
+        if is_held and ahead.continues(run):
             self._stores_left = _EPISODE_STORES
             return True
-        if not self.in_episode:
-            return False
-        self._stores_left -= 1
-        return None
+        was_in_episode = self.in_episode
+        self._stores_left -= was_in_episode
+        return None if is_held and was_in_episode else False
 
     def of_group(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
         """Whether another group's run from a prompt's start is told again; None if it may be either.
@@ -113,6 +111,7 @@ class UncertainCopies:
         self._doubtful: dict[tuple[EngineHash, str], int] = {}
         self._stored_later: dict[tuple[EngineHash, str], int] = {}
         self._doubts = 0
+        self._has_inferred = False
 
     def __len__(self) -> int:
         return len(self._copies) + len(self._doubtful)
@@ -121,6 +120,11 @@ class UncertainCopies:
     def in_doubt(self) -> bool:
         """Whether a block counts as held of which nobody knows whether it is there."""
         return bool(self._doubtful)
+
+    @property
+    def has_inferred(self) -> bool:
+        """Whether a block counts as gone because others went: likely, not certain."""
+        return self._has_inferred
 
     def add(self, hashes: Collection[EngineHash], tier: str) -> bool:
         """Note one uncertain copy more of each block; False, and nothing noted, where there is no room."""
@@ -146,6 +150,7 @@ class UncertainCopies:
         """Take note that a block is gone; return the doubtful blocks that must have gone before it."""
         begun = self._stored_later.pop((engine_hash, tier), 0)
         gone = [block for block, doubt in self._doubtful.items() if doubt <= begun and block[1] == tier]
+        self._has_inferred |= bool(gone)
         for block in gone:
             del self._doubtful[block]
             self._copies.pop(block, None)
@@ -176,6 +181,7 @@ class UncertainCopies:
         self._copies.clear()
         self._doubtful.clear()
         self._stored_later.clear()
+        self._has_inferred = False
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

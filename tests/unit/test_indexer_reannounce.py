@@ -91,12 +91,11 @@ def test_out_of_an_episode_a_run_is_a_copy_without_a_doubt(pod: OnePod) -> None:
 
 
 def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
-    """Many stores that could be reports, and none that is one for sure: they are copies."""
+    """After a thousand stores without a report that shows itself, what could be one is a copy."""
     begin_episode(pod)
+    for number in range(1000):
+        pod.apply(stored([1000 + number], list(range(4 * number, 4 * number + 4))))
     pod.apply(blocks(0, 4))
-    for _ in range(40):
-        pod.apply(blocks(0, 4))
-    pod.apply(AllBlocksCleared(), blocks(0, 4))
     pod.apply(blocks(0, 4))
     assert copies(pod, 4) == 2
     assert pod.view.doubt is None
@@ -140,7 +139,8 @@ def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
     pod.apply(BlockRemoved([51]))
     assert pod.view.doubt == "ambiguous_copies"
     pod.apply(BlockRemoved([61]))
-    assert pod.view.doubt is None
+    # Likely, not certain: another order of eviction would leave it there.
+    assert pod.view.doubt == "ambiguous_copies"
     assert pod.cached(TOKENS[:16]) * pod.hasher.block_tokens < 16
     assert copies(pod, 4) == 0
 
