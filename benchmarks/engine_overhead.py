@@ -105,8 +105,11 @@ def _take_arithmetic_out(engine: Engine) -> None:
     # As far apart as a model's: flat ones would make top-p keep thousands of tokens.
     logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
 
+    made = torch.empty_like(logits)
+
     def ready_made(_: Tensor, rows: Tensor, *__: object) -> Tensor:
-        return logits[: len(rows)]
+        # Sampling changes its logits.
+        return made.copy_(logits)[: len(rows)]
 
     engine._runner.shard.model.forward = ready_made  # type: ignore[attr-defined]
 

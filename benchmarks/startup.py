@@ -120,7 +120,7 @@ def _await_ready(router: ChildPlan, process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def _fake_pods(plan: StackPlan, number: int, bodies: Path) -> Iterator[None]:
     """Pods that compute nothing, of which every second one holds the bodies' prompts."""
-    http, events, replay = first_pod_ports(plan)
+    http, events, replay = first_pod_ports(plan)[:3]
     check_ports(plan.ports)
     commands = (
         ["benchmarks.fake_pod", str(http), str(number)],

@@ -24,6 +24,7 @@ from router.local.stack import envoy_command
 from router.server import RouterServer
 from router.tls import MetricsTls, grpc_credentials, self_signed
 from router.tls_options import MetricsTlsOptions, TlsOptions
+from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
 from tests.loopback import free_port, listens
 from tests.unit.router_support import TINY
@@ -178,8 +179,10 @@ def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, 
         pods=pods,
         door="ext_proc",
     )
-    config = bootstrap(settings)
+    config = patient(bootstrap(settings))
     (cluster,) = (one for one in config["static_resources"]["clusters"] if one["name"] == "router")
+    # gRPC servers refuse connections that do not negotiate HTTP/2, and health checks do not by themselves.
+    cluster["health_checks"][0]["tls_options"] = {"alpn_protocols": ["h2"]}
     cluster["transport_socket"] = {
         "name": "envoy.transport_sockets.tls",
         "typed_config": {
