@@ -157,7 +157,7 @@ def test_envoy_asks_over_tls(tmp_path: Path) -> None:
             write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods]), tls=TlsOptions()
         ) as router,
     ):
-        wait_until(lambda: len(ready_pods(router)) == 2, "pods")
+        wait_until(lambda: len(ready_pods(router)) == 2 and router.health.ready, "pods")
         (tmp_path / "router.pem").write_bytes(shown_certificate(router))
         with envoy_over_tls(tmp_path, router, [("127.0.0.1", pod.port) for pod in pods]) as port:
             body = json.dumps({"model": TINY, "prompt": "hello " * 50}).encode()
