@@ -1,4 +1,4 @@
-"""What applying events to a view did: values only."""
+"""Results of applying events to a view: values only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Applied:
-    """What applying one batch did.
+    """Result of applying one batch.
 
     Attributes:
         stored: Keys of the blocks that were announced with their tokens, run by run, parents first.

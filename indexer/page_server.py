@@ -127,7 +127,7 @@ class PageServer:
         self._loop.close()
 
     def _run(self) -> None:
-        # What goes wrong with a connection outside of `_serve` is its client's doing.
+        # Errors of a connection outside of `_serve` are its client's doing.
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("%s", context))
         self._loop.add_reader(self._listener, self._accept)
         self._loop.run_forever()

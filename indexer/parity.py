@@ -294,7 +294,7 @@ class ParityWatch:
         del self._pods[expectation.pod].waiting[request_id]
 
     def _mismatch(self, request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
-        """Where the tokens differ; None if nothing was stored behind the parent, or the same tokens."""
+        """Return where the tokens differ; None if nothing was stored behind the parent, or equal tokens."""
         if expectation.instead is None:
             return None
         length = min(len(expectation.tokens), len(expectation.instead))

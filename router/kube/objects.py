@@ -66,7 +66,7 @@ class Container(_Struct, frozen=True):
 
 
 class ProbedPort(_Struct, frozen=True):
-    """Where a probe asks: a port's number or name."""
+    """Return the port, by number or name, that a probe asks."""
 
     port: int | str
 

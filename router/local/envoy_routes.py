@@ -136,7 +136,7 @@ def _not_found() -> dict[str, Any]:
 
 
 def _unsent_again() -> dict[str, Any]:
-    """What a pod has not seen yet may be sent to it once more; what it has seen, it may be computing."""
+    """Return the retry policy: only requests that the pod cannot have begun are sent once more."""
     return {
         "retry_on": "connect-failure,refused-stream,reset-before-request",
         "num_retries": _POD_TRIES,
