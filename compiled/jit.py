@@ -37,6 +37,11 @@ def kernel_without_gil(function: _Kernel) -> _Kernel:
     return _compiled(function, {"nogil": True})
 
 
+def kernel_of_sums(function: _Kernel) -> _Kernel:
+    """As `kernel_without_gil`; sums of floats are taken in any order, as vector instructions do it."""
+    return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
+
+
 def inlined(function: _Kernel) -> _Kernel:
     """Compiles a small function into its callers: handing arrays over costs more than its work."""
     return _compiled(function, {"forceinline": True})
@@ -54,7 +59,7 @@ def callback(signature: Any) -> Callable[[_Kernel], Any]:
     return compiled
 
 
-def _compiled(function: _Kernel, options: dict[str, bool]) -> _Kernel:
+def _compiled(function: _Kernel, options: dict[str, bool | set[str]]) -> _Kernel:
     config: Any = numba.config
     if not config.DISABLE_JIT:
         directory = cache_directory(config.CACHE_DIR)

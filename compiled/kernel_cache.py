@@ -52,6 +52,7 @@ def _digest(root: Path) -> str:
         "indexer/*.py",
         "router/*.py",
         "tokenization/*.py",
+        "model_server/*.py",
         "model_server/attention/*.py",
     )
     texts = {path: path.read_bytes() for path in sorted(chain.from_iterable(map(root.glob, patterns)))}

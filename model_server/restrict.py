@@ -7,7 +7,6 @@ probable tokens those with lower ids come first.
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,27 +17,11 @@ CANDIDATES = 256
 # Probabilities whose bits are the same but for the last so many are told apart only where top_p's border is:
 # 128 kinds from each power of two to the next.
 _KIND_SHIFT = 16
-_FEW = 2000  # tokens
 
 
 def is_restricted(params: SamplingParams) -> bool:
     """Tell whether any token is left out."""
     return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
-
-
-def in_share(probabilities: Tensor, token_ids: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
-    """Tell for one token of each row whether top_p leaves it, without finding out what else it leaves.
-
-    Args:
-        probabilities: float32 [rows, vocab_size].
-        token_ids: int64 [rows].
-        wishes: One per row, without top_k and min_p.
-
-    Returns:
-        bool [rows].
-    """
-    before = _before(probabilities, token_ids)
-    return (before < _column(wishes, before, lambda params: params.top_p) * _sum(probabilities)).squeeze(1)
 
 
 def left_of_all(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
@@ -126,31 +109,9 @@ def _sum_of_all(probabilities: Tensor, largest: Tensor, wishes: Sequence[Samplin
     return _sum(torch.where(probabilities >= least, probabilities, 0.0))
 
 
-def _before(probabilities: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the sum of what comes before a token, more probable or with a lower id: float64 [rows, 1]."""
-    if probabilities.device.type != "cpu":
-        at, ids = token_ids[:, None], torch.arange(probabilities.shape[-1], device=probabilities.device)
-        own = probabilities.gather(1, at)
-        ahead = (probabilities > own) | ((probabilities == own) & (ids < at))
-        return _sum(torch.where(ahead, probabilities, 0.0))
-    # On a CPU numpy compares and counts several times as fast as torch.
-    before, ahead = [], np.empty(probabilities.shape[-1], np.float32)
-    for row, token_id in zip(probabilities.numpy(), token_ids.tolist(), strict=True):
-        own = row[token_id]
-        equal = np.count_nonzero(row[:token_id] == own)
-        is_ahead = row > own
-        # Few are picked out faster than all are looked at.
-        some = row[is_ahead] if np.count_nonzero(is_ahead) < _FEW else np.multiply(row, is_ahead, out=ahead)
-        before.append([np.add.reduce(some, dtype=np.float64) + equal * np.float64(own)])
-    return torch.tensor(before, dtype=torch.float64)
-
-
 def _sum(left: Tensor) -> Tensor:
     # In float64: at a top_p of 1 the sum's rounding would leave out tokens.
-    if left.device.type != "cpu":
-        return left.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    # torch copies all of it to float64 first, and new memory takes longer than the sum.
-    return torch.from_numpy(np.add.reduce(left.numpy(), axis=-1, keepdims=True, dtype=np.float64))
+    return left.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _column(

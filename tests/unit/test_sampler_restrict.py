@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_server.adjust import SamplingRow
+from model_server.draw import CHUNK, draw, weigh
 from model_server.requests import SamplingParams
-from model_server.restrict import in_share, left_of_all, left_of_best, left_of_many
+from model_server.restrict import left_of_all, left_of_best, left_of_many
 from model_server.sampler import sample, uniform
 
 VOCAB_SIZE = 1000
@@ -156,9 +158,33 @@ def test_a_token_is_in_the_share_if_the_definition_leaves_it(
     rows = [SamplingParams(max_tokens=1, top_p=top_p) for top_p in top_ps]
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
     wanted = [by_definition(row.tolist(), params) for row, params in zip(probabilities, rows, strict=True)]
+    padded = torch.nn.functional.pad(probabilities, (0, -VOCAB_SIZE % CHUNK)).double()
+    sums, cumulated = padded.unflatten(1, (-1, CHUNK)).sum(-1), probabilities.double().cumsum(1)
+    at, shares = np.arange(len(rows)), np.array(top_ps)
     for token_id in range(0, VOCAB_SIZE, 7):
-        kept = in_share(probabilities, torch.full((len(rows),), token_id), rows)
-        assert kept.tolist() == [token_id in left for left in wanted]
+        draws = (cumulated[:, token_id] - probabilities[:, token_id] / 2) / cumulated[:, -1]
+        tokens = np.zeros(len(rows), np.int64)
+        draw(probabilities.numpy(), sums.numpy(), at, draws.numpy(), shares, tokens)
+        assert tokens.tolist() == [token_id if token_id in left else -1 for left in wanted]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([1, 127, 128, 129, 1000]),
+    st.integers(0, 2**32),
+    st.sampled_from([1e-5, 0.05, 1.0, 1e30]),
+    st.sampled_from([0.0, 1.0, 30.0, 1e4]),
+)
+def test_weights_are_the_softmaxs(size: int, seed: int, temperature: float, spread: float) -> None:
+    """Logits of any size at any temperature weigh as torch's softmax says, forbidden ones nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(3, size, generator=generator)
+    logits[:, 1::5] = float("-inf")
+    wanted = ((logits.double() - logits.double().amax(1, keepdim=True)) / temperature).softmax(1)
+    sums = weigh(logits.numpy(), np.full(3, temperature, np.float32))
+    weights = logits.double()
+    assert torch.allclose(weights / torch.from_numpy(sums).sum(1, keepdim=True), wanted, rtol=1e-4, atol=1e-9)
+    assert not weights[:, 1::5].any()
 
 
 @pytest.mark.parametrize("top_p", [0.9, 0.3, 0.02])
