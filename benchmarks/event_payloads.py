@@ -12,8 +12,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
+from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
-from indexer.index import Index
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
@@ -82,7 +82,7 @@ def make_payloads(shape: Shape, blocks: int, seed: int = 0) -> Payloads:
     return Payloads(stores, removals, groups * per_group)
 
 
-def ingest(index: Index, hasher: BlockHasher, pods: Sequence[str]) -> Ingest:
+def ingest(index: FlatIndex, hasher: BlockHasher, pods: Sequence[str]) -> Ingest:
     """The subscriber's sink, with these pods followed."""
     registry = CollectorRegistry()
     config = IndexerConfig(block_tokens=BLOCK_TOKENS, hash_seed=7, engine_hashes_per_pod=1 << 30)

@@ -3,8 +3,7 @@
 From the bytes of ZMQ payloads to blocks in the index, by the subscriber's own sink, metrics included, without
 the socket. Blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
 blocks again, so the index's memory exists already; `*_first_fill` is a new index, whose memory the system
-hands out page by page meanwhile. `*_slow_path` decodes and applies event by event, which is what unusual
-events take.
+hands out page by page meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.event_payloads import (
     BLOCK_TOKENS,
-    MODEL,
     Payloads,
     Shape,
     in_calls,
@@ -23,10 +21,6 @@ from benchmarks.event_payloads import (
 from benchmarks.index_load import PODS
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, cpu_s, read_options
-from indexer.applier import DecodingApplier
-from indexer.apply import PodView
-from indexer.config import IndexerConfig
-from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
 from indexer.keys import BlockHasher
 from indexer.tiers import Tiers
@@ -34,8 +28,6 @@ from indexer.warm import warm_kernels
 
 _POD = PODS[0]
 _BLOCKS = {32: 262_144, 1: 65_536}
-_SLOW_BLOCKS = 32_768
-_MAX_BYTES = 16 << 20
 _HASHER = BlockHasher(BLOCK_TOKENS, 7)
 
 # Applies some payloads at once.
@@ -55,8 +47,6 @@ def main() -> int:
         _fast(options, "_array", Shape(blocks_per_event, layout="array"), blocks, per_call=16)
         _fast(options, "_lora", Shape(blocks_per_event, lora_name="sql-expert"), blocks, per_call=16)
         _first_fill(options, shape, blocks)
-        slow = make_payloads(shape, min(blocks, _SLOW_BLOCKS), seed=blocks_per_event)
-        _slow(options, "_slow_path", shape, slow, _flat(slow.blocks))
     if options.rivals:
         measure_rival(options, "events")
     return 0
@@ -78,20 +68,6 @@ def _first_fill(options: Options, shape: Shape, blocks: int) -> None:
     name = f"ingest_{shape.blocks_per_event}_per_event_first_fill_blocks_per_s"
     setting = {**shape.told(), "payloads_per_call": 16, "blocks": payloads.blocks}
     options.report.figure(name, "blocks/s", rates, **setting)
-
-
-def _slow(options: Options, suffix: str, shape: Shape, payloads: Payloads, index: FlatIndex) -> None:
-    cache = FlatCache(index, _POD, MODEL)
-    view = PodView(
-        MODEL,
-        cache_of=lambda _group: cache,
-        tiers=index.tiers,
-        hasher=_HASHER,
-        config=IndexerConfig(block_tokens=BLOCK_TOKENS),
-    )
-    applier = DecodingApplier(view, _MAX_BYTES)
-    setting = {**shape.told(), "payloads_per_call": 16, "blocks": payloads.blocks}
-    _rounds(options, suffix, shape, payloads, applier.apply, setting, 16)
 
 
 def _rounds(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from indexer.flat_index import FlatIndex
-from indexer.index import Index
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, Tiers
 
@@ -30,7 +29,7 @@ class Filled:
         chains: The keys of each chain.
     """
 
-    index: Index
+    index: FlatIndex
     chains: list[Keys]
     pods: frozenset[str] = field(default=frozenset(PODS))
 
@@ -59,7 +58,7 @@ def staggered(_number: int) -> dict[str, int]:
     return {pod: CHAIN_BLOCKS * (place + 1) // len(PODS) for place, pod in enumerate(PODS)}
 
 
-def fill(index: Index, blocks: int, depths: Depths, *, scattered: bool = False) -> Filled:
+def fill(index: FlatIndex, blocks: int, depths: Depths, *, scattered: bool = False) -> Filled:
     """Stores chains, run by run, those of many pods between each other.
 
     Args:

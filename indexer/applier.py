@@ -1,20 +1,12 @@
-"""Payloads of one pod's stream to changes of the index, and what came of them.
-
-Payloads come in, in order; the pod's view applies their events. An applier counts, and says whether the view
-is still what the engine holds; it knows no sequences, no metrics and no clock.
-"""
+"""What came of applying the payloads of one pod's stream: values only."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from indexer.applied import Applied
-from indexer.apply import PodView
-from indexer.decode import UNKNOWN_EVENT, decode_batch
-from indexer.errors import PayloadError
+from indexer.decode import UNKNOWN_EVENT
 
 # Skipped for these reasons, a store leaves the view as it should be.
 _HARMLESS = frozenset({"unknown_hash"})
@@ -69,45 +61,3 @@ class Outcome:
         for event_type, reason in applied.skipped:
             if event_type == "BlockStored" and reason not in _HARMLESS:
                 self.doubt(reason)
-
-
-class Applier(Protocol):
-    """Applies the payloads of one pod."""
-
-    def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Applies payloads in order, whatever they hold.
-
-        Args:
-            with_runs: Whether `Applied.runs` are wanted.
-        """
-        ...
-
-
-class DecodingApplier:
-    """An `Applier` for any index: decodes each batch, and applies it event by event.
-
-    Args:
-        view: The pod's view.
-        max_bytes: A longer payload is not read.
-    """
-
-    def __init__(self, view: PodView, max_bytes: int) -> None:
-        self._view = view
-        self._max_bytes = max_bytes
-
-    def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """See `Applier.apply`."""
-        outcome = Outcome(Applied(runs=[] if with_runs else None))
-        for payload in payloads:
-            try:
-                decoded = decode_batch(payload, self._max_bytes)
-            except PayloadError as error:
-                outcome.reject(error.reason)
-                continue
-            outcome.events.update(type(event).__name__ for event in decoded.batch.events)
-            outcome.published_s.append(decoded.batch.ts)
-            outcome.take(self._view.apply(decoded.batch, with_runs=with_runs))
-            # After a clear in the same batch: nobody knows on which side of it a broken event was.
-            for reason in decoded.rejected:
-                outcome.reject(reason)
-        return outcome

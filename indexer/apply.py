@@ -6,42 +6,28 @@ Knows neither sockets nor sequences: events must come in order and belong to one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
 from indexer.applied import Applied, StoredRun
 from indexer.cache_groups import UNUSABLE, CacheGroups
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, EventBatch, KVEvent
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
+from indexer.flat_cache import Dropped, FlatCache
 from indexer.hybrid import PodGroups
-from indexer.keys import BlockHasher
+from indexer.journal import Entry, Kind
+from indexer.keys import BlockHasher, Keys
 from indexer.orphans import CopyChange, Orphans
 from indexer.part_runs import PartRuns
-from indexer.pod_cache import Dropped, PodCache
 from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
-from indexer.runs import BlockRuns, Runs
+from indexer.runs import BlockRuns, PlainRuns, Runs
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewFacts, ViewPart
 
 # An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
 AMBIGUOUS_COPIES = "ambiguous_copies"
-
-
-class PlainRuns(msgspec.Struct, frozen=True):
-    """Runs of the lead group that are what they seem, if their parent is known and no hash of theirs awaited.
-
-    Attributes:
-        block_tokens: Tokens of an engine block.
-        group: The lead group; None where the engine names none.
-        awaited: Hashes that something waits for.
-    """
-
-    block_tokens: int
-    group: int | None
-    awaited: Collection[EngineHash]
 
 
 class PodView:
@@ -60,7 +46,7 @@ class PodView:
         self,
         model: str,
         *,
-        cache_of: Callable[[int | None], PodCache],
+        cache_of: Callable[[int | None], FlatCache],
         tiers: Tiers,
         hasher: BlockHasher,
         config: IndexerConfig,
@@ -77,7 +63,7 @@ class PodView:
         self._has_run = False
         # Of the last run stored.
         self._run_tokens: int | None = None
-        self._caches: dict[int, PodCache] = {}
+        self._caches: dict[int, FlatCache] = {}
         self._zero_is_a_hash = False
         self._reannouncements = Reannouncements()
         self._uncertain = UncertainCopies()
@@ -93,15 +79,6 @@ class PodView:
     def groups(self) -> PodGroups | None:
         """The pod's KV cache groups, a new object whenever something was learnt; None while it uses one."""
         return self._groups.rules
-
-    def apply(self, batch: EventBatch, *, with_runs: bool = False) -> Applied:
-        """Applies a batch's events in order."""
-        applied = Applied(runs=[] if with_runs else None)
-        ahead = Ahead(batch.events)
-        for ahead.position, event in enumerate(batch.events):
-            self.apply_event(event, ahead, applied)
-        self.end_batch(applied)
-        return applied
 
     def apply_event(self, event: KVEvent, ahead: Ahead, applied: Applied) -> None:
         """Applies one event of a batch, all before it being applied."""
@@ -181,7 +158,12 @@ class PodView:
     def restore_facts(self, facts: ViewFacts) -> None:
         """Begins a new life, of which another view of it told this."""
         self.clear()
+        self._learn(facts)
+
+    def _learn(self, facts: ViewFacts) -> None:
         self._run_tokens, self._has_run = facts.run_tokens, facts.run_tokens is not None
+        if facts.run_tokens is not None:
+            self._lead_cache.expect(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
         self._reannouncements.forget(in_episode=facts.reannounces)
         self._groups.restore(facts.groups, facts.lead_stride)
@@ -190,6 +172,31 @@ class PodView:
         """Adds blocks that another view of this life held; nothing was stored here."""
         cache = self._lead_cache if part.group is None else self._cache(part.group)
         cache.restore(part.part)
+
+    def take(self, entry: Entry) -> tuple[list[Keys], str | None]:
+        """Apply what another router recorded of this life.
+
+        Returns:
+            The keys of what was stored, and why not all of it could be applied; None if it was.
+        """
+        if (facts := entry.facts) is not None:
+            self._groups.forget()
+            self._learn(facts)
+        usable = {fact.group for fact in self._groups.facts() if fact.usable and not fact.leads}
+        stored: list[Keys] = []
+        for change in entry.changes:
+            if change.kind is Kind.CLEARED:
+                # Groups are cleared with the lead group only; the facts may have forgotten them.
+                self._empty()
+            elif change.group is None:
+                keys = self._lead_cache.change(change)
+                if len(keys):
+                    stored.append(keys)
+            elif change.group in usable:
+                self._cache(change.group).change(change)
+            else:
+                return stored, "unknown_group"
+        return stored, None
 
     def _empty(self) -> None:
         self._orphans.clear()
@@ -320,7 +327,7 @@ class PodView:
         known = [engine_hash for engine_hash in event.block_hashes if keys[engine_hash] is not None]
         if known:
             tail_keys = np.array([keys[engine_hash] for engine_hash in known], np.uint64)
-            self._count_lost(*self._cache(group).store(known, tail_keys, tier), applied)
+            self._count_lost(self._cache(group).store(known, tail_keys, tier), 0, applied)
         for engine_hash in event.block_hashes:
             if keys[engine_hash] is None:
                 change = CopyChange(group, engine_hash, tier, stored=True)
@@ -376,7 +383,8 @@ class PodView:
         key = self._runs.tail_key(change.engine_hash)
         if key is None:
             return False
-        self._count_lost(*cache.store([change.engine_hash], np.array([key], np.uint64), change.tier), applied)
+        reused = cache.store([change.engine_hash], np.array([key], np.uint64), change.tier)
+        self._count_lost(reused, 0, applied)
         return True
 
     def _drop_copy(self, change: CopyChange) -> Dropped | None:
@@ -390,7 +398,7 @@ class PodView:
             return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)
 
-    def _cache(self, group: int) -> PodCache:
+    def _cache(self, group: int) -> FlatCache:
         if group not in self._caches:
             self._caches[group] = self._cache_of(group)
         return self._caches[group]

@@ -52,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.pods_file is None and args.events_bind is None:
             raise ConfigError("--pods-file or --events-bind: one of them must tell where events come from")
-        if args.peer and args.backend == "redis":
-            raise ConfigError("--peer: not with --backend redis: whoever shares it has the views already")
         streams = [] if args.pods_file is None else _streams(args.pods_file)
         return _serve(args, index_config(args), streams, _tokenizers(args.tokenizer))
     except IndexerError as error:

@@ -98,21 +98,20 @@ class IndexerConfig:
     """
 
     block_tokens: int = 16
-    # "flat" is in memory; "redis" is shared by all routers that have the same namespace and hash seed.
+    # The index is in memory; with "redis" its views also lie on a server, for all routers that have the same
+    # namespace and hash seed.
     backend: str = "flat"
     # Unique blocks in the index; the least recently used go first.
     capacity_blocks: int = 8_000_000
-    # Memory of the "flat" index.
+    # Memory of the index.
     capacity_bytes: int = 512 * _MIB
     # redis://, rediss://, valkey://, valkeys:// or unix://; may hold a password.
     redis_url: str | None = field(default=None, repr=False)
     redis_namespace: str = "kvroute"
-    # Longest wait for the server when a request needs it.
-    redis_deadline_s: float = 0.05
-    # So long a pod's view counts without a sign of life of the router that writes it.
+    # So long nobody else writes a pod's view without a sign of life of the router that does.
     redis_lease_s: float = 10.0
-    # Life of a block that is neither stored nor matched again.
-    redis_block_ttl_s: float = 86_400.0
+    # Life of a view there that nobody writes any more.
+    redis_view_ttl_s: float = 86_400.0
     # None: random for each process, so that nobody can prepare colliding prompts.
     hash_seed: int | None = None
     # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
@@ -152,8 +151,7 @@ class IndexerConfig:
     # Bearer secret of pods' administration ports; None: they ask for none.
     admin_token: str | None = field(default=None, repr=False)
     # "HOST:PORT" of other indexers and routers with the same hash seed, which are asked for what an engine
-    # does not tell of itself (but with "redis", where all have the views already), and of which a router
-    # follows the ledgers; of a name all addresses but our own.
+    # does not tell of itself, and of which a router follows the ledgers; of a name all addresses but our own.
     peers: tuple[str, ...] = ()
     # PEM files, for TLS to peers: their authority, and what we show them.
     peer_ca: Path | None = None

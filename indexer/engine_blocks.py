@@ -7,31 +7,15 @@ never meet: each life has a map of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from indexer.events import EngineHash
-from indexer.keys import Keys
 
 
 class Copied(Protocol):
     """A block of which copies are counted."""
 
     copies: dict[str, int]
-
-
-@dataclass(slots=True, eq=False)
-class EngineBlock:
-    """One engine block.
-
-    Attributes:
-        keys: Its index blocks, in order; more than one where the engine's blocks are longer than ours.
-        copies: Physical copies by tier, none of them 0.
-    """
-
-    keys: Keys
-    copies: dict[str, int] = field(default_factory=dict)
 
 
 _Block = TypeVar("_Block", bound=Copied)
@@ -94,21 +78,6 @@ class EngineBlocks(Generic[_Block]):
         """Forgets a hash; returns its block, whose copies must leave the index too."""
         self._released.pop(engine_hash, None)
         return self._held.pop(engine_hash, None)
-
-    def items(self) -> Iterator[tuple[EngineHash, _Block]]:
-        """All blocks with their hashes, those without copies first, the oldest first; none may come or go."""
-        yield from self._released.items()
-        yield from self._held.items()
-
-    def restore(self, engine_hash: EngineHash, block: _Block) -> None:
-        """Takes in a block of another map, as the newest; `pop_excess` must follow."""
-        (self._held if block.copies else self._released)[engine_hash] = block
-        if len(self._released) > self._max_released:
-            self._released.popitem(last=False)
-
-    def pop_excess(self) -> _Block | None:
-        """A block that had to be given up, as `add_copy` tells; None while there are not too many."""
-        return self._held.popitem(last=False)[1] if len(self._held) > self._max_held else None
 
     def clear(self) -> None:
         """Forgets everything."""

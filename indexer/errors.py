@@ -4,7 +4,7 @@ IndexerError
 ├── ConfigError       a setting or the pods file is wrong: message names file, line and field
 ├── ListenError       a port cannot be listened on
 ├── TokenError        token ids that no engine could have produced
-├── UnavailableError  the shared index did not answer; carries the reason's label
+├── UnavailableError  Redis did not answer; carries the reason's label
 ├── PeerError         a peer gave no snapshot, or none of use; carries the reason's label
 └── PayloadError      a published payload, or one event, that cannot be read; carries the reason's label
 """
@@ -53,7 +53,7 @@ class PeerError(IndexerError):
 
 
 class UnavailableError(IndexerError):
-    """The shared index did not answer; carries the reason's label, e.g. "timeout"."""
+    """Redis did not answer; carries the reason's label, e.g. "timeout"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"redis: {reason}")

@@ -73,11 +73,15 @@ def add_index_flags(flags: argparse._ActionsContainer) -> None:
         f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
     )
     flags.add_argument(
-        "--backend", choices=BACKENDS, default=defaults.backend, help=f"what keeps the blocks ({_SHOWN})"
+        "--backend",
+        choices=BACKENDS,
+        default=defaults.backend,
+        help="flat: in memory; redis: views lie on a server besides, for other routers and the next start "
+        f"({_SHOWN})",
     )
     number("--block-tokens", defaults.block_tokens, "tokens of a block of the index")
     number("--capacity-blocks", defaults.capacity_blocks, "most unique blocks in the index")
-    number("--capacity-bytes", defaults.capacity_bytes, "most memory of the flat backend")
+    number("--capacity-bytes", defaults.capacity_bytes, "most memory of the index")
     _add_identity(flags)
 
 

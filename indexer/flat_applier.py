@@ -1,4 +1,4 @@
-"""An `Applier` on the flat index: many payloads parsed at once, plain events applied by one kernel.
+"""Payloads of one pod's stream to changes of the index: many columns at once, plain events by one kernel.
 
 What is not plain goes to the pod's view, event by event, in its place; so the view's rules hold for all, and
 the kernel is only a faster way to the same state.
@@ -15,8 +15,8 @@ from indexer import event_rows as rows
 from indexer.applied import Applied, StoredRun
 from indexer.applier import Outcome
 from indexer.apply import PodView
-from indexer.decode import decode_event
 from indexer.errors import PayloadError
+from indexer.event_columns import Columns, EventDecoder, handle_of
 from indexer.events import BlockRemoved, KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
@@ -32,10 +32,10 @@ from indexer.flat_apply import (
     apply_rows,
     progress,
 )
-from indexer.flat_cache import FlatCache, handle_of
+from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
+from indexer.journal import Kind
 from indexer.keys import BlockHasher, Keys
-from indexer.parse import EventParser, Parsed
 from indexer.reannounce import Ahead
 
 # So many hashes that something waits for are looked for in each store; with more the view applies all stores.
@@ -45,7 +45,6 @@ _NONE_AWAITED = np.empty(0, np.uint64)
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
 _REMOVALS = ((LAST_COPIES, "last"), (FURTHER_COPIES, "copy"))
 _REUSED = "hash_reused"
-_REASONS = {rows.BROKEN_BATCH: "broken_batch", rows.OVERSIZE: "oversize"}
 
 
 class FlatEngine:
@@ -60,7 +59,7 @@ class FlatEngine:
     def __init__(self, index: FlatIndex, hasher: BlockHasher, max_bytes: int) -> None:
         self.index = index
         self.hasher = hasher
-        self.parser = EventParser(max_bytes)
+        self.decoder = EventDecoder(max_bytes)
         self.progress = progress(2 * TURN_BLOCKS)
         tiers = index.tiers
         self.tier_numbers = np.array([tiers.number(tiers.of_medium(medium)) for medium in rows.MEDIA])
@@ -81,47 +80,47 @@ class FlatApplier:
         self._engine = engine
         self._view = view
         self._cache = cache
+        self._journal = cache.journal
         self._holder = holder
         self._root = np.uint64(engine.hasher.root(model))
         self._scope = np.uint64(cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """See `Applier.apply`."""
-        parsed = self._engine.parser.parse(payloads)
+        """Applies payloads in order, whatever they hold.
+
+        Args:
+            with_runs: Whether `Applied.runs` are wanted.
+        """
+        columns = self._engine.decoder.decode(payloads)
         outcome = Outcome(_applied(with_runs))
         self._engine.progress.counts[:] = 0
-        times_s = parsed.batches.view(np.float64)[:, rows.TS_BITS]
-        if not parsed.all_read:
-            times_s = times_s[parsed.batches[:, rows.STATUS] == rows.OK]
-            self._pass_over_unread(parsed, outcome)
-        outcome.published_s = times_s.tolist()
-        self._apply_up_to(len(parsed.events), parsed, outcome)
+        for batch in columns.batches:
+            if batch.unread is None:
+                outcome.published_s.append(batch.ts)
+            else:
+                # What was published before it is applied before it.
+                self._apply_up_to(batch.first, columns, outcome)
+                outcome.reject(batch.unread)
+        self._apply_up_to(len(columns.events), columns, outcome)
         for kind, name in _TYPES.items():
-            if events := parsed.kinds[kind]:
+            if events := columns.kinds[kind]:
                 outcome.events[name] += events
         return outcome
 
-    def _pass_over_unread(self, parsed: Parsed, outcome: Outcome) -> None:
-        """Counts the batches that could not be read; what was published before each is applied before it."""
-        for first_event, status in parsed.batches[:, [rows.FIRST_EVENT, rows.STATUS]].tolist():
-            if status != rows.OK:
-                self._apply_up_to(first_event, parsed, outcome)
-                outcome.reject(_REASONS[status])
-
-    def _apply_up_to(self, last: int, parsed: Parsed, outcome: Outcome) -> None:
+    def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
         """Applies the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
         while counts[ROW] < last:
-            ended = self._run_kernel(parsed, last, outcome.applied)
+            ended = self._run_kernel(columns, last, outcome.applied)
             if counts[REUSED_NAMES]:
                 outcome.doubt(_REUSED)
             if ended == NOT_PLAIN:
-                self._apply_slowly(parsed, outcome)
+                self._apply_slowly(columns, outcome)
 
-    def _apply_slowly(self, parsed: Parsed, outcome: Outcome) -> None:
+    def _apply_slowly(self, columns: Columns, outcome: Outcome) -> None:
         """Applies the batch of the row to go on with, which the view must take, from there to its end."""
         counts = self._engine.progress.counts
-        slow = _SlowBatch(parsed, int(counts[ROW]), outcome)
+        slow = _SlowBatch(columns, int(counts[ROW]), outcome)
         applied = _applied(outcome.applied.runs is not None)
         ended = NOT_PLAIN
         while counts[ROW] < slow.last:
@@ -131,14 +130,14 @@ class FlatApplier:
                 counts[HASHES_DONE] = 0
                 ended = ALL_DONE
             else:
-                ended = self._run_kernel(parsed, slow.last, applied)
+                ended = self._run_kernel(columns, slow.last, applied)
         self._view.end_batch(applied)
         outcome.take(applied)
         # After a clear in the same batch: nobody knows on which side of it a broken event was.
         for reason in slow.rejected:
             outcome.reject(reason)
 
-    def _run_kernel(self, parsed: Parsed, last: int, applied: Applied) -> int:
+    def _run_kernel(self, columns: Columns, last: int, applied: Applied) -> int:
         """Lets the kernel go on as far as it can; returns NOT_PLAIN where the view must take the next row."""
         engine, done, plain = self._engine, self._engine.progress, self._view.plain
         if plain is None or len(plain.awaited) > _AWAITED_MAX:
@@ -146,6 +145,7 @@ class FlatApplier:
             return NOT_PLAIN
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
+        row, hashes_done = done.counts[[ROW, HASHES_DONE]].tolist()
         awaited = _NONE_AWAITED
         if plain.awaited:
             awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
@@ -159,22 +159,42 @@ class FlatApplier:
                 scope=self._scope,
             )
             engine.index.sweep_for(len(done.keys))
-            ended = apply_rows.call(
+            ended = apply_rows(
                 engine.index.arrays,
                 pod,
-                parsed.events,
+                columns.events,
                 last,
-                parsed.hashes,
-                parsed.tokens,
+                columns.hashes,
+                columns.tokens,
                 engine.hasher.multipliers,
                 engine.tier_numbers,
                 awaited,
                 done,
             )
-        self._harvest(parsed, applied)
+        self._harvest(columns, applied)
+        if self._journal.is_on:
+            self._record(columns, split, row, hashes_done)
         return ended
 
-    def _harvest(self, parsed: Parsed, applied: Applied) -> None:
+    def _record(self, columns: Columns, split: int, row: int, hashes_done: int) -> None:
+        """Records what the kernel has done since this row, of which it had removed so many hashes before."""
+        counts, keys = self._engine.progress.counts, self._engine.progress.keys
+        stored = 0
+        for each in range(row, int(counts[ROW]) + (counts[HASHES_DONE] > 0)):
+            event = columns.events[each]
+            first = int(event[rows.HASH_START])
+            end = first + int(counts[HASHES_DONE] if each == counts[ROW] else event[rows.HASH_COUNT])
+            names = self._cache.names_of(columns.hashes[first + hashes_done * (each == row) : end], split)
+            tier = int(self._engine.tier_numbers[event[rows.MEDIUM]])
+            if event[rows.KIND] == rows.REMOVED:
+                self._cache.record(Kind.REMOVED, tier, names)
+            elif event[rows.TOKEN_COUNT] == 0:
+                self._cache.record(Kind.COPIED, tier, names)
+            else:
+                self._cache.record(Kind.STORED, tier, names, keys[stored : stored + len(names)])
+                stored += len(names)
+
+    def _harvest(self, columns: Columns, applied: Applied) -> None:
         """Adds what the kernel has done."""
         done = self._engine.progress
         counts = done.counts.tolist()
@@ -182,21 +202,21 @@ class FlatApplier:
             keys = done.keys[:stored].copy()
             applied.stored.append(keys)
             if applied.runs is not None:
-                applied.runs += self._runs(parsed, keys, counts[RUNS])
+                applied.runs += self._runs(columns, keys, counts[RUNS])
         for count, which in _REMOVALS:
             if counts[count]:
                 applied.removals[which] += counts[count]
         if counts[REUSED_NAMES]:
             applied.skipped["BlockStored", _REUSED] += counts[REUSED_NAMES]
 
-    def _runs(self, parsed: Parsed, keys: Keys, number: int) -> list[StoredRun]:
+    def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
         """The runs that the kernel stored."""
         done, block_tokens = self._engine.progress, self._engine.hasher.block_tokens
         starts = done.runs[:number].tolist()
         parents = done.parents[:number].tolist()
         ends = [start for _, start in starts[1:]]
         return [
-            StoredRun(parent, keys[start:end], parsed.tokens[at : at + block_tokens])
+            StoredRun(parent, keys[start:end], columns.tokens[at : at + block_tokens])
             for parent, (at, start), end in zip(parents, starts, (*ends, len(keys)), strict=True)
         ]
 
@@ -213,19 +233,20 @@ class _SlowBatch:
         rejected: Why some of its events cannot be read.
     """
 
-    def __init__(self, parsed: Parsed, row: int, outcome: Outcome) -> None:
-        first, self.last = _batch_of(parsed, row)
+    def __init__(self, columns: Columns, row: int, outcome: Outcome) -> None:
+        batch = next(batch for batch in columns.batches if batch.first <= row < batch.end)
+        self.last = batch.end
         self.rejected: list[str] = []
         # By row: the event, and its place among those that can be read.
         self._events: dict[int, tuple[int, KVEvent]] = {}
-        for each in range(first, self.last):
+        for each in range(batch.first, batch.end):
             try:
-                event = decode_event(parsed.event_bytes(each))
+                event = columns.event(each)
             except PayloadError as error:
                 self.rejected.append(error.reason)
                 continue
             self._events[each] = len(self._events), event
-            if parsed.events[each, rows.KIND] == rows.OTHER:
+            if columns.events[each, rows.KIND] == rows.OTHER:
                 outcome.events[type(event).__name__] += 1
         self._ahead = Ahead([event for _, event in self._events.values()])
 
@@ -236,14 +257,3 @@ class _SlowBatch:
             if hashes_done and isinstance(event, BlockRemoved):
                 event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
             view.apply_event(event, self._ahead, applied)
-
-
-def _batch_of(parsed: Parsed, row: int) -> tuple[int, int]:
-    """The rows of the batch in which this row is: its first, and the one behind its last."""
-    batches = parsed.batches
-    holding = (batches[:, rows.FIRST_EVENT] <= row) & (
-        row < batches[:, rows.FIRST_EVENT] + batches[:, rows.EVENT_COUNT]
-    )
-    batch = batches[np.argmax(holding)]
-    first = int(batch[rows.FIRST_EVENT])
-    return first, first + int(batch[rows.EVENT_COUNT])

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer import event_rows as rows
 from indexer.cache_groups import FULL_ATTENTION
@@ -104,7 +103,6 @@ def progress(room: int) -> Progress:
     )
 
 
-@DirectKernel
 @kernel
 def apply_rows(
     arrays: FlatArrays,
@@ -194,7 +192,7 @@ def _is_plain_run(
     if event[rows.HAS_PARENT]:
         if event[rows.PARENT] == 0:
             return False
-    elif event[rows.LORA_START] >= 0:
+    elif event[rows.HAS_LORA]:
         return False
     if pod.group < 0 and event[rows.SPEC_KIND] >= 0 and not _ALL_NEEDED[event[rows.SPEC_KIND]]:
         return False

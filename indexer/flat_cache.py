@@ -1,17 +1,19 @@
 """A pod's blocks by engine hash, on the flat index: one map of hashes for all pods, see `flat_names`.
 
-See `pod_cache` for what comes in and goes out. Hashes become names: 64 bits, mixed with the model, and with
+Hashes become names: 64 bits, mixed with the model, and with
 the place of an index block in a larger engine block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from indexer.event_columns import handle_of
 from indexer.events import EngineHash
 from indexer.flat_export import (
     BLOCKS_LISTED,
@@ -29,32 +31,53 @@ from indexer.flat_names import holds_named, key_named
 from indexer.flat_naming import name_hashes
 from indexer.flat_released import released_by
 from indexer.flat_update import remove_named, store_blocks
+from indexer.journal import Change, Journal, Kind
 from indexer.keys import Keys
-from indexer.pod_cache import Dropped
 from indexer.tiers import SPECULATIVE_TIER
 from indexer.view_parts import PART_BLOCKS, CachePart, HeldBlocks, ReleasedNames, Splits
 
-_LOW_64 = (1 << 64) - 1
 # Sets of released names that are looked at in one turn.
 _TURN_SETS = 2048
 
 
+class Dropped(StrEnum):
+    """What removing one copy of a block did."""
+
+    LAST = "last"
+    COPY = "copy"
+
+
 class FlatCache:
-    """A `PodCache` on the flat index.
+    """Blocks of one pod life in one KV cache group, by the engine's hashes.
+
+    Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
+    two pods, models, groups or lives never meet.
 
     Args:
         index: Where blocks and their names lie.
         holder: The pod's name in the index.
         model: Names of different models never meet.
+        group: The KV cache group; None for the lead group.
+        journal: Where changes are recorded.
 
     Attributes:
         scope: What the engine's hashes are mixed with.
+        journal: See above.
     """
 
-    def __init__(self, index: FlatIndex, holder: str, model: str) -> None:
+    def __init__(
+        self,
+        index: FlatIndex,
+        holder: str,
+        model: str,
+        group: int | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
+        self._group = group
+        self.journal = journal or Journal()
         # Index blocks of one engine block; an engine has one block size, so this is one number.
         self._splits: list[int] = []
 
@@ -63,12 +86,25 @@ class FlatCache:
         if split not in self._splits:
             self._splits.append(split)
 
-    def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> tuple[int, int]:
-        """See `PodCache.store`. Nothing is ever given up for room: the index itself evicts."""
+    def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
+        """Counts one copy of each block. Nothing is given up for room: the index itself evicts.
+
+        Args:
+            hashes: Of consecutive engine blocks.
+            keys: Their index blocks, the same number for each hash.
+            tier: Where they lie.
+
+        Returns:
+            How many hashes stood for other blocks before; these are given up.
+        """
         split = len(keys) // len(hashes)
         self.expect(split)
         names = self._names(hashes, split)
         number = self._index.tiers.number(tier)
+        return -(-self._store(names, keys, number) // split)
+
+    def _store(self, names: NDArray[np.uint64], keys: Keys, tier: int) -> int:
+        """Count one copy of each block; return how many names stood for other blocks before."""
         reused = 0
         for end in range(len(keys), 0, -TURN_BLOCKS):
             start = max(0, end - TURN_BLOCKS)
@@ -76,28 +112,31 @@ class FlatCache:
             with self._index.lock:
                 pod = self._index.number(self._holder)
                 arrays = self._index.prepare(end - start)
-                reused += store_blocks(arrays, pod, number, keys[start:end], names[start:end], chain)
-        return -(-reused // split), 0
+                reused += store_blocks(arrays, pod, tier, keys[start:end], names[start:end], chain)
+        self.journal.add(self._group, Kind.STORED, tier, names, keys)
+        return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """See `PodCache.copy`."""
+        """Counts one copy more of a block that was stored before; False if it is not known (any more)."""
         number = self._index.tiers.number(tier)
+        return any(self._copy(self._names((engine_hash,), split), number) for split in self._splits)
+
+    def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
+        """Count one copy more of all blocks of these names; False, and nothing done, if one is unknown."""
         key, chain = np.empty(1, np.uint64), np.empty(1, np.int64)
-        for split in self._splits:
-            names = self._names((engine_hash,), split)
-            with self._index.lock:
-                pod = self._index.number(self._holder)
-                if not all(key_named(self._index.arrays, name, pod, key) for name in names):
-                    continue
-                for place in range(split):
-                    key_named(self._index.arrays, names[place], pod, key)
-                    arrays = self._index.prepare(1)
-                    store_blocks(arrays, pod, number, key, names[place : place + 1], chain)
-                return True
-        return False
+        with self._index.lock:
+            pod = self._index.number(self._holder)
+            if not all(key_named(self._index.arrays, name, pod, key) for name in names):
+                return False
+            for place in range(len(names)):
+                key_named(self._index.arrays, names[place], pod, key)
+                arrays = self._index.prepare(1)
+                store_blocks(arrays, pod, tier, key, names[place : place + 1], chain)
+        self.journal.add(self._group, Kind.COPIED, tier, names)
+        return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """See `PodCache.drop`."""
+        """Counts one copy less of a block; None if none is held in this tier."""
         number = self._index.tiers.number(tier)
         for split in self._splits:
             names = self._names((engine_hash,), split)
@@ -105,18 +144,19 @@ class FlatCache:
                 pod = self._index.number(self._holder)
                 outcomes = [remove_named(self._index.arrays, pod, number, name) for name in names]
             if max(outcomes) >= 0:
+                self.journal.add(self._group, Kind.REMOVED, number, names)
                 return Dropped.LAST if max(outcomes) > 0 else Dropped.COPY
         return None
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
-        """See `PodCache.holds_all`."""
+        """Whether each hash stands for its keys and has a copy in this tier."""
         names = self._names(hashes, len(keys) // len(hashes))
         with self._index.lock:
             pod = self._index.number(self._holder)
             return holds_named(self._index.arrays, pod, self._index.tiers.number(tier), keys, names)
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """See `PodCache.tail_key`."""
+        """Key of the block's last index block; None if it is not known (any more)."""
         key = np.empty(1, np.uint64)
         for split in self._splits:
             name = self._names((engine_hash,), split)[-1]
@@ -126,12 +166,44 @@ class FlatCache:
         return None
 
     def clear(self) -> None:
-        """See `PodCache.clear`."""
+        """Begins a new life: drops all, in the index too."""
         self._index.clear_pod(self._holder)
         self._splits.clear()
+        self.journal.add(self._group, Kind.CLEARED)
+
+    def change(self, change: Change) -> Keys:
+        """Apply a change that another router recorded; return the keys of what it stored."""
+        if self._group is not None:
+            self.expect(1)
+        names, keys = change.name_array, change.key_array
+        match change.kind:
+            case Kind.STORED:
+                self._store(names, keys, change.tier)
+            case Kind.COPIED:
+                # A full index may have lost some of them.
+                for place in range(len(names)):
+                    self._copy(names[place : place + 1], change.tier)
+            case Kind.REMOVED:
+                with self._index.lock:
+                    pod = self._index.number(self._holder)
+                    for name in names:
+                        remove_named(self._index.arrays, pod, change.tier, name)
+            case Kind.CLEARED:
+                raise ValueError("a group is cleared with its view")
+        return keys
+
+    def names_of(self, handles: NDArray[np.uint64], split: int) -> NDArray[np.uint64]:
+        """Return the names of engine blocks of so many index blocks."""
+        names = np.empty(len(handles) * split, np.uint64)
+        name_hashes(handles, np.uint64(self.scope), split, names)
+        return names
+
+    def record(self, kind: Kind, tier: int, names: NDArray[np.uint64], keys: Keys | None = None) -> None:
+        """Record a change that somebody else made to the index."""
+        self.journal.add(self._group, kind, tier, names, keys)
 
     def export(self) -> Iterator[CachePart | None]:
-        """See `PodCache.export`."""
+        """Lists all that is held, and what is remembered of blocks that went; see `ViewContent.parts`."""
         yield Splits(tuple(self._splits))
         index, found, start, used = self._index, listed(PART_BLOCKS), 0, 1
         left_out = index.tiers.number(SPECULATIVE_TIER)
@@ -152,7 +224,7 @@ class FlatCache:
             yield None
 
     def restore(self, part: CachePart) -> None:
-        """See `PodCache.restore`."""
+        """Adds a part that another cache listed, to a life in which nothing was stored."""
         match part:
             case Splits(splits):
                 for split in splits:
@@ -162,8 +234,6 @@ class FlatCache:
             case ReleasedNames(names, keys):
                 with self._index.lock:
                     take_released(self._index.arrays, self._index.number(self._holder), names, keys)
-            case _:
-                raise TypeError(f"{type(part).__name__} is no part of a flat index")
 
     def _restore_held(self, part: HeldBlocks) -> None:
         index = self._index
@@ -188,10 +258,7 @@ class FlatCache:
             )
 
     def _names(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
-        handles = np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64)
-        names = np.empty(len(hashes) * split, np.uint64)
-        name_hashes(handles, np.uint64(self.scope), split, names)
-        return names
+        return self.names_of(np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64), split)
 
 
 def _copied(found: Listed) -> HeldBlocks:
@@ -206,10 +273,3 @@ def _copied(found: Listed) -> HeldBlocks:
         names=found.names[:names].copy(),
         copies=found.copies[:copies].copy(),
     )
-
-
-def handle_of(engine_hash: EngineHash) -> int:
-    """An engine's hash as an unsigned 64-bit number: a digest's last 8 bytes, as vLLM's own integer form."""
-    if isinstance(engine_hash, bytes):
-        return int.from_bytes(engine_hash[-8:], "big")
-    return engine_hash & _LOW_64

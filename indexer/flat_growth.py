@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import kernel
 from indexer.flat_buckets import room_for
 from indexer.flat_layout import (
@@ -39,19 +38,17 @@ def for_blocks(arrays: FlatArrays, blocks: int) -> None:
     room_for(arrays.further_buckets, counters[FURTHER] + blocks, capacity + RUN_MAX)
 
 
-@DirectKernel
 @kernel
 def add_with_room(
     arrays: FlatArrays,
     pod: int,
     tier: int,
     keys: NDArray[np.uint64],
-    copies: NDArray[np.int32],
     chain: NDArray[np.int64],
 ) -> None:
     """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
     for_blocks(arrays, len(keys))
-    add_blocks(arrays, pod, tier, keys, copies, chain)
+    add_blocks(arrays, pod, tier, keys, chain)
 
 
 def for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:

@@ -1,17 +1,17 @@
 """The default index: flat arrays and compiled kernels, exact pod sets, a hard ceiling of bytes.
 
-See `index` for what comes in and goes out, `flat_layout` for what lies where. One lock guards it all. Readers
-and writers pass each other: events hold it for a few thousand blocks at a time, a match for its own prompt.
-Only `snapshot`, which must be consistent, and a pod for which rows have no bit left take longer.
+Block keys come in (see `keys`), longest unbroken prefixes per pod go out; it knows no tokens and no engine
+hashes. See `flat_layout` for what lies where. One lock guards it all. Readers and writers pass each other:
+events hold it for a few thousand blocks at a time, a match for its own prompt. Only a pod for which rows have
+no bit left takes longer.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,13 @@ from indexer.flat_layout import (
 from indexer.flat_match import held_blocks, match_blocks, scratch
 from indexer.flat_update import (
     count_blocks,
-    evict_oldest,
-    list_blocks,
     remove_blocks,
-    remove_runs,
     sweep,
     used_bytes,
 )
-from indexer.index import Holding, IndexStats, MatchTable
+from indexer.index import IndexStats, MatchTable
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER, Tiers
+from indexer.tiers import Tiers
 
 # What one turn under the lock may take: about 0.2 ms.
 TURN_BLOCKS = 1024
@@ -52,8 +49,6 @@ _SWEEPS_FOR_ROOM = 8
 # Between turns: a lock that is taken again at once is never had by those who wait for it.
 _PAUSE_S = 0.0001
 _POD_SETS_MAX = 64
-
-_ONE_EACH = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +61,18 @@ class _PodSet:
 
 
 class FlatIndex:
-    """An `Index` in flat arrays.
+    """Who holds which block, in flat arrays. Thread-safe; what a method did is visible when it returns.
+
+    References are counted per (key, pod, tier): an engine may keep several physical copies of one block,
+    announces each, and removes each. A holding ends when as many were removed as were added.
+
+    When the capacity is reached, the least recently used block leaves with all its holders; removing it
+    afterwards is a no-op. Blocks are used by `add` and by `match`, and within one call the earlier keys count
+    as the more recent ones: a chain is of use only from its start, so it must lose its tail first. Blocks of
+    one call never evict one another: of a call longer than the capacity only the first blocks are kept.
+
+    A pod is any text that names one holder; a KV cache group that is indexed apart is a holder of its own.
+    Keys are given as `keys.Keys` arrays; a tier that `tiers` does not name is taken for "other".
 
     Args:
         capacity_bytes: Most memory for blocks; the least recently used make room.
@@ -109,15 +115,22 @@ class FlatIndex:
         self._swept = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """See `Index.add`. Never sleeps: callers may hold locks of their own."""
+        """Adds one reference for each key; a key named twice counts twice.
+
+        Never sleeps: callers may hold locks of their own.
+        """
         if len(keys) > self._turn_blocks:
-            self._add_in_turns(pod, tier, keys, _ONE_EACH, pause_s=0.0)
+            self._add_in_turns(pod, tier, keys)
         elif len(keys):
             with self.lock:
-                self._add(pod, self.tiers.number(tier), keys, _ONE_EACH)
+                self._add(pod, self.tiers.number(tier), keys)
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """See `Index.remove`."""
+        """Takes one reference away for each key; what is not held is passed over.
+
+        Returns:
+            How many holdings (key, pod, tier) ended with it.
+        """
         number = self.tiers.number(tier)
         ended = 0
         for start in range(0, len(keys), TURN_BLOCKS):
@@ -125,25 +138,15 @@ class FlatIndex:
             with self.lock:
                 if (holder := self._numbers.get(pod)) is None:
                     return ended
-                ended += remove_blocks.call(self.arrays, holder, number, turn)
+                ended += remove_blocks(self.arrays, holder, number, turn)
         return ended
 
-    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
-        """See `Index.remove_all`."""
-        if len(runs) <= 1:
-            return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
-        ends = np.fromiter(accumulate(map(len, runs)), np.int64, len(runs))
-        if ends[-1] > TURN_BLOCKS:
-            half = len(runs) // 2
-            ended = self.remove_all(tier, pods[:half], runs[:half])
-            return ended + self.remove_all(tier, pods[half:], runs[half:])
-        keys, number = np.concatenate(runs), self.tiers.number(tier)
-        with self.lock:
-            holders = np.array([self._numbers.get(pod, -1) for pod in pods], np.int64)
-            return remove_runs.call(self.arrays, holders, ends, number, keys)
-
     def clear_pod(self, pod: str) -> int:
-        """See `Index.clear_pod`. Takes the pod's number away; its holdings are swept out turn by turn."""
+        """Drops everything that the pod holds, in all tiers; its holdings are swept out turn by turn.
+
+        Returns:
+            How many blocks the pod held.
+        """
         with self.lock:
             number = self._numbers.pop(pod, None)
             if number is None:
@@ -154,7 +157,15 @@ class FlatIndex:
             return int(self.arrays.pod_blocks[number])
 
     def match(self, keys: Keys, pods: Collection[str]) -> MatchTable:
-        """See `Index.match`."""
+        """Finds how far each pod holds the chain `keys`, from its start, without a hole.
+
+        Args:
+            keys: Chained keys of a prompt, first block first.
+            pods: The pods asked for; each is in the answer. A frozenset that is asked again is fastest.
+
+        Returns:
+            One match for each pod. The blocks of the longest match become the most recently used ones.
+        """
         wanted = pods if isinstance(pods, frozenset) else frozenset(pods)
         with self.lock:
             pod_set = self._pod_set(wanted)
@@ -163,51 +174,23 @@ class FlatIndex:
             counts = np.zeros((len(numbers), len(self.tiers.names)), np.int32)
             if len(keys) > len(self._chain):
                 self._chain = np.empty(2 * len(keys), np.int64)
-            longest = match_blocks.call(
-                self.arrays, self._scratch, keys, numbers, self._chain, counts, blocks
-            )
+            longest = match_blocks(self.arrays, self._scratch, keys, numbers, self._chain, counts, blocks)
         return MatchTable(pod_set.rows, self.tiers, blocks, counts, longest)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
-        """See `Index.held`."""
+        """Tells which of `keys` the pod holds, holes or not, without using them.
+
+        Returns:
+            uint8 [keys], a bit for each tier that holds it: 1 << its place in `tiers.names`; 0: not held.
+        """
         tiers = np.zeros(len(keys), np.uint8)
         with self.lock:
             if (number := self._numbers.get(pod)) is not None:
                 held_blocks(self.arrays, keys, number, tiers)
         return tiers
 
-    def evict(self, blocks: int) -> int:
-        """See `Index.evict`."""
-        self.sweep()
-        dropped = turn = 0
-        while dropped < blocks:
-            with self.lock:
-                turn = evict_oldest(self.arrays, min(blocks - dropped, TURN_BLOCKS))
-            dropped += turn
-            if not turn:
-                break
-            time.sleep(_PAUSE_S)
-        return dropped
-
-    def snapshot(self, pods: Collection[str]) -> Sequence[Holding]:
-        """See `Index.snapshot`. To be consistent each pod's holdings are listed in one turn under the lock.
-
-        That looks at all blocks of all pods: about 20 ms for a million.
-        """
-        found = []
-        for pod in pods:
-            with self.lock:
-                if (number := self._numbers.get(pod)) is not None:
-                    found += self._holdings(pod, number)
-        return found
-
-    def restore(self, holdings: Sequence[Holding]) -> None:
-        """See `Index.restore`."""
-        for holding in holdings:
-            self._add_in_turns(holding.pod, holding.tier, holding.keys, holding.references, pause_s=_PAUSE_S)
-
     def stats(self) -> IndexStats:
-        """See `Index.stats`. Sweeps first, so that nothing of cleared pods is counted."""
+        """Tells the index's size. Sweeps first, so that nothing of cleared pods is counted."""
         self.sweep()
         with self.lock:
             counters = self.arrays.counters
@@ -313,26 +296,22 @@ class FlatIndex:
         self.arrays = arrays
         self._scratch = scratch(arrays.rows)
 
-    def _add(self, pod: str, tier: int, keys: Keys, copies: NDArray[np.int32]) -> None:
+    def _add(self, pod: str, tier: int, keys: Keys) -> None:
         """Adds no more blocks than one turn's. Call it under the lock."""
         holder = self._numbers.get(pod)
         if holder is None:
             holder = self.number(pod)
         self.sweep_for(len(keys))
-        growth.add_with_room.call(self.arrays, holder, tier, keys, copies, self._chain)
+        growth.add_with_room(self.arrays, holder, tier, keys, self._chain)
 
-    def _add_in_turns(
-        self, pod: str, tier: str, keys: Keys, copies: NDArray[np.int32], *, pause_s: float
-    ) -> None:
+    def _add_in_turns(self, pod: str, tier: str, keys: Keys) -> None:
         number = self.tiers.number(tier)
         kept = min(len(keys), int(self.arrays.counters[CAPACITY]))
         # From the end: within one call the earlier keys shall be the more recent ones.
         for end in range(kept, 0, -TURN_BLOCKS):
             start = max(0, end - TURN_BLOCKS)
             with self.lock:
-                self._add(pod, number, keys[start:end], copies[start:end])
-            if start and pause_s:
-                time.sleep(pause_s)
+                self._add(pod, number, keys[start:end])
         if kept < len(keys):
             with self.lock:
                 self.arrays.counters[EVICTED] += len(keys) - kept
@@ -347,19 +326,6 @@ class FlatIndex:
                 self._pod_sets.clear()
             self._pod_sets[pods] = known
         return known
-
-    def _holdings(self, pod: str, number: int) -> list[Holding]:
-        room = int(self.arrays.pod_blocks[number])
-        found = []
-        for tier, name in enumerate(self.tiers.names):
-            if name == SPECULATIVE_TIER or not room:
-                continue
-            keys, copies = np.empty(room, np.uint64), np.empty(room, np.int32)
-            used = int(self.arrays.counters[SLOTS_USED])
-            blocks = list_blocks(self.arrays, number, tier, 0, used, keys, copies)
-            if blocks:
-                found.append(Holding(pod, name, keys[:blocks].copy(), copies[:blocks].copy()))
-        return found
 
     def _sweep_turn(self) -> None:
         """Sweeps a part of the slots; after the last, the numbers of pods that were gone before are free."""

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
 from indexer.flat_layout import (
@@ -66,7 +65,6 @@ def scratch(rows: NDArray[np.uint64]) -> Scratch:
     )
 
 
-@DirectKernel
 @kernel
 def match_blocks(
     arrays: FlatArrays,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 from indexer.flat_buckets import delete, hash_bits, insert
-from indexer.flat_further import count_further
 from indexer.flat_holders import drop_holders, held_tiers, hold, release
 from indexer.flat_layout import (
     ALIAS_BYTES,
@@ -145,18 +143,16 @@ def add_blocks(
     pod: int,
     tier: int,
     keys: NDArray[np.uint64],
-    copies: NDArray[np.int32],
     chain: NDArray[np.int64],
 ) -> None:
-    """Counts copies of blocks.
+    """Counts one copy of each block.
 
     Args:
-        copies: int32 [blocks], or empty for one of each.
         chain: int64 [blocks], written.
     """
     place_blocks(arrays, keys, chain)
     for place in range(len(keys)):
-        hold(arrays, chain[place], pod, tier, np.int64(copies[place]) if len(copies) else 1)
+        hold(arrays, chain[place], pod, tier, 1)
 
 
 @kernel
@@ -194,44 +190,12 @@ def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
             return
 
 
-@DirectKernel
 @kernel
 def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
     """Counts a copy less of each block; tells how many holdings ended with it."""
-    return _remove_run(arrays, pod, tier, keys, 0, len(keys))
-
-
-@DirectKernel
-@kernel
-def remove_runs(
-    arrays: FlatArrays,
-    pods: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    tier: int,
-    keys: NDArray[np.uint64],
-) -> int:
-    """As `remove_blocks`, for one pod's run of blocks after the other.
-
-    Args:
-        pods: int64 [runs], their numbers; -1 for one that holds nothing.
-        ends: int64 [runs], where in `keys` they end.
-    """
-    ended = 0
-    start = np.int64(0)
-    for run in range(len(pods)):
-        if pods[run] >= 0:
-            ended += _remove_run(arrays, pods[run], tier, keys, start, ends[run])
-        start = ends[run]
-    return ended
-
-
-@inlined
-def _remove_run(
-    arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64], start: int, end: int
-) -> int:
     ended = 0
     guess = np.int64(-1)
-    for place in range(start, end):
+    for place in range(len(keys)):
         slot = find(arrays, keys[place], guess)
         if slot < 0:
             continue
@@ -278,26 +242,4 @@ def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int)
     for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
         if arrays.slots[slot, PREVIOUS] != np.uint32(FREE_SLOT):
             found += (held_tiers(arrays, slot, pod) >> tier) & 1
-    return found
-
-
-@kernel
-def list_blocks(
-    arrays: FlatArrays,
-    pod: int,
-    tier: int,
-    start: int,
-    stop: int,
-    keys: NDArray[np.uint64],
-    copies: NDArray[np.int32],
-) -> int:
-    """Writes what a pod holds in one tier in these slots; tells how many blocks."""
-    found = 0
-    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
-        if arrays.slots[slot, PREVIOUS] == np.uint32(FREE_SLOT):
-            continue
-        if (held_tiers(arrays, slot, pod) >> tier) & 1:
-            keys[found] = arrays.keys[slot, 0]
-            copies[found] = 1 + count_further(arrays, slot, pod, tier)
-            found += 1
     return found

@@ -48,6 +48,11 @@ class Follower:
         return self.stream.holder
 
     @property
+    def connected(self) -> bool:
+        """Whether its publisher is connected."""
+        return self._up
+
+    @property
     def due_s(self) -> float:
         """When `tick` must be called next."""
         return min(self._open_s, self.recovery.due_s)
@@ -109,6 +114,7 @@ class Follower:
 
     def _connected(self, now_s: float) -> None:
         if not self._up:
+            self._sockets.relayed.end(self.name)
             self._set_up(True)
             self.recovery.link_up(now_s)
 

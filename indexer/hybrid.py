@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import kernel
-from indexer.index import Index, MatchTable
+from indexer.flat_index import FlatIndex
+from indexer.index import MatchTable
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
 
@@ -87,7 +88,7 @@ class HybridMatcher:
         block_tokens: Tokens of an index block.
     """
 
-    def __init__(self, index: Index, block_tokens: int) -> None:
+    def __init__(self, index: FlatIndex, block_tokens: int) -> None:
         self._index = index
         self._block_tokens = block_tokens
         self._speculative_bit = np.uint8(1 << index.tiers.number(SPECULATIVE_TIER))

@@ -74,12 +74,18 @@ class Publisher:
         self.connection: Connection | None = None
         self.lost_s = now_s
         self._sink = sink
+        self._sockets = sockets
         self.recovery.report()
 
     @property
     def name(self) -> str:
         """Who it is, for the log."""
         return self.stream.holder
+
+    @property
+    def connected(self) -> bool:
+        """Whether its publisher is connected."""
+        return self.connection is not None
 
     @property
     def due_s(self) -> float:
@@ -103,6 +109,7 @@ class Publisher:
         """Takes what came on this connection."""
         if connection != self.connection:
             self.lost(now_s)
+            self._sockets.relayed.end(self.name)
             self._set_connection(connection, now_s)
             self.recovery.link_up(now_s)
         self.recovery.live(batches, now_s)
@@ -334,6 +341,7 @@ class Inbox:
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()
+        self._sockets.relayed.end(holder)
         self._sink.closed(holder)
 
     def _close_socket(self) -> None:

@@ -17,10 +17,10 @@ from indexer.applier import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.engine_strides import EngineStrides
-from indexer.errors import PeerError
+from indexer.errors import PayloadError, PeerError
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
-from indexer.index import Index
+from indexer.journal import Entry, decode_entry
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.parity import OTHER_TOKENS, ParityWatch
@@ -67,7 +67,7 @@ class Ingest:
         self,
         config: IndexerConfig,
         *,
-        index: Index,
+        index: FlatIndex,
         hasher: BlockHasher,
         parity: ParityWatch,
         alarm: ParityAlarm,
@@ -115,7 +115,7 @@ class Ingest:
         """
         state = self._pods.get(holder)
         plain = None if state is None else state.view.plain
-        if plain is None or not isinstance(self._index, FlatIndex):
+        if plain is None:
             return 0
         split = max(1, plain.block_tokens // self._hasher.block_tokens)
         if not on_device:
@@ -170,6 +170,28 @@ class Ingest:
         if outcome.applied.stored:
             self._tell_stored(serving, keys, told)
         return outcome
+
+    def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
+        """Applies what another router recorded of an engine, in order."""
+        view, outcome = self._pods[pod].view, Outcome()
+        for data in entries:
+            try:
+                stored, damage = view.take(decode_entry(data, len(self._index.tiers.names)))
+            except PayloadError as error:
+                self.rejected(pod, error.reason)
+                outcome.doubt(error.reason)
+            else:
+                outcome.applied.stored += stored
+                outcome.damage = outcome.damage or damage
+        self._learn(pod, view)
+        if outcome.applied.stored:
+            keys = _joined(outcome.applied.stored)
+            self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
+        return outcome
+
+    def state_of(self, pod: str) -> PodState:
+        """What is kept of an engine."""
+        return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
         """Drops the view of the pod."""
@@ -253,8 +275,12 @@ class Ingest:
         self._pods[pod].view.restore_facts(facts)
         self._learn(pod, self._pods[pod].view)
 
-    def restore(self, pod: str, part: ViewPart) -> None:
-        """Adds a part of a peer's view."""
+    def restore(self, pod: str, part: ViewPart | Entry) -> None:
+        """Adds a part of another router's view, or what changed since it was listed."""
+        if isinstance(part, Entry):
+            self._pods[pod].view.take(part)
+            self._learn(pod, self._pods[pod].view)
+            return
         self._pods[pod].view.restore(part)
         if part.group is None and isinstance(part.part, HeldBlocks):
             self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
@@ -262,9 +288,8 @@ class Ingest:
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         """A snapshot was applied, so long after it was asked for."""
         answer = fetched.answer
-        source = "engine" if isinstance(answer, Snapshot) else "peer"
-        self._peer_metrics.snapshot_bytes.labels(source).inc(fetched.size_bytes)
-        self._peer_metrics.snapshot_s.labels(source).observe(took_s)
+        self._peer_metrics.snapshot_bytes.labels(fetched.source).inc(fetched.size_bytes)
+        self._peer_metrics.snapshot_s.labels(fetched.source).observe(took_s)
         if answer is not None and not isinstance(answer, Snapshot) and answer.evicted_blocks:
             _log.warning(
                 "view of %s is a peer's whose index has evicted %d blocks of all pods: some may lack",
@@ -277,7 +302,7 @@ class Ingest:
 
         Args:
             pod: Whose.
-            source: Where it comes from: "engine", "peer" or "replay"; "none" where it lacks something.
+            source: Where it comes from: "engine", "peer", "redis" or "replay"; "none" where something lacks.
         """
         self._peer_metrics.bootstraps.labels(source).inc()
         _repeated.event(
@@ -308,9 +333,7 @@ class Ingest:
         _call(self._on_stored, serving, keys, now_s)
 
     def _evicted_blocks(self) -> int:
-        if isinstance(self._index, FlatIndex):
-            return self._index.evicted_blocks
-        return self._index.stats().evicted_blocks
+        return self._index.evicted_blocks
 
     def _count(self, pod: str, outcome: Outcome) -> None:
         metrics, applied = self._metrics, outcome.applied

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 
 # Multipliers: of the constant 1, of the parent's two words, of the extras' two words, then of each token.
@@ -46,7 +45,6 @@ def chain_keys(
         _chain_blocks(parent, tokens, extras, multipliers, keys, block_tokens)
 
 
-@DirectKernel
 @kernel
 def chain_behind(
     tokens: NDArray[np.uint32],

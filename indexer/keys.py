@@ -78,7 +78,7 @@ class BlockHasher:
         digests = self._digests(extras[:blocks]) if extras else _NO_EXTRAS
         keys = np.empty(1 + blocks, np.uint64)
         keys[0] = parent
-        chain_behind.call(tokens, digests, self.multipliers, keys)
+        chain_behind(tokens, digests, self.multipliers, keys)
         return keys[1:]
 
     def _digests(self, extras: Sequence[bytes]) -> NDArray[np.uint64]:

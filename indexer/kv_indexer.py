@@ -6,17 +6,18 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from indexer.backends import make_index
 from indexer.config import IndexerConfig, PodStream
 from indexer.dispatched import DispatchedPrompt
 from indexer.engine_strides import EngineStrides
+from indexer.errors import ConfigError
 from indexer.explain import Prefix, explain_prefix
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
-from indexer.index import Index, IndexStats, SharedIndex
+from indexer.index import IndexStats
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
@@ -26,7 +27,7 @@ from indexer.peer_client import PeerClient
 from indexer.peer_exports import PeerExports
 from indexer.peer_identity import PeerIdentity
 from indexer.peer_metrics import PeerMetrics
-from indexer.peer_wire import FLAT_FORM, MAPPED_FORM
+from indexer.peer_wire import FORM
 from indexer.pod_match import PodMatches
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.roster import Roster
@@ -35,6 +36,9 @@ from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
 from indexer.tiers import Tiers
 from indexer.warm import warm_kernels
+
+if TYPE_CHECKING:
+    from indexer.relay import Relay
 
 # Between two counts of a view's blocks, which looks at the whole index.
 _COUNT_EVERY_S = 10.0
@@ -73,12 +77,8 @@ class KvIndexer:
         seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
         self._hasher = BlockHasher(config.block_tokens, seed)
         tiers = Tiers(config.tier_weights, config.tier_by_medium)
-        self._index: Index = make_index(
-            config, tiers, fingerprint=self._hasher.fingerprint(), registry=registry
-        )
-        self._shared = self._index if isinstance(self._index, SharedIndex) else None
-        if isinstance(self._index, FlatIndex):
-            warm_kernels()
+        self._index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
+        warm_kernels()
         self._speculation = Speculation(
             self._index,
             ttl_s=config.speculative_ttl_s,
@@ -91,7 +91,7 @@ class KvIndexer:
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
         peer_metrics = PeerMetrics(registry)
-        identity = _identity(self._hasher, self._index)
+        identity = PeerIdentity(self._hasher.fingerprint(), FORM, tiers.names)
         self._parity = ParityWatch()
         self._alarm = ParityAlarm(self._parity, self._metrics)
         self._ingest = Ingest(
@@ -110,10 +110,9 @@ class KvIndexer:
             clock=clock,
         )
         self._roster = self._ingest.roster
-        take_lost = None if self._shared is None else self._shared.take_lost
-        asks_views = config.peers and self._shared is None  # whoever shares an index has them
-        peers = PeerClient(config, identity, peer_metrics) if asks_views else None
-        self._subscriber = Subscriber(config, self._ingest, take_lost=take_lost, peers=peers, clock=clock)
+        peers = PeerClient(config, identity, peer_metrics) if config.peers else None
+        self._relay = _relay(config, identity, registry)
+        self._subscriber = Subscriber(config, self._ingest, peers=peers, relay=self._relay, clock=clock)
         self.exports = PeerExports(
             identity, self._subscriber.export, peer_metrics, total_s=config.snapshot_total_s
         )
@@ -139,14 +138,16 @@ class KvIndexer:
         return self._roster
 
     def start(self) -> None:
-        """Starts the subscriber's thread."""
+        """Starts the subscriber's thread, and the relay's."""
         self._subscriber.start()
+        if self._relay is not None:
+            self._relay.start(self._subscriber.relayed, self._roster)
 
     def close(self) -> None:
         """Ends all subscriptions; idempotent. What is indexed can still be matched."""
+        if self._relay is not None:
+            self._relay.close()
         self._subscriber.close()
-        if self._shared is not None:
-            self._shared.close()
 
     def follow(self, streams: Iterable[PodStream]) -> None:
         """Declares the full set of streams: new ones are subscribed to, vanished ones' blocks are dropped.
@@ -332,11 +333,6 @@ class KvIndexer:
         """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
         self._parity.dropped(request_id)
 
-    @property
-    def reachable(self) -> bool:
-        """Whether the index answers; while a shared one does not, nothing counts as cached."""
-        return self._shared is None or self._shared.up
-
     def check_parity(self) -> None:
         """Shows in metrics and log which pods never store what we compute; to be called every few seconds."""
         self._alarm.check(self._clock())
@@ -366,6 +362,15 @@ class KvIndexer:
         return self._ingest.states.get(pod, unknown)
 
 
-def _identity(hasher: BlockHasher, index: Index) -> PeerIdentity:
-    form = FLAT_FORM if isinstance(index, FlatIndex) else MAPPED_FORM
-    return PeerIdentity(hasher.fingerprint(), form, index.tiers.names)
+def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:
+    if config.backend != "redis":
+        return None
+    try:
+        from indexer.relay import Relay
+    except ModuleNotFoundError as error:
+        if error.name != "redis":
+            raise
+        raise ConfigError(
+            "IndexerConfig.backend: 'redis' needs the package redis: pip install 'kvroute[redis]'"
+        ) from None
+    return Relay(config, identity.fingerprint, identity.tiers, registry)

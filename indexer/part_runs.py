@@ -16,8 +16,8 @@ from indexer.engine_blocks import EngineBlocks
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash
 from indexer.extras import pack, read_extras
+from indexer.flat_cache import Dropped, FlatCache
 from indexer.keys import BlockHasher, token_words
-from indexer.pod_cache import Dropped, PodCache
 from indexer.runs import Stored, prompt_root
 from indexer.tiers import Tiers
 
@@ -81,7 +81,7 @@ class PartRuns:
     def __init__(
         self,
         model: str,
-        cache: PodCache,
+        cache: FlatCache,
         hasher: BlockHasher,
         tiers: Tiers,
         *,

@@ -125,7 +125,6 @@ class PeerClient:
             model=stream.model,
         )
         reader = SnapshotReader(
-            form=identity.form,
             tiers=len(identity.tiers),
             block_tokens=config.block_tokens,
             max_bytes=config.snapshot_max_bytes,

@@ -19,7 +19,7 @@ class PeerIdentity:
 
     Attributes:
         fingerprint: See `BlockHasher.fingerprint`.
-        form: What its views are made of: `peer_wire.FLAT_FORM` or `MAPPED_FORM`.
+        form: What its views are made of, see `peer_wire.FORM`.
         tiers: Its tiers' names, best first; a tier's number is its place.
         schema: See `peer_wire.SCHEMA`.
         instance: Of this process; a peer that has the same is itself.
@@ -44,6 +44,6 @@ class PeerIdentity:
         if other.fingerprint != self.fingerprint:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")
         if other.form != self.form:
-            raise PeerError("backend", f"--backend must be one of the form {self.form!r}, as here")
+            raise PeerError("backend", f"views have the form {self.form!r} here")
         if other.tiers != self.tiers:
             raise PeerError("tiers", f"tiers must be {', '.join(self.tiers)}, as here")

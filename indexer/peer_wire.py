@@ -7,7 +7,7 @@ bounds; nothing is used of a snapshot that is not complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -16,11 +16,10 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from indexer.errors import PeerError
-from indexer.events import MAX_TOKENS, EngineHash
+from indexer.events import MAX_TOKENS
 from indexer.view_parts import (
     PART_BLOCKS,
     CachePart,
-    EngineBlockPart,
     HeldBlocks,
     ReleasedNames,
     Splits,
@@ -33,19 +32,17 @@ from indexer.view_parts import (
 SCHEMA = 1
 MESSAGE_BYTES_MAX = 1 << 20
 
-# "flat" indexes keep names of blocks, all others a map of engine hashes.
-FLAT_FORM, MAPPED_FORM = "flat", "mapped"
+# What parts are made of: names of blocks.
+FORM = "flat"
 
 # More copies than this of one block in one tier are not believed.
 COPIES_MAX = 65_536
 DIGEST_BYTES = 16
 
-_GROUPS_MAX = 32
 _SPLITS_MAX = 16
 _SEQUENCE_MAX = (1 << 64) - 2
-# What a message and an engine block take in memory at least: so much of them counts against the bound.
+# What a message takes in memory at least: so much of it counts against the bound.
 _MESSAGE_BYTES = 1024
-_ENGINE_BLOCK_BYTES = 200
 
 _Group = Annotated[int, Meta(ge=0, le=65_535)] | None
 _Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -78,19 +75,11 @@ class _Released(Struct, frozen=True, tag="released"):
     keys: bytes
 
 
-class _Mapped(Struct, frozen=True, tag="mapped"):
-    group: _Group
-    hashes: Annotated[list[EngineHash], Meta(max_length=PART_BLOCKS)]
-    key_counts: list[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]]
-    keys: bytes
-    copies: list[dict[Annotated[int, Meta(ge=0, le=255)], Annotated[int, Meta(ge=1, le=COPIES_MAX)]]]
-
-
 class _End(Struct, frozen=True, tag="end"):
     parts: int
 
 
-_Message = _Header | _Splits | _Held | _Released | _Mapped | _End
+_Message = _Header | _Splits | _Held | _Released | _End
 _DECODER = msgspec.msgpack.Decoder(_Message)
 
 
@@ -104,6 +93,7 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
     header = _Header(snapshot.sequence, snapshot.digest, snapshot.evicted_blocks, snapshot.facts)
     yield encode(header)
     for part in snapshot.parts:
+        assert isinstance(part, ViewPart), "a view that was just listed has no changes"
         message = encode(_message(part))
         if len(message) > MESSAGE_BYTES_MAX:
             raise PeerError("too_large", f"a part of {len(message)} bytes, at most {MESSAGE_BYTES_MAX}")
@@ -115,7 +105,6 @@ class SnapshotReader:
     """Reads the messages of one snapshot, in order.
 
     Args:
-        form: What our own index can take in.
         tiers: How many tiers it has.
         block_tokens: Tokens of one of its blocks.
         max_bytes: Most bytes of all messages.
@@ -124,8 +113,7 @@ class SnapshotReader:
         size_bytes: Of all messages so far.
     """
 
-    def __init__(self, *, form: str, tiers: int, block_tokens: int, max_bytes: int) -> None:
-        self._form = form
+    def __init__(self, *, tiers: int, block_tokens: int, max_bytes: int) -> None:
         self._tiers = tiers
         self._block_tokens = block_tokens
         self._max_bytes = max_bytes
@@ -143,7 +131,9 @@ class SnapshotReader:
             PeerError: It is none, or not what may come now.
         """
         self.size_bytes += len(data)
-        self._count(max(len(data), _MESSAGE_BYTES))
+        self._counted_bytes += max(len(data), _MESSAGE_BYTES)
+        if self._counted_bytes > self._max_bytes:
+            raise PeerError("too_large", f"more than {self._max_bytes} bytes")
         try:
             message = _DECODER.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -159,14 +149,7 @@ class SnapshotReader:
             self._ended = True
             return
         _require(message.group in self._groups, f"group {message.group} was not told")
-        flat = not isinstance(message, _Mapped)
-        _require(flat == (self._form == FLAT_FORM), "a part of another form of index")
         self._parts.append(ViewPart(message.group, self._part(message)))
-
-    def _count(self, size_bytes: int) -> None:
-        self._counted_bytes += size_bytes
-        if self._counted_bytes > self._max_bytes:
-            raise PeerError("too_large", f"more than {self._max_bytes} bytes")
 
     def snapshot(self) -> ViewSnapshot:
         """All of it.
@@ -183,27 +166,12 @@ class SnapshotReader:
         facts = header.facts
         tokens = facts.run_tokens
         _require(header.sequence <= _SEQUENCE_MAX, "sequence")
-        _require(
-            tokens is None or (0 < tokens <= MAX_TOKENS and tokens % self._block_tokens == 0), "run_tokens"
-        )
-        _require(1 <= facts.lead_stride <= MAX_TOKENS, "lead_stride")
-        _require(len(facts.groups) <= _GROUPS_MAX, "groups")
-        for fact in facts.groups:
-            in_bounds = (
-                0 <= fact.group <= 65_535
-                and 1 <= fact.stride <= MAX_TOKENS
-                and -1 <= fact.last_blocks < 1 << 31
-                and 0 <= fact.chunk < 1 << 31
-            )
-            _require(in_bounds and (fact.usable or not fact.leads), f"group {fact.group}")
-        numbers = [fact.group for fact in facts.groups]
-        _require(len(set(numbers)) == len(numbers), "a group is told twice")
-        _require(sum(fact.leads for fact in facts.groups) <= 1, "several groups lead")
+        _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
         self._header = header
         usable = (fact.group for fact in facts.groups if fact.usable and not fact.leads)
         self._groups = frozenset((None, *usable))
 
-    def _part(self, message: _Splits | _Held | _Released | _Mapped) -> CachePart:
+    def _part(self, message: _Splits | _Held | _Released) -> CachePart:
         match message:
             case _Splits():
                 return Splits(tuple(message.splits))
@@ -213,8 +181,6 @@ class SnapshotReader:
                 names, keys = _words(message.names), _words(message.keys)
                 _require(len(names) == len(keys) <= PART_BLOCKS and names.all(), "released names")
                 return ReleasedNames(names, keys)
-            case _Mapped():
-                return self._mapped(message)
 
     def _held(self, message: _Held) -> HeldBlocks:
         keys, names = _words(message.keys), _words(message.names)
@@ -233,18 +199,6 @@ class SnapshotReader:
         _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
         return HeldBlocks(keys, tiers, name_counts, names, further)
 
-    def _mapped(self, message: _Mapped) -> EngineBlockPart:
-        self._count(_ENGINE_BLOCK_BYTES * len(message.hashes))
-        keys = _words(message.keys)
-        _require(
-            0 < len(message.hashes) == len(message.key_counts) == len(message.copies)
-            and sum(message.key_counts) == len(keys),
-            "columns of different lengths",
-        )
-        for copies in message.copies:
-            _require(all(tier < self._tiers for tier in copies), "tiers")
-        return EngineBlockPart(message.hashes, message.key_counts, keys, message.copies)
-
 
 def read_snapshot(reader: SnapshotReader, messages: Iterable[bytes]) -> ViewSnapshot:
     """Reads all messages of one snapshot.
@@ -257,7 +211,7 @@ def read_snapshot(reader: SnapshotReader, messages: Iterable[bytes]) -> ViewSnap
     return reader.snapshot()
 
 
-def _message(view_part: ViewPart) -> _Splits | _Held | _Released | _Mapped:
+def _message(view_part: ViewPart) -> _Splits | _Held | _Released:
     group, part = view_part.group, view_part.part
     match part:
         case Splits(splits):
@@ -267,9 +221,6 @@ def _message(view_part: ViewPart) -> _Splits | _Held | _Released | _Mapped:
             return _Held(group, *(column.tobytes() for column in columns))
         case ReleasedNames(names, keys):
             return _Released(group, names.tobytes(), keys.tobytes())
-        case EngineBlockPart():
-            copies: Sequence[dict[int, int]] = part.copies
-            return _Mapped(group, list(part.hashes), list(part.key_counts), part.keys.tobytes(), list(copies))
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:

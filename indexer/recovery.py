@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import zmq
 
+from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.healing import Healing
+from indexer.journal import Entry
+from indexer.relay_feed import Feed, Position
 from indexer.replay import Batch, Broken, End, ReplayRequest
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from indexer.follower import Follower
     from indexer.inbox import Publisher
     from indexer.ingest import Ingest
+    from indexer.relayed import RelayedStream
     from indexer.subscribe import Subscriber
 
 # What one source may take of the thread before the others have their turn.
@@ -64,11 +68,12 @@ class Recovery:
         config: IndexerConfig,
         sink: Ingest,
         sockets: Subscriber,
-        owner: Follower | Publisher,
+        owner: Follower | Publisher | RelayedStream,
     ) -> None:
         self._stream = stream
         self._config = config
         self._sink = sink
+        self._apply_payloads: Callable[[str, Sequence[bytes]], Outcome] = sink.apply
         self._sockets = sockets
         self._owner = owner
         self._machine = self._new_machine()
@@ -79,8 +84,9 @@ class Recovery:
         # The snapshot that is waited for; the one that is being applied, and what is left of it.
         self._ticket: object | None = None
         self._restoring: Fetched | None = None
-        self._left: deque[bytes | ViewPart] = deque()
+        self._left: deque[bytes | ViewPart | Entry] = deque()
         self._exports = ViewExports(config.snapshot_max_bytes)
+        self._feed = None if sockets.relay is None else Feed(stream.holder, sink, sockets.relay)
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
@@ -168,6 +174,25 @@ class Recovery:
         mark = mark_of(self._machine)
         self._exports.begin(told, mark, self._sink.list_view(self._stream.holder), now_s)
 
+    def feed(self, told: Future[ViewSnapshot], epoch: str, now_s: float) -> Position:
+        """Lists the view for the relay, as `export` does, and tells it all changes from there on.
+
+        Returns:
+            The place in the epoch where the view is listed.
+
+        Raises:
+            PeerError: It is not listed.
+        """
+        assert self._feed is not None
+        self.export(told, now_s)
+        self._feed.flush(self._machine)
+        return self._feed.begin(epoch, mark_of(self._machine))
+
+    def end_feed(self, epoch: str) -> None:
+        """Tells the relay nothing more in this epoch."""
+        if self._feed is not None and self._feed.epoch == epoch:
+            self._feed.end()
+
     def _end_export(self, now_s: float) -> None:
         """The view is about to change: it is not listed any more, and what waited is taken."""
         if self._exports.holds:
@@ -206,13 +231,15 @@ class Recovery:
         self._stop_fetch()
         self._quiet_s = math.inf
         self._healing.cancel()
+        if self._feed is not None:
+            self._feed.end()
 
-    def reset(self) -> None:
+    def reset(self, reason: str = "internal_error") -> None:
         """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
         self._gaps_reported, self._source = 0, "none"
-        self._sink.clear(self._stream.holder, "internal_error")
+        self._sink.clear(self._stream.holder, reason)
         self.report()
 
     def _new_machine(self) -> StreamMachine:
@@ -246,6 +273,8 @@ class Recovery:
                     self._peers = peers
                     self._fetch_s = max(now_s, self._fetched_s + _FETCH_SPACING_S)
         self._apply(batches)
+        if self._feed is not None:
+            self._feed.flush(self._machine)
         self.report()
         if self._machine.healable(snapshots=self._snapshot_offered or self._sockets.has_peers):
             self._healing.plan(now_s)
@@ -254,7 +283,7 @@ class Recovery:
         """Applies batches of one view together."""
         if not batches:
             return
-        verdict = self._sink.apply(self._stream.holder, [batch.payload for batch in batches])
+        verdict = self._apply_payloads(self._stream.holder, [batch.payload for batch in batches])
         if verdict.emptied:
             self._machine.emptied(batches[0].view, holds_nothing=verdict.ends_empty)
         if verdict.damage is not None:
@@ -354,6 +383,9 @@ class Recovery:
                 self._ticket = None
                 self._on_fetched(fetched, now_s)
 
+        self._request(deliver)
+
+    def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
         self._sockets.fetch(self._owner, self._stream, deliver, peers=self._peers)
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
@@ -401,7 +433,7 @@ class Recovery:
             actions = self._machine.snapshot_ended(answer.sequence)
         else:
             assert answer is not None
-            self._source = "peer"
+            self._source = fetched.source
             actions = self._machine.imported(answer.sequence, answer.digest)
         self._sink.restored(self._stream.holder, fetched, now_s - self._fetched_s)
         self._perform(actions, now_s)

@@ -1,6 +1,6 @@
 """The connection to Redis or Valkey: a URL comes in, answers come out, or `UnavailableError` in bounded time.
 
-Knows nothing of blocks and pods. A password in the URL is in no message and no log line.
+Knows nothing of views. A password in the URL is in no message and no log line.
 """
 
 from __future__ import annotations
@@ -50,17 +50,12 @@ class RedisMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.failures = Counter(
             "kvroute_indexer_redis_failures",
-            "Calls of the shared index that failed, by reason.",
+            "Calls of the server that failed, by reason.",
             ("link", "reason"),
             registry=registry,
         )
         self.up = Gauge(
             "kvroute_indexer_redis_up", "1 while the server answers in time.", ("link",), registry=registry
-        )
-        self.views_lost = Counter(
-            "kvroute_indexer_redis_views_lost",
-            "Pods whose view in the shared index had to begin anew.",
-            registry=registry,
         )
 
 

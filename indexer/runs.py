@@ -6,14 +6,16 @@ multiple of them here; shorter ones are in `part_runs`. Knows neither groups nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from indexer.events import BlockStored, EngineHash
 from indexer.extras import RunExtras, read_extras
+from indexer.flat_cache import Dropped, FlatCache
 from indexer.keys import BlockHasher, Keys
-from indexer.pod_cache import Dropped, PodCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,22 @@ class Stored:
     given_up: int
 
 
+class PlainRuns(msgspec.Struct, frozen=True):
+    """Runs of the lead group that are what they seem, if their parent is known and no hash of theirs awaited.
+
+    Attributes:
+        block_tokens: Tokens of an engine block.
+        group: The lead group; None where the engine names none.
+        awaited: Hashes that something waits for.
+    """
+
+    block_tokens: int
+    group: int | None
+    awaited: Collection[EngineHash]
+
+
 class Runs(Protocol):
-    """Blocks of one pod life's lead group. Tells and bounds as `PodCache` does."""
+    """Blocks of one pod life's lead group. Tells and bounds as `FlatCache` does."""
 
     def fits(self, block_size: int) -> bool:
         """Whether runs of engine blocks of this length, in tokens, can be stored."""
@@ -61,15 +77,15 @@ class Runs(Protocol):
         ...
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """See `PodCache.copy`."""
+        """See `FlatCache.copy`."""
         ...
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """See `PodCache.drop`."""
+        """See `FlatCache.drop`."""
         ...
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """See `PodCache.tail_key`; None also for a block at whose end no index block ends."""
+        """See `FlatCache.tail_key`; None also for a block at whose end no index block ends."""
         ...
 
     def clear(self) -> None:
@@ -86,7 +102,7 @@ class BlockRuns:
         hasher: Makes their keys.
     """
 
-    def __init__(self, model: str, cache: PodCache, hasher: BlockHasher) -> None:
+    def __init__(self, model: str, cache: FlatCache, hasher: BlockHasher) -> None:
         self._model = model
         self._cache = cache
         self._hasher = hasher
@@ -106,8 +122,7 @@ class BlockRuns:
     def store(self, run: BlockStored, tier: str, *, starts_prompt: bool) -> Stored:
         """See `Runs.store`."""
         parent, keys = self._chain(run, starts_prompt=starts_prompt)
-        reused, given_up = self._cache.store(run.block_hashes, keys, tier)
-        return Stored(keys, parent, reused, given_up)
+        return Stored(keys, parent, self._cache.store(run.block_hashes, keys, tier), 0)
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
         """See `Runs.copy`."""

@@ -54,14 +54,16 @@ class Fetched:
     """What asking an engine, and then our peers, for a snapshot gave.
 
     Attributes:
-        answer: The engine's snapshot, or a peer's; None: nobody gave one.
+        answer: The engine's snapshot, or another router's view; None: nobody gave one.
         size_bytes: Of its messages.
         refusal: Why the engine itself gave none; None where it did, or was not asked.
+        source: Who gave it: "engine", "peer" or "redis".
     """
 
     answer: Snapshot | ViewSnapshot | None
     size_bytes: int = 0
     refusal: str | None = None
+    source: str = "engine"
 
 
 _DECODER = msgspec.msgpack.Decoder(Snapshot)

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import urllib3
 
 from indexer.config import PodStream
-from indexer.peer_client import PeerClient
 from indexer.snapshot import Fetched, Snapshot, SnapshotError, read_snapshot
+from indexer.view_parts import ViewSnapshot
+
+Ask = Callable[[PodStream], tuple[ViewSnapshot | None, int]]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +39,8 @@ class SnapshotFetcher:
         max_bytes: Largest body.
         total_s: Longest time of one.
         admin_token: Bearer secret that is sent to ports of administration; None: no secret is.
-        peers: Asked for what an engine does not tell; None: there are none.
+        others: Asked in this order for what an engine does not tell, by source: a stream in, a view or None
+            and its size in bytes out.
     """
 
     def __init__(
@@ -46,36 +50,35 @@ class SnapshotFetcher:
         max_bytes: int,
         total_s: float,
         admin_token: str | None = None,
-        peers: PeerClient | None = None,
+        others: Mapping[str, Ask] = MappingProxyType({}),
     ) -> None:
         self._authorization = {} if admin_token is None else {"Authorization": f"Bearer {admin_token}"}
         self._max_bytes = max_bytes
         self._total_s = total_s
-        self._peers = peers
+        self._others = others
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(
             num_pools=at_once, retries=False, timeout=urllib3.Timeout(connect=_CONNECT_S, read=_IDLE_S)
         )
         self._workers = ThreadPoolExecutor(at_once, "kvroute-snapshots")
 
-    def fetch(self, stream: PodStream, deliver: Callable[[Fetched], None], *, peers: bool) -> None:
-        """Begins to fetch, from the engine or else from peers, if they may be asked, and returns."""
-        self._workers.submit(self._run, stream, deliver, self._peers if peers else None)
+    def fetch(self, stream: PodStream, deliver: Callable[[Fetched], None], *, others: bool) -> None:
+        """Begins to fetch, from the engine or else from others, if they may be asked, and returns."""
+        self._workers.submit(self._run, stream, deliver, self._others if others else {})
 
     def close(self) -> None:
         """Gives up what runs; idempotent."""
         self._closing.set()
-        if self._peers is not None:
-            self._peers.close()
         self._workers.shutdown(cancel_futures=True)
         self._http.clear()
 
-    def _run(self, stream: PodStream, deliver: Callable[[Fetched], None], peers: PeerClient | None) -> None:
+    def _run(self, stream: PodStream, deliver: Callable[[Fetched], None], others: Mapping[str, Ask]) -> None:
         try:
             fetched = Fetched(None) if stream.snapshot_url is None else self._of_engine(stream)
-            if fetched.answer is None and peers is not None:
-                snapshot, size_bytes = peers.ask(stream)
-                fetched = Fetched(snapshot, size_bytes, fetched.refusal)
+            for source, ask in others.items():
+                if fetched.answer is None:
+                    snapshot, size_bytes = ask(stream)
+                    fetched = Fetched(snapshot, size_bytes, fetched.refusal, source)
         except Exception:
             _log.exception("snapshot of %s", stream.holder)
             fetched = Fetched(None, refusal="internal_error")

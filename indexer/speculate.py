@@ -9,19 +9,18 @@ means.
 from __future__ import annotations
 
 import heapq
-import math
 import threading
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeAlias
 
-from indexer.index import Index
+from indexer.flat_index import FlatIndex
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
 
-# When to look at which request.
-_Due: TypeAlias = tuple[float, Hashable]
+# When to look at which request, and a number that no other has.
+_Due: TypeAlias = tuple[float, int, Hashable]
 # What is assumed of a pod: its blocks, and the last of them once more.
 _Run: TypeAlias = tuple[str, Keys, int]
 
@@ -62,7 +61,7 @@ class Speculation:
             nothing is assumed.
     """
 
-    def __init__(self, index: Index, *, ttl_s: float, max_s: float, max_entries: int) -> None:
+    def __init__(self, index: FlatIndex, *, ttl_s: float, max_s: float, max_entries: int) -> None:
         self._index = index
         self._ttl_s = ttl_s
         self._max_s = max_s
@@ -73,13 +72,9 @@ class Speculation:
         # Of each pod: the last blocks that are assumed, and the requests that wait for them.
         self._awaited: dict[str, dict[int, list[Hashable]]] = {}
         self._stored_s: dict[str, float] = {}
-        # When to look at which request, the earliest first; its real deadline may have moved since. The TTL
-        # is one for all, and mostly the grace: who comes later is due later. What is not is on the heap.
-        self._fresh: deque[_Due] = deque()
-        self._settled: deque[_Due] = deque()
-        self._unordered: list[_Due] = []
-        # No later than the earliest of all.
-        self._due_s = math.inf
+        # A heap; a request's real deadline may have moved since, and it may be over.
+        self._due: list[_Due] = []
+        self._numbers = count()
 
     def __len__(self) -> int:
         return self._entries
@@ -96,7 +91,7 @@ class Speculation:
             request = self._requests.get(request_id)
             if request is None:
                 request = self._requests[request_id] = _Request(now_s, now_s + self._max_s)
-                self._look_later(self._fresh, now_s + self._ttl_s, request_id)
+                self._look_later(now_s + self._ttl_s, request_id)
             request.renewed_s = now_s
             if request.runs:
                 for run in request.release(pod):
@@ -117,7 +112,7 @@ class Speculation:
             request = self._requests.get(request_id)
             if request is not None and now_s + grace_s < request.ends_s:
                 request.ends_s = now_s + grace_s
-                self._look_later(self._settled, request.ends_s, request_id)
+                self._look_later(request.ends_s, request_id)
 
     def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
         """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
@@ -141,25 +136,17 @@ class Speculation:
 
     def expire(self, now_s: float) -> None:
         """Drops what is over by now."""
-        # Without the lock: an entry that is added meanwhile is not over yet.
-        if self._due_s <= now_s:
+        # Without the lock, on a copy: an entry that is added meanwhile is not over yet.
+        first = self._due[:1]
+        if first and first[0][0] <= now_s:
             with self._lock:
                 self._expire(now_s)
 
     def _expire(self, now_s: float) -> None:
         due: list[Hashable] = []
-        for lane in (self._settled, self._fresh):
-            while lane and lane[0][0] <= now_s:
-                due.append(lane.popleft()[1])
-        while self._unordered and self._unordered[0][0] <= now_s:
-            due.append(heapq.heappop(self._unordered)[1])
-        if due:
-            self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
-        # Most requests end long before their TTL: then there is nothing to look at.
-        while self._fresh and self._fresh[0][1] not in self._requests:
-            self._fresh.popleft()
-        queues = self._settled, self._fresh, self._unordered
-        self._due_s = min((queue[0][0] for queue in queues if queue), default=math.inf)
+        while self._due and self._due[0][0] <= now_s:
+            due.append(heapq.heappop(self._due)[2])
+        self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
 
     def _is_over(self, request_id: Hashable, now_s: float) -> bool:
         """Whether a request ends now; of one that goes on it is said when to look again."""
@@ -171,33 +158,23 @@ class Speculation:
         signs_s = [self._stored_s.get(pod, 0.0) for pod, _, _ in request.runs]
         deadline_s = min(request.ends_s, max([request.renewed_s, *signs_s]) + self._ttl_s)
         if deadline_s > now_s:
-            self._look_later(self._fresh, deadline_s, request_id)
+            self._look_later(deadline_s, request_id)
         return deadline_s <= now_s
 
-    def _look_later(self, lane: deque[_Due], due_s: float, request_id: Hashable) -> None:
-        if lane and due_s < lane[-1][0]:
-            heapq.heappush(self._unordered, (due_s, request_id))
-        else:
-            lane.append((due_s, request_id))
-        if due_s < self._due_s:
-            self._due_s = due_s
+    def _look_later(self, due_s: float, request_id: Hashable) -> None:
+        heapq.heappush(self._due, (due_s, next(self._numbers), request_id))
 
     def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
         """Ends what is assumed for requests, of one pod or of all; with its last pod the request."""
-        pods: list[str] = []
-        ended: list[Keys] = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
                 continue
             for run in request.release(pod):
                 self._forget(request_id, run)
-                pods.append(run[0])
-                ended.append(run[1])
+                self._index.remove(run[0], SPECULATIVE_TIER, run[1])
             if not request.runs:
                 del self._requests[request_id]
-        if ended:
-            self._index.remove_all(SPECULATIVE_TIER, pods, ended)
 
     def _forget(self, request_id: Hashable, run: _Run) -> None:
         """A run that is to leave the index is not awaited any more."""

@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -25,15 +26,18 @@ from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
-from indexer.losses import Losses
 from indexer.peer_client import PeerClient
+from indexer.relayed import RelayedStream, RelayedStreams, refused_to
 from indexer.repeated_log import RepeatedLog
 from indexer.snapshot import Fetched
 from indexer.snapshot_fetch import SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
+if TYPE_CHECKING:
+    from indexer.relay import Relay
+
 # Who has sockets watched and things to do at times; whoever fails is reset.
-Owner = Follower | Publisher | Inbox | Losses
+Owner = Follower | Publisher | RelayedStream | Inbox
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -57,9 +61,8 @@ class Subscriber:
     Args:
         config: Bounds and times.
         sink: Where the streams end.
-        take_lost: Tells the names in the index whose blocks were lost there since it was last asked; None:
-            no index loses them.
         peers: Asked for snapshots that engines do not tell; None: there are none.
+        relay: Has views on a server; None: there is none.
         clock: A monotonic clock, in seconds.
 
     Raises:
@@ -71,8 +74,8 @@ class Subscriber:
         config: IndexerConfig,
         sink: Ingest,
         *,
-        take_lost: Callable[[], Collection[str]] | None = None,
         peers: PeerClient | None = None,
+        relay: Relay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -90,9 +93,12 @@ class Subscriber:
             max_bytes=config.snapshot_max_bytes,
             total_s=config.snapshot_total_s,
             admin_token=config.admin_token,
-            peers=peers,
+            others=({} if peers is None else {"peer": peers.ask})
+            | ({} if relay is None else {"redis": relay.reader.ask}),
         )
-        self.has_peers = peers is not None
+        self._peers = peers
+        self.relay = relay
+        self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
@@ -102,7 +108,7 @@ class Subscriber:
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
-        self._losses = None if take_lost is None else Losses(take_lost, self._doubt_lost)
+        self.relayed = RelayedStreams(config, sink, self)
         self._inbox: Inbox | None = None
         # When the last turn ended, and when something is due next.
         self._turned_s = self._due_s = -math.inf
@@ -133,6 +139,8 @@ class Subscriber:
             self._thread.join()
         else:
             self._close_streams()
+        if self._peers is not None:
+            self._peers.close()
         self._fetcher.close()
         self.context.term()
         self._wake_in.close()
@@ -166,7 +174,7 @@ class Subscriber:
         """
 
         def act() -> None:
-            for owner in tuple(self._streams()):
+            for owner in (*self._streams(), *self.relayed.streams.values()):
                 if owner.stream.pod == pod:
                     recovery = owner.recovery
                     step: Callable[[float], object] = (
@@ -188,19 +196,26 @@ class Subscriber:
         told: Future[ViewSnapshot] = Future()
 
         def act() -> None:
-            owner = next((owner for owner in self._streams() if owner.name == engine), None)
-            try:
+            with refused_to(told):
+                owner = self.stream(engine)
                 if owner is None or owner.stream.model != model:
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
                 owner.recovery.export(told, self._clock())
-            except Exception as error:
-                # Nothing of the view changed: it is only not told.
-                refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
-                if told.set_running_or_notify_cancel():
-                    told.set_exception(refusal)
 
         self._post(act)
         return told
+
+    def post(self, owner: Owner, step: Callable[[float], object]) -> None:
+        """Has an owner do something on our thread, from any thread."""
+        self._post(lambda: self._guarded(owner, step))
+
+    def now_s(self) -> float:
+        """The time by our clock."""
+        return self._clock()
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Has something done on our thread, from any thread; it must not fail."""
+        self._post(act)
 
     def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
         """Calls back with the time whenever the socket can be read."""
@@ -220,7 +235,7 @@ class Subscriber:
         def fetched(answer: Fetched) -> None:
             self._post(lambda: self._guarded(owner, lambda now_s: deliver(answer, now_s)))
 
-        self._fetcher.fetch(stream, fetched, peers=peers)
+        self._fetcher.fetch(stream, fetched, others=peers)
 
     def _post(self, call: Callable[[], None]) -> None:
         """Has something done on our thread."""
@@ -285,19 +300,13 @@ class Subscriber:
         if self._inbox is not None:
             yield from self._inbox.publishers.values()
 
-    def _doubt_lost(self, name: str, now_s: float) -> bool:
-        """Whether a view whose blocks the index lost is built anew from now on, or is nobody's any more."""
-        # Another group's name is the engine's with the group behind it.
-        names = (name, name.rpartition("#")[0])
-        for owner in self._streams():
-            if owner.name in names:
-                return owner.recovery.doubted("index_lost_it", now_s)
-        return True
+    def stream(self, engine: str) -> Follower | Publisher | None:
+        """The stream of an engine, by its name in the index."""
+        return next((owner for owner in self._streams() if owner.name == engine), None)
 
     def _owners(self) -> Iterator[Owner]:
         yield from self._streams()
-        if self._losses is not None:
-            yield self._losses
+        yield from self.relayed.streams.values()
         if self._inbox is not None:
             yield self._inbox
 
@@ -322,6 +331,7 @@ class Subscriber:
         for holder, follower in tuple(self._followers.items()):
             if dialled.get(holder) != follower.stream:
                 follower.close()
+                self.relayed.end(holder)
                 del self._followers[holder]
                 self._sink.closed(holder)
         if self._inbox is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from indexer.errors import PeerError
 from indexer.replay import Batch
 from indexer.stream import StreamMachine, StreamState
-from indexer.view_parts import EngineBlockPart, ViewContent, ViewPart, ViewSnapshot
+from indexer.view_parts import ViewContent, ViewPart, ViewSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ _TURN_S = 0.0005
 # While a view is listed so much may wait of its stream; beyond it the list is given up.
 _HELD_BATCHES_MAX = 2048
 _HELD_BYTES_MAX = 8 << 20
-# What an engine block's entry of a map takes in memory, about.
-_ENTRY_BYTES = 200
 
 
 class ViewExports:
@@ -155,7 +153,5 @@ def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
 
 def _size(view_part: ViewPart) -> int:
     part = view_part.part
-    if isinstance(part, EngineBlockPart):
-        return int(part.keys.nbytes) + _ENTRY_BYTES * len(part.hashes)
     columns = (getattr(part, name) for name in part.__slots__)
     return sum(int(column.nbytes) for column in columns if isinstance(column, np.ndarray))

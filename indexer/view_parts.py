@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from indexer.events import EngineHash
+from indexer.events import MAX_TOKENS
 from indexer.keys import Keys
 
+if TYPE_CHECKING:
+    from indexer.journal import Entry
+
+_GROUPS_MAX = 32
 # Most index blocks of one part: applying or listing them takes less than a millisecond.
 PART_BLOCKS = 2048
 
@@ -31,12 +36,16 @@ class GroupFact(Struct, frozen=True):
         chunk: In index blocks.
     """
 
-    group: int
+    group: Annotated[int, Meta(ge=0, le=65_535)]
     usable: bool
     leads: bool
-    stride: int = 1
-    last_blocks: int = 0
-    chunk: int = 0
+    stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
+    last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
+    chunk: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+
+    def __post_init__(self) -> None:
+        if self.leads and not self.usable:
+            raise ValueError("a group leads, but is not usable")
 
 
 class ViewFacts(Struct, frozen=True):
@@ -50,11 +59,17 @@ class ViewFacts(Struct, frozen=True):
         groups: Its KV cache groups, in the order in which they were learnt.
     """
 
-    run_tokens: int | None
+    run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None
     zero_is_a_hash: bool
     reannounces: bool
-    lead_stride: int
-    groups: tuple[GroupFact, ...]
+    lead_stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=_GROUPS_MAX)]
+
+    def __post_init__(self) -> None:
+        if len({fact.group for fact in self.groups}) < len(self.groups):
+            raise ValueError("a group is told twice")
+        if sum(fact.leads for fact in self.groups) > 1:
+            raise ValueError("several groups lead")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,24 +98,7 @@ class ReleasedNames:
     keys: Keys
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineBlockPart:
-    """Engine blocks of a `MappedCache`, the oldest first.
-
-    Attributes:
-        hashes: Their hashes.
-        key_counts: How many of `keys` are each one's.
-        keys: Their index blocks.
-        copies: Of each, how many by tier, none of them 0; nothing for a block that went.
-    """
-
-    hashes: Sequence[EngineHash]
-    key_counts: Sequence[int]
-    keys: Keys
-    copies: Sequence[dict[int, int]]
-
-
-CachePart = Splits | HeldBlocks | ReleasedNames | EngineBlockPart
+CachePart = Splits | HeldBlocks | ReleasedNames
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,11 +134,11 @@ class ViewSnapshot:
         digest: 16 bytes: XXH3-128 of that batch's payload.
         facts: What its events told.
         evicted_blocks: See `ViewContent`.
-        parts: Its blocks.
+        parts: Its blocks, and what changed since they were listed.
     """
 
     sequence: int
     digest: bytes
     facts: ViewFacts
     evicted_blocks: int
-    parts: Sequence[ViewPart]
+    parts: Sequence[ViewPart | Entry]

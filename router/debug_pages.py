@@ -22,10 +22,6 @@ _DECISIONS_DEFAULT = 20
 class IndexState(Protocol):
     """What the pages need of the indexer; see `KvIndexer`."""
 
-    @property
-    def reachable(self) -> bool:
-        """Whether the index answers."""
-
     def pending(self) -> frozenset[str]:
         """Pods whose views are waited for."""
 
@@ -83,7 +79,6 @@ class DebugPages:
     def _is_ready(self, _query: Query) -> tuple[int, Any]:
         index = {
             "views_pending": sorted(self._index.pending()),
-            "index_reachable": self._index.reachable,
             "parity": self._index.parity_details(),
             "routers": list(self._routers(time.monotonic())),
             "pods_asleep": [pod.address for pod in self._pods.snapshot().values() if pod.asleep],

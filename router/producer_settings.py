@@ -44,10 +44,6 @@ _BLOCK_INDEX_FIELDS = (
     *("inMemoryConfig", "costAwareMemoryConfig", "redisConfig", "valkeyConfig"),
     *("enableMetrics", "metricsLoggingInterval"),
 )
-_BACKENDS: Mapping[str, str] = {
-    "redisConfig": "--backend redis and --redis-url",
-    "valkeyConfig": "--backend redis and --redis-url",
-}
 _ENGINES = ("vllm", "sglang")
 _MEMORY_BYTES = 2 << 30
 _MEMORY_UNITS = {"": 1} | {
@@ -131,6 +127,7 @@ def _precise(
     events.choice("engineType", _ENGINES, "vllm")
     events.flag("discoverPods", True)
     events.flag("tracing", False)
+    index = _index_backend(known, index)
     try:
         index = replace(
             index,
@@ -138,7 +135,6 @@ def _precise(
             speculative_ttl_s=known.duration_s("speculativeTTL", index.speculative_ttl_s),
             speculative_entries=index.speculative_entries if speculates else 0,
             tier_weights=_weights(known, index),
-            capacity_bytes=_memory_bytes(known, index.capacity_bytes),
             topic_prefix=events.text("topicFilter") if "topicFilter" in events else index.topic_prefix,
             events_bind=events.text("zmqEndpoint") if "zmqEndpoint" in events else index.events_bind,
         )
@@ -147,17 +143,33 @@ def _precise(
     return index, _ports(events.fields("podDiscoveryConfig", _POD_FIELDS), kube)
 
 
-def _memory_bytes(known: Fields, default: int) -> int:
-    """Return the index's memory ceiling: that of `costAwareMemoryConfig`, or the default without one."""
+def _index_backend(known: Fields, index: IndexerConfig) -> IndexerConfig:
+    """Return the settings with what `kvBlockIndexConfig` says of the index's memory and of a server.
+
+    Where several backends are configured the reference's order holds.
+    """
     blocks = known.fields("indexerConfig", _INDEX_FIELDS).fields("kvBlockIndexConfig", _BLOCK_INDEX_FIELDS)
-    for name, instead in _BACKENDS.items():
-        if name in blocks:
-            blocks.fail(name, f"is not understood; give {instead}")
     memory = blocks.fields("inMemoryConfig", ("size", "podCacheSize"))
     memory.whole("size", 1, least=1)
     memory.whole("podCacheSize", 10, least=1)
-    if "costAwareMemoryConfig" not in blocks:
-        return default
+    if "costAwareMemoryConfig" in blocks:
+        return replace(index, capacity_bytes=_memory_bytes(blocks))
+    for name in ("valkeyConfig", "redisConfig"):
+        if name in blocks:
+            server = blocks.fields(name, ("address", "backendType", "enableRDMA"))
+            scheme = server.choice("backendType", ("redis", "valkey"), name.removesuffix("Config"))
+            server.flag("enableRDMA", False)
+            address = server.text("address", "127.0.0.1:6379")
+            url = address if "://" in address else f"{scheme}://{address}"
+            try:
+                return replace(index, backend="redis", redis_url=index.redis_url or url)
+            except IndexerConfigError as error:
+                blocks.fail(name, str(error))
+    return index
+
+
+def _memory_bytes(blocks: Fields) -> int:
+    """Return the ceiling of memory that `costAwareMemoryConfig` says."""
     ceiling = blocks.fields("costAwareMemoryConfig", ("size",))
     if "size" not in ceiling:
         return _MEMORY_BYTES

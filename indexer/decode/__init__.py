@@ -1,17 +1,17 @@
 """Bytes of one published message to typed events.
 
 Reads every layout from vLLM 0.16 to 0.32 (events as arrays or as maps) and SGLang's. A broken event is left
-out and its reason told; the rest of its batch is kept. Nothing here knows pods, sequences or keys. The fast
-way, `parse`, leaves to `decode_event` what is not plain.
+out and its reason told; the rest of its batch is kept. Nothing here knows pods, sequences or keys. Many
+messages at once are read by `event_columns`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import astuple
 
 from indexer.errors import PayloadError
 from indexer.events import (
@@ -22,7 +22,6 @@ from indexer.events import (
     BlockStored,
     EngineHash,
     EngineHashes,
-    EventBatch,
     ExtraKeys,
     GroupIdx,
     KVEvent,
@@ -32,25 +31,102 @@ from indexer.events import (
 
 UNKNOWN_EVENT = "unknown_event"
 BROKEN_EVENT = "broken_event"
+KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
-_BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A batch and what had to be left out of it.
-
-    Attributes:
-        batch: All events that could be read, in order.
-        rejected: A reason for each event that could not.
-    """
-
-    batch: EventBatch
-    rejected: tuple[str, ...]
+BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be."""
+_NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
 
 
-def decode_batch(payload: bytes, max_bytes: int) -> Decoded:
-    """Reads one payload.
+class Event(Struct, gc=False):
+    """Any event of a map layout; its lists of tokens and extra keys are not read yet."""
+
+    type: str
+    block_hashes: EngineHashes
+    parent_block_hash: EngineHash | None = None
+    token_ids: Raw = _NO_TOKENS
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Raw = _NIL
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: WindowTokens | None = None
+    cache_salt: str | None = None
+
+
+class _Metadata(Struct):
+    """What SGLang's last arrays, of July to September 2026, have where vLLM's have the adapter's name."""
+
+    cache_salt: str | None = None
+
+
+class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
+    """Field order of vLLM 0.16-0.23; what follows in later layouts is not read."""
+
+    block_hashes: EngineHashes
+    parent_block_hash: EngineHash | None
+    token_ids: Raw
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | _Metadata | None = None
+    extra_keys: Raw = _NIL
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: WindowTokens | None = None
+
+
+class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: EngineHashes
+    medium: str | None = None
+    group_idx: GroupIdx | None = None
+
+
+class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class MapBatch(Struct, array_like=True):
+    """A batch of events as maps."""
+
+    ts: float
+    events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+class ArrayBatch(Struct, array_like=True):
+    """A batch of events as arrays."""
+
+    ts: float
+    events: Annotated[list[ArrayEvent], Meta(max_length=MAX_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+class RawBatch(Struct, array_like=True):
+    """A batch whose events are still bytes; elements behind the rank are ignored."""
+
+    ts: float
+    events: Annotated[list[Raw], Meta(max_length=MAX_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+MAP_BATCH = msgspec.msgpack.Decoder(MapBatch)
+ARRAY_BATCH = msgspec.msgpack.Decoder(ArrayBatch)
+_raw_batch = msgspec.msgpack.Decoder(RawBatch)
+_map_event = msgspec.msgpack.Decoder(KVEvent)
+_array_event = msgspec.msgpack.Decoder(ArrayEvent)
+_tokens = msgspec.msgpack.Decoder(TokenIds)
+EXTRA_KEYS = msgspec.msgpack.Decoder(ExtraKeys | None)
+_any = msgspec.msgpack.Decoder(Any)
+
+
+def split_batch(payload: bytes, max_bytes: int) -> RawBatch:
+    """Reads a payload as far as to where its events begin and end.
 
     Args:
         payload: msgpack of [ts, events, data_parallel_rank], rank optional, further elements ignored.
@@ -59,41 +135,11 @@ def decode_batch(payload: bytes, max_bytes: int) -> Decoded:
     Raises:
         PayloadError: The payload is "oversize", or "broken_batch".
     """
-    raw_batch = split_batch(payload, max_bytes)
-    events: list[KVEvent] = []
-    rejected: list[str] = []
-    for raw in raw_batch.events:
-        try:
-            events.append(decode_event(raw))
-        except PayloadError as error:
-            rejected.append(error.reason)
-    batch = EventBatch(raw_batch.ts, tuple(events), raw_batch.data_parallel_rank)
-    return Decoded(batch, tuple(rejected))
-
-
-class RawBatch(Struct, array_like=True):
-    """A batch whose events are still bytes; see `EventBatch`."""
-
-    ts: float
-    events: Annotated[list[Raw], Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
-
-
-def split_batch(payload: bytes, max_bytes: int) -> RawBatch:
-    """Reads a payload as far as to where its events begin and end.
-
-    Args:
-        payload: See `decode_batch`.
-        max_bytes: See `decode_batch`.
-
-    Raises:
-        PayloadError: The payload is "oversize", or "broken_batch".
-    """
     if len(payload) > max_bytes:
         raise PayloadError("oversize", f"payload has {len(payload)} bytes, more than {max_bytes}")
     try:
-        return _batch_decoder.decode(payload)
-    except _BROKEN as error:
+        return _raw_batch.decode(payload)
+    except BROKEN as error:
         raise PayloadError("broken_batch", f"payload is no batch of events: {error}") from None
 
 
@@ -108,62 +154,51 @@ def decode_event(raw: bytes | Raw) -> KVEvent:
     """
     try:
         if _is_map(raw):
-            event: KVEvent = _map_decoder.decode(raw)
+            event: KVEvent = _map_event.decode(raw)
             return event
-        return _of_array(_array_decoder.decode(raw))
-    except _BROKEN as error:
+        return typed(of_array(_array_event.decode(raw)))
+    except BROKEN as error:
         raise PayloadError(_reason(raw), str(error)) from None
 
 
-class _Metadata(Struct):
-    """What SGLang's last arrays, of July to September 2026, have where vLLM's have the adapter's name."""
+def typed(event: Event) -> KVEvent:
+    """An event with all its fields read.
 
-    cache_salt: str | None = None
-
-
-class _StoredArray(Struct, array_like=True, tag="BlockStored"):
-    """Field order of vLLM 0.16-0.23; what follows in later layouts is not read."""
-
-    block_hashes: EngineHashes
-    parent_block_hash: EngineHash | None
-    token_ids: TokenIds
-    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | _Metadata | None = None
-    extra_keys: ExtraKeys | None = None
-    group_idx: GroupIdx | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: WindowTokens | None = None
-
-
-class _RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
-    block_hashes: EngineHashes
-    medium: str | None = None
-    group_idx: GroupIdx | None = None
-
-
-class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-_batch_decoder = msgspec.msgpack.Decoder(RawBatch)
-_map_decoder = msgspec.msgpack.Decoder(KVEvent)
-_array_decoder = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
-_any_decoder = msgspec.msgpack.Decoder(Any)
-
-
-def _of_array(array: _StoredArray | _RemovedArray | _ClearedArray) -> KVEvent:
-    match array:
-        case _StoredArray(lora_name=_Metadata(cache_salt=salt)):
-            fields = {name: getattr(array, name) for name in _StoredArray.__struct_fields__}
-            return BlockStored(**fields | {"lora_name": None, "cache_salt": salt})
-        case _StoredArray():
-            return BlockStored(*(getattr(array, name) for name in _StoredArray.__struct_fields__))
-        case _RemovedArray():
-            return BlockRemoved(array.block_hashes, array.medium, array.group_idx)
-        case _:
+    Raises:
+        PayloadError: It is an "unknown_event", or a "broken_event".
+    """
+    match event.type:
+        case "BlockRemoved":
+            return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+        case "AllBlocksCleared":
             return AllBlocksCleared()
+        case "BlockStored":
+            fields = {name: getattr(event, name) for name in BlockStored.__struct_fields__}
+            try:
+                fields["token_ids"] = _tokens.decode(event.token_ids)
+                fields["extra_keys"] = EXTRA_KEYS.decode(event.extra_keys)
+            except BROKEN as error:
+                raise PayloadError(BROKEN_EVENT, str(error)) from None
+            return BlockStored(**fields)
+        case kind:
+            raise PayloadError(UNKNOWN_EVENT, f"event of the unknown kind {kind[:100]!r}")
+
+
+def of_array(event: ArrayEvent) -> Event:
+    """An event of an array layout as one of a map layout."""
+    match event:
+        case _StoredArray():
+            hashes, parent, tokens, size, lora_id, medium, lora, extra, group, kind, window = astuple(event)
+            salt = lora.cache_salt if isinstance(lora, _Metadata) else None
+            name = None if isinstance(lora, _Metadata) else lora
+            return Event(
+                *("BlockStored", hashes, parent, tokens, size, lora_id, medium),
+                *(name, extra, group, kind, window, salt),
+            )
+        case _RemovedArray():
+            return Event("BlockRemoved", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+        case _:
+            return Event("AllBlocksCleared", [])
 
 
 def _is_map(raw: bytes | Raw) -> bool:
@@ -174,12 +209,11 @@ def _is_map(raw: bytes | Raw) -> bool:
 def _reason(raw: bytes | Raw) -> str:
     """Tells a kind of event that we do not know from one that we know but cannot read."""
     try:
-        event = _any_decoder.decode(raw)
-    except _BROKEN:
+        event = _any.decode(raw)
+    except BROKEN:
         return BROKEN_EVENT
     if isinstance(event, dict):
         tag = event.get("type")
     else:
         tag = event[0] if isinstance(event, list) and event else None
-    known = tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
-    return UNKNOWN_EVENT if isinstance(tag, str) and not known else BROKEN_EVENT
+    return UNKNOWN_EVENT if isinstance(tag, str) and tag not in KINDS else BROKEN_EVENT

@@ -1,4 +1,4 @@
-"""What every index backend must do; see indexer.index.Index."""
+"""What an index must do; see indexer.flat_index.FlatIndex."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from indexer.index import Index
-from tests.contract.index_backends import TIERS, Backend, keys
+from tests.contract.index_backends import TIERS, Index, keys
+from tests.support.held_copies import references
 
 CHAIN = keys(range(101, 111))
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -62,17 +62,12 @@ def test_each_physical_copy_counts(index: Index) -> None:
     assert index.match(CHAIN, [A])[A].blocks == len(CHAIN) - 1
 
 
-def test_a_new_block_does_not_inherit_the_copies_of_one_that_left(
-    make: Callable[[int], Index], backend: Backend
-) -> None:
+def test_a_new_block_does_not_inherit_the_copies_of_one_that_left(make: Callable[[int], Index]) -> None:
     """Where a block with copies made room, the next one is counted from one."""
-    if not backend.exact_lru:
-        pytest.skip("who goes first is not told by the order of use alone")
     index = make(2)
     for chain in ([1, 2], [1, 2], [1, 3]):
         index.add(A, "gpu", keys(chain))
-    (holding,) = index.snapshot([A])
-    assert dict(zip(holding.keys.tolist(), holding.references.tolist(), strict=True)) == {1: 3, 3: 1}
+    assert references(index, [A]) == {(A, "gpu", 1): 3, (A, "gpu", 3): 1}
 
 
 def test_a_key_named_twice_in_one_call_counts_twice(index: Index) -> None:
@@ -224,21 +219,6 @@ def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
     assert index.stats().holdings == 1500
 
 
-def test_runs_of_many_pods_are_removed_at_once(make: Callable[[int], Index]) -> None:
-    """It is as if they were removed one after the other, also where they are worked off in parts."""
-    index = make(20_000)
-    chain = keys(range(5000, 8000))
-    index.add(A, "gpu", chain)
-    index.add(B, "gpu", chain[:1500])
-    pods = [A, B, A, A, B, "unknown"]
-    runs = [chain[:10], chain[:900], chain[5:10], chain[900:2900], chain[:0], chain[:3]]
-    assert index.remove_all("gpu", pods, runs) == 10 + 900 + 2000
-    assert index.remove_all("gpu", pods[:1], runs[:1]) == index.remove_all("gpu", [], []) == 0
-    assert np.count_nonzero(index.held(chain, A)) == 990
-    assert np.count_nonzero(index.held(chain, B)) == 600
-    assert index.remove_all("gpu", [A, B, "unknown"], [chain[10:14], chain[900:903], chain[:3]]) == 7
-
-
 def test_clearing_a_pod_spares_the_others(index: Index) -> None:
     """One pod's blocks go in all tiers; another's stay."""
     index.add(A, "gpu", CHAIN)
@@ -299,7 +279,7 @@ def test_what_is_matched_outlives_what_is_not(make: Callable[[int], Index]) -> N
     assert index.match(CHAIN, [A])[A].blocks == len(CHAIN)
 
 
-def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Index], backend: Backend) -> None:
+def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Index]) -> None:
     """A chain that loses blocks keeps a usable head."""
     index = make(20)
     other = keys(range(1000, 1014))
@@ -308,65 +288,24 @@ def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Inde
     for chain, pod in ((CHAIN, A), (other, B)):
         held = index.held(chain, pod)
         assert np.count_nonzero(held) == index.match(chain, [pod])[pod].blocks > 0
-    if backend.exact_lru:
-        assert index.match(CHAIN, [A])[A].blocks == 6
+    assert index.match(CHAIN, [A])[A].blocks == 6
 
 
-def test_asking_what_is_held_is_no_use(make: Callable[[int], Index], backend: Backend) -> None:
+def test_asking_what_is_held_is_no_use(make: Callable[[int], Index]) -> None:
     """Only adding and matching keep a block from being evicted."""
-    if not backend.exact_lru:
-        pytest.skip("who goes first is not told by the order of use alone")
     index = make(20)
     index.add(A, "gpu", CHAIN)
     index.add(B, "gpu", keys(range(1000, 1010)))
     index.held(CHAIN, A)
-    index.snapshot([A])
+    references(index, [A])
     index.add(B, "gpu", keys(range(2000, 2010)))
     assert index.match(CHAIN, [A])[A].blocks == 0
-
-
-def test_the_oldest_are_evicted_on_demand(make: Callable[[int], Index], backend: Backend) -> None:
-    """Evicting drops so many blocks with all their holders, no more than there are, and counts them."""
-    index = make(100)
-    index.add(A, "gpu", CHAIN)
-    index.add(B, "cpu", CHAIN)
-    index.add(B, "gpu", keys(range(1000, 1010)))
-    assert index.evict(8) == 8
-    stats = index.stats()
-    assert (stats.blocks, stats.evicted_blocks) == (12, 8)
-    if backend.exact_lru:
-        assert index.match(CHAIN, [A, B]).blocks.tolist() == [2, 2]
-    assert index.evict(1000) == 12
-    assert index.stats().holdings == 0
-    assert index.evict(1) == 0
-
-
-def test_a_snapshot_restored_is_the_same(make: Callable[[int], Index]) -> None:
-    """Another index tells the same after it took a snapshot, references included, speculation not."""
-    index, other = make(1000), make(1000)
-    index.add(A, "gpu", np.repeat(CHAIN, 25))
-    index.add(A, "cpu", CHAIN[2:])
-    index.add(B, "other", CHAIN[:4])
-    index.add(A, "speculative", keys(range(900, 905)))
-    index.add("not asked", "gpu", CHAIN)
-    holdings = index.snapshot([A, B, "unknown"])
-    assert {(holding.pod, holding.tier) for holding in holdings} == {(A, "gpu"), (A, "cpu"), (B, "other")}
-    for holding in holdings:
-        assert (holding.keys.dtype, holding.references.dtype) == (np.uint64, np.int32)
-        assert len(set(holding.keys.tolist())) == len(holding.keys) == len(holding.references)
-    other.restore(holdings)
-    for pod in (A, B):
-        assert other.held(CHAIN, pod).tolist() == index.held(CHAIN, pod).tolist()
-    assert not other.held(keys(range(900, 905)), A).any()
-    assert other.remove(A, "gpu", np.repeat(CHAIN, 24)) == 0
-    assert other.remove(A, "gpu", CHAIN) == len(CHAIN)
 
 
 def test_an_evicted_block_may_still_be_removed(make: Callable[[int], Index]) -> None:
     """A removal of what the capacity took is a no-op."""
     index = make(1)
     index.add(A, "gpu", keys([1]))
-    assert index.evict(1) == 1
     index.add(A, "gpu", keys([2]))
     assert index.remove(A, "gpu", keys([1])) == 0
     assert index.match(keys([2]), [A])[A].blocks == 1

@@ -1,4 +1,4 @@
-"""Every index backend against the reference, and that against a naive mirror, under random histories."""
+"""Every index against the reference, and that against a naive mirror, under random histories."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
 
-from indexer.index import Holding, Index
 from indexer.tiers import SPECULATIVE_TIER
-from tests.contract.index_backends import TIERS, Backend, close, keys
+from tests.contract.index_backends import TIERS, Index, Make, keys
+from tests.support.held_copies import references
 from tests.support.reference_index import ReferenceIndex
 
 # More than a machine word has bits.
@@ -40,22 +39,14 @@ places = st.integers(0, 20)
 class IndexMachine(RuleBasedStateMachine):
     """An index, the reference with the same history, and a mirror that is one counter and forgets nothing."""
 
-    backend: Backend
     make: Callable[[int], Index]
 
     @initialize(capacity=st.sampled_from([ROOMY, ROOMY, 1, 4, 11]), speculative=st.booleans())
     def begin(self, capacity: int, speculative: bool) -> None:
         """Begins empty, with much room or with little, with speculative blocks or without."""
-        if speculative and not self.backend.shares_speculation:
-            capacity = ROOMY
-        self.capacity = capacity
         self.tiers = [tier for tier in TIERS.names if speculative or tier != SPECULATIVE_TIER]
-        # Whether the index must be as the reference, and whether that must be as the mirror.
-        # Whether after any history it holds exactly the blocks that the reference holds.
-        self.is_exact = self.backend.exact_lru and not self.backend.uses_count_late
-        self.is_reference = self.is_exact or capacity == ROOMY
+        # Whether the reference must be as the mirror, which forgets nothing.
         self.is_mirror = capacity == ROOMY
-        self.may_evict = self.backend.shares_speculation or not speculative
         self.index = type(self).make(capacity)
         self.reference = ReferenceIndex(capacity, TIERS)
         self.mirror: Counter[tuple[str, str, int]] = Counter()
@@ -94,40 +85,18 @@ class IndexMachine(RuleBasedStateMachine):
         for part in [gone] if at_once else [[key] for key in gone]:
             ended = self.index.remove(pod, tier, keys(part))
             expected = self.reference.remove(pod, tier, keys(part))
-            assert ended == expected or not self.is_reference
+            assert ended == expected
         for key in gone:
             self.mirror[pod, tier, key] = max(0, self.mirror[pod, tier, key] - 1)
-
-    @rule(runs=st.lists(st.tuples(pods, chains), max_size=5), data=st.data())
-    def remove_all(self, runs: list[tuple[str, list[int]]], data: st.DataObject) -> None:
-        """Chains of many pods are removed from one tier at once."""
-        tier = data.draw(st.sampled_from(self.tiers))
-        ended = self.index.remove_all(tier, [pod for pod, _ in runs], [keys(chain) for _, chain in runs])
-        expected = sum(self.reference.remove(pod, tier, keys(chain)) for pod, chain in runs)
-        assert ended == expected or not self.is_reference
-        for pod, chain in runs:
-            for key in chain:
-                self.mirror[pod, tier, key] = max(0, self.mirror[pod, tier, key] - 1)
 
     @rule(pod=pods)
     def clear(self, pod: str) -> None:
         """A pod's cache is emptied: a new life begins."""
         cleared = self.index.clear_pod(pod)
-        assert cleared == self.reference.clear_pod(pod) or not self.is_reference
+        assert cleared == self.reference.clear_pod(pod)
         assert not self.index.held(keys(KEYS), pod).any()
         for held in [held for held in self.mirror if held[0] == pod]:
             del self.mirror[held]
-
-    @precondition(lambda self: self.may_evict)
-    @rule(blocks=st.integers(0, 8))
-    def evict(self, blocks: int) -> None:
-        """The oldest blocks are dropped."""
-        self.is_reference = self.is_reference and self.is_exact
-        self.is_mirror = False
-        dropped = self.index.evict(blocks)
-        expected = self.reference.evict(blocks)
-        assert dropped == expected or not self.is_reference
-        assert dropped <= blocks
 
     @rule(chain=chains, asked=st.sets(pods) | st.just(frozenset(PODS)))
     def match(self, chain: list[int], asked: set[str]) -> None:
@@ -138,44 +107,29 @@ class IndexMachine(RuleBasedStateMachine):
         for pod in asked:
             match = found[pod]
             mirrored = self.prefix(pod, chain)
-            if self.is_reference:
-                assert match == expected[pod]
+            assert match == expected[pod]
             if self.is_mirror:
                 assert match.blocks_by_tier == Counter(mirrored)
             assert match.blocks <= len(mirrored), "held less, told more"
             assert match.blocks == sum(match.blocks_by_tier.values())
 
     @rule(some=st.sets(pods, min_size=1))
-    def snapshot(self, some: set[str]) -> None:
-        """Another index takes a snapshot, and then holds the same."""
-        holdings = self.index.snapshot(sorted(some))
-        other = ReferenceIndex(ROOMY, TIERS)
-        other.restore(holdings)
-        for pod in some:
-            tiers = self.index.held(keys(KEYS), pod) & ~np.uint8(1 << TIERS.number(SPECULATIVE_TIER))
-            assert other.held(keys(KEYS), pod).tolist() == tiers.tolist()
-        if self.is_reference:
-            assert _references(holdings) == _references(self.reference.snapshot(sorted(some)))
+    def count_copies(self, some: set[str]) -> None:
+        """Each copy is counted."""
+        assert references(self.index, some) == references(self.reference, some)
 
     def teardown(self) -> None:
-        """In the end, what every pod holds is compared, and restored into another index of the same kind."""
+        """In the end, what every pod holds is compared."""
         if not hasattr(self, "index"):
             return
         for pod in PODS:
             held = self.index.held(keys(KEYS), pod)
-            if self.is_reference:
-                assert held.tolist() == self.reference.held(keys(KEYS), pod).tolist()
+            assert held.tolist() == self.reference.held(keys(KEYS), pod).tolist()
             mirrored = [self.bits(pod, key) for key in KEYS]
             assert not any(bits & ~more for bits, more in zip(held.tolist(), mirrored, strict=True))
             if self.is_mirror:
                 assert held.tolist() == mirrored
         self.sizes_agree()
-        holdings = self.index.snapshot(PODS)
-        other = type(self).make(ROOMY)
-        other.restore(holdings)
-        assert _references(other.snapshot(PODS)) == _references(holdings)
-        for made in (self.index, other):
-            close(made)
 
     def add(self, pod: str, tier: str, added: np.ndarray) -> None:
         """Adds to all three."""
@@ -188,15 +142,10 @@ class IndexMachine(RuleBasedStateMachine):
         stats, expected = self.index.stats(), self.reference.stats()
         assert stats.blocks <= stats.capacity_blocks
         if self.is_mirror:
-            held = {
-                (pod, key)
-                for (pod, tier, key), references in self.mirror.items()
-                if references and (tier != SPECULATIVE_TIER or self.backend.shares_speculation)
-            }
+            held = {(pod, key) for (pod, _, key), copies in self.mirror.items() if copies}
             assert (stats.blocks, stats.holdings) == (len({key for _, key in held}), len(held))
-        elif self.is_reference:
-            assert (stats.blocks, stats.holdings) == (expected.blocks, expected.holdings)
-            assert stats.evicted_blocks == expected.evicted_blocks
+        assert (stats.blocks, stats.holdings) == (expected.blocks, expected.holdings)
+        assert stats.evicted_blocks == expected.evicted_blocks
 
     def bits(self, pod: str, key: int) -> int:
         """The tiers in which a pod holds a block, by the mirror."""
@@ -213,23 +162,14 @@ class IndexMachine(RuleBasedStateMachine):
         return tiers
 
 
-def _references(holdings: Sequence[Holding]) -> dict[tuple[str, str, int], int]:
-    """References by pod, tier and key."""
-    return {
-        (holding.pod, holding.tier, key): references
-        for holding in holdings
-        for key, references in zip(holding.keys.tolist(), holding.references.tolist(), strict=True)
-    }
-
-
 @pytest.mark.timeout(1800)
-def test_an_index_equals_the_reference(backend: Backend, make: Callable[[int], Index]) -> None:
+def test_an_index_equals_the_reference(make: Make) -> None:
     """Whatever is stored, removed, cleared and evicted, an index tells what the reference tells."""
-    machine = type("Machine", (IndexMachine,), {"backend": backend, "make": staticmethod(make)})
+    machine = type("Machine", (IndexMachine,), {"make": staticmethod(make)})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=12 if backend.needs_server else 50,
+            max_examples=50,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

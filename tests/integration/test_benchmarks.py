@@ -33,7 +33,7 @@ FIGURES = {
         f"{verb}_{blocks}_per_event{suffix}_blocks_per_s"
         for verb in ("ingest", "remove")
         for blocks in (32, 1)
-        for suffix in ("", "_single_payloads", "_array", "_lora", "_slow_path")
+        for suffix in ("", "_single_payloads", "_array", "_lora")
     },
     "pick_inside": {
         *(f"{what}_{size}_us" for what in ("route", "end") for size in ("small", "40kb", "400kb")),

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from indexer.decode import decode_batch
 from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.engine import Engine
@@ -21,6 +20,7 @@ from tests.integration.engine_support import (
     request,
     run_to_end,
 )
+from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import OnePod
 from tests.unit.model_support import save_reference, text_of
 

@@ -120,7 +120,7 @@ def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
 def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool) -> None:
     """A prompt that one router has sent away is believed cached there by the other, and priced so.
 
-    Also where both have one index in Redis, which holds only what pods told.
+    Also where views lie in Redis, which holds only what pods told.
     """
     with ExitStack() as running:
         shared = {}

@@ -150,14 +150,3 @@ def test_what_peers_cannot_be_is_said(tmp_path: Path, argv: tuple[str, ...], com
     code, said = run("--pods-file", str(path), *FREE_PORTS, *SEED, *argv)
     assert (code, said.count("\n")) == (2, 1)
     assert complaint in said
-
-
-def test_a_stand_alone_indexer_has_nothing_to_ask_beside_redis(tmp_path: Path) -> None:
-    """Whoever shares the index has the views already, and an indexer has no ledger to share."""
-    path = tmp_path / "pods.yaml"
-    path.write_text("endpoints: []\n")
-    command = [sys.executable, "-m", "indexer", "--pods-file", str(path), *SEED, "--peer", "router:9002"]
-    command += ["--backend", "redis", "--redis-url", "redis://r:1"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "--peer: not with --backend redis" in ended.stderr

@@ -128,7 +128,7 @@ def test_the_pages_tell_the_state(tmp_path: Path) -> None:
     """Metrics, liveness, readiness, pods and decisions are served; the rest is a 404 that names them."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
-        index = {"views_pending": [], "index_reachable": True, "parity": [], "routers": [], "pods_asleep": []}
+        index = {"views_pending": [], "parity": [], "routers": [], "pods_asleep": []}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)

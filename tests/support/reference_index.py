@@ -1,18 +1,19 @@
 """The index in plain dictionaries: the simplest code that keeps the contract.
 
-It is the oracle for faster backends; see `index` for what comes in and goes out.
+It is the oracle for the flat one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from cachetools import Cache, LRUCache
 from numpy.typing import NDArray
 
-from indexer.index import Holding, IndexStats, MatchTable
+from indexer.index import IndexStats, MatchTable
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER, Tiers
 
@@ -21,8 +22,25 @@ _Holders = dict[str, dict[int, int]]
 _NO_HOLDERS: _Holders = {}
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Blocks that one pod holds in one tier.
+
+    Attributes:
+        pod: The pod.
+        tier: The tier.
+        keys: uint64 [blocks], each once.
+        references: int32 [blocks], copies of each, at least 1.
+    """
+
+    pod: str
+    tier: str
+    keys: Keys
+    references: NDArray[np.int32]
+
+
 class ReferenceIndex:
-    """An `Index` on a `cachetools` LRU, under one lock.
+    """As `FlatIndex`, on a `cachetools` LRU, under one lock.
 
     Args:
         capacity_blocks: Most unique blocks that it holds.
@@ -37,13 +55,13 @@ class ReferenceIndex:
         self._evicted = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """See `Index.add`."""
+        """As `FlatIndex.add`."""
         number = self.tiers.number(tier)
         with self._lock:
             self._add(pod, number, keys.tolist(), [1] * len(keys))
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """See `Index.remove`."""
+        """As `FlatIndex.remove`."""
         number = self.tiers.number(tier)
         ended = 0
         with self._lock:
@@ -63,11 +81,11 @@ class ReferenceIndex:
         return ended
 
     def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
-        """See `Index.remove_all`."""
+        """As `FlatIndex.remove_all`."""
         return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
 
     def clear_pod(self, pod: str) -> int:
-        """See `Index.clear_pod`."""
+        """As `FlatIndex.clear_pod`."""
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
             blocks = len(held)
@@ -76,7 +94,7 @@ class ReferenceIndex:
         return blocks
 
     def match(self, keys: Keys, pods: Collection[str]) -> MatchTable:
-        """See `Index.match`."""
+        """As `FlatIndex.match`."""
         rows = {pod: row for row, pod in enumerate(dict.fromkeys(pods))}
         counts = np.zeros((len(rows), len(self.tiers.names)), np.int32)
         chain = keys.tolist()
@@ -95,7 +113,7 @@ class ReferenceIndex:
         return MatchTable(rows, self.tiers, counts.sum(axis=1, dtype=np.int32), counts)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
-        """See `Index.held`."""
+        """As `FlatIndex.held`."""
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
             bits = [
@@ -103,16 +121,8 @@ class ReferenceIndex:
             ]
         return np.array(bits, np.uint8)
 
-    def evict(self, blocks: int) -> int:
-        """See `Index.evict`."""
-        with self._lock:
-            dropped = min(blocks, len(self._blocks))
-            for _ in range(dropped):
-                self._evict_one()
-        return dropped
-
     def snapshot(self, pods: Collection[str]) -> Sequence[Holding]:
-        """See `Index.snapshot`."""
+        """All that these pods hold; none of it speculative."""
         with self._lock:
             return [
                 holding
@@ -121,15 +131,8 @@ class ReferenceIndex:
                 if tier != SPECULATIVE_TIER and (holding := self._holding(pod, number)) is not None
             ]
 
-    def restore(self, holdings: Sequence[Holding]) -> None:
-        """See `Index.restore`."""
-        with self._lock:
-            for holding in holdings:
-                number = self.tiers.number(holding.tier)
-                self._add(holding.pod, number, holding.keys.tolist(), holding.references.tolist())
-
     def stats(self) -> IndexStats:
-        """See `Index.stats`."""
+        """As `FlatIndex.stats`."""
         with self._lock:
             holdings = sum(map(len, self._keys_by_pod.values()))
             return IndexStats(len(self._blocks), int(self._blocks.maxsize), holdings, self._evicted)

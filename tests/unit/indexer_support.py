@@ -15,10 +15,10 @@ from indexer.events import BlockStored, EventBatch, KVEvent
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher, group_holder
-from indexer.index import Index, PrefixMatch
+from indexer.index import PrefixMatch
 from indexer.keys import BlockHasher, Keys
-from indexer.pod_cache import MappedCache, PodCache
 from indexer.tiers import Tiers
+from tests.support.plain_view import MappedCache, apply_batch
 from tests.support.reference_index import ReferenceIndex
 
 DATA = Path(__file__).parents[1] / "data"
@@ -50,11 +50,11 @@ class OnePod:
         config = IndexerConfig(block_tokens=block_tokens, hash_seed=1, **settings)
         tiers = Tiers(config.tier_weights)
         flat_index = FlatIndex(_FLAT_BYTES, tiers, capacity_blocks=_FLAT_BLOCKS) if flat else None
-        self.index: Index = flat_index or ReferenceIndex(config.capacity_blocks, tiers)
+        self.index: Any = flat_index or ReferenceIndex(config.capacity_blocks, tiers)
         self.hasher = BlockHasher(block_tokens, 1)
         self.hybrid = HybridMatcher(self.index, block_tokens)
 
-        def cache_of(group: int | None) -> PodCache:
+        def cache_of(group: int | None) -> Any:
             holder = POD if group is None else group_holder(POD, group)
             if flat_index is not None:
                 return FlatCache(flat_index, holder, MODEL)
@@ -69,7 +69,7 @@ class OnePod:
 
     def apply(self, *events: KVEvent) -> Applied:
         """Applies events as one batch."""
-        applied = self.view.apply(EventBatch(0.0, events))
+        applied = apply_batch(self.view, EventBatch(0.0, events))
         self.hybrid.learn(POD, self.view.groups)
         return applied
 

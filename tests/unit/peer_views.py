@@ -11,24 +11,17 @@ from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import group_holder
-from indexer.index import Index
 from indexer.keys import BlockHasher, Keys
-from indexer.peer_wire import FLAT_FORM, MAPPED_FORM, SnapshotReader, read_snapshot, snapshot_messages
+from indexer.peer_wire import SnapshotReader, read_snapshot, snapshot_messages
 from indexer.pod_state import PodStates
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewSnapshot
-from tests.support.reference_index import ReferenceIndex
+from tests.support.held_copies import references
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")
 MODEL = "m"
 TIERS = Tiers()
 DIGEST = bytes(16)
-BACKENDS = ("flat", "reference")
-
-
-def make_index(backend: str) -> Index:
-    """An index that nothing here fills up."""
-    return FlatIndex(1 << 22, TIERS) if backend == "flat" else ReferenceIndex(100_000, TIERS)
 
 
 class Views:
@@ -38,9 +31,8 @@ class Views:
         index: Where their blocks are.
     """
 
-    def __init__(self, backend: str, block_tokens: int = 4) -> None:
-        self.index = make_index(backend)
-        self._form = FLAT_FORM if backend == "flat" else MAPPED_FORM
+    def __init__(self, block_tokens: int = 4) -> None:
+        self.index = FlatIndex(1 << 22, TIERS)
         self._block_tokens = block_tokens
         config = IndexerConfig(block_tokens=block_tokens, hash_seed=1)
         states = PodStates(config, self.index, BlockHasher(block_tokens, 1))
@@ -62,9 +54,7 @@ class Views:
 
     def take(self, pod: str, messages: Sequence[bytes]) -> None:
         """Goes on from what a peer told of a pod."""
-        reader = SnapshotReader(
-            form=self._form, tiers=len(TIERS.names), block_tokens=self._block_tokens, max_bytes=1 << 26
-        )
+        reader = SnapshotReader(tiers=len(TIERS.names), block_tokens=self._block_tokens, max_bytes=1 << 26)
         snapshot = read_snapshot(reader, messages)
         view = self.states[pod].view
         view.restore_facts(snapshot.facts)
@@ -81,11 +71,7 @@ class Views:
 
     def copies(self, pod: str) -> dict[tuple[str, str, int], int]:
         """How many copies of each block there are, by holder and tier."""
-        return {
-            (holding.pod, holding.tier, key): copies
-            for holding in self.index.snapshot(holders(pod))
-            for key, copies in zip(holding.keys.tolist(), holding.references.tolist(), strict=True)
-        }
+        return references(self.index, holders(pod))
 
 
 def payload(text: tuple[int, ...], start: int = 0) -> bytes:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
 from indexer.hybrid import group_holder
+from tests.support.held_copies import references
+from tests.support.plain_view import apply_batch
 from tests.unit.indexer_support import POD, OnePod, stored
 
 # Block tokens of three prompts that share heads; an engine hash stands for a whole prefix.
@@ -136,11 +138,7 @@ def test_the_order_of_independent_stores_does_not_matter(
             view.apply(*batch)
     assert pod.view.orphans == ordered.view.orphans == 0
     holders = [POD, group_holder(POD, 0)]
-    for mine, theirs in zip(pod.index.snapshot(holders), ordered.index.snapshot(holders), strict=True):
-        assert (mine.pod, mine.tier) == (theirs.pod, theirs.tier)
-        assert dict(zip(mine.keys.tolist(), mine.references.tolist(), strict=True)) == dict(
-            zip(theirs.keys.tolist(), theirs.references.tolist(), strict=True)
-        )
+    assert references(pod.index, holders) == references(ordered.index, holders)
 
 
 hashes = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([b"a", b"b"])), max_size=4)
@@ -187,5 +185,5 @@ def test_no_event_breaks_a_view(block_tokens: int, batches: list[list[KVEvent]])
         pod.apply(*events)
         pod.match(pod.keys([0, 1, 2, 3] * 4), 16)
         assert pod.view.orphans <= 4
-    pod.view.apply(EventBatch(0.0, (AllBlocksCleared(),)))
+    apply_batch(pod.view, EventBatch(0.0, (AllBlocksCleared(),)))
     assert (pod.index.stats().blocks, pod.view.orphans) == (0, 0)

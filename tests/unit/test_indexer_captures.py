@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from indexer.decode import decode_batch
 from indexer.events import EventBatch
+from tests.support.decoding import decode_batch
+from tests.support.plain_view import apply_batch
 from tests.unit.indexer_support import OnePod, read_lines
 
 ENGINE_BLOCK = 32
@@ -60,7 +61,7 @@ def test_predictions_equal_what_vllm_served(block_tokens: int) -> None:
     exact = 0
     for request in REQUESTS:
         while waiting and waiting[0][0] < request["t0"]:
-            assert not pod.view.apply(waiting.pop(0)[1]).skipped
+            assert not apply_batch(pod.view, waiting.pop(0)[1]).skipped
         if predicted(pod, request["body"]) == delivered(request):
             exact += 1
             continue
@@ -77,7 +78,7 @@ def test_predictions_in_longer_blocks_are_what_vllm_served_of_them(block_tokens:
     compared = 0
     for request in REQUESTS:
         while waiting and waiting[0][0] < request["t0"]:
-            assert not pod.view.apply(waiting.pop(0)[1]).skipped
+            assert not apply_batch(pod.view, waiting.pop(0)[1]).skipped
         if request["label"].startswith(UNKNOWABLE):
             continue
         prompt = request["body"]["prompt"]
@@ -104,7 +105,7 @@ def test_the_index_ends_with_as_many_blocks_as_the_pool_can_hold() -> None:
     """After all evictions the index holds no more than the engine's 63 usable blocks, each once."""
     pod = OnePod(block_tokens=ENGINE_BLOCK)
     for _, batch in batches():
-        assert not pod.view.apply(batch).skipped
+        assert not apply_batch(pod.view, batch).skipped
         assert pod.index.stats().blocks <= 63
     assert pod.index.stats().blocks == 62
     assert pod.view.orphans == 0

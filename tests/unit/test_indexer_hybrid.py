@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.decode import decode_batch
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
 from indexer.hybrid import ALL_BLOCKS, NO_CHUNKS, GroupRule, group_holder, usable_blocks
+from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 
 TOKENS = list(range(100, 132))

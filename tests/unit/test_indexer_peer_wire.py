@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from indexer.errors import PeerError
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot, snapshot_messages
-from indexer.view_parts import EngineBlockPart, ViewPart, ViewSnapshot
-from tests.unit.peer_views import BACKENDS, DIGEST, PODS, TIERS, Views, payload, removal
+from indexer.view_parts import ReleasedNames, ViewPart, ViewSnapshot
+from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 
 POD = PODS[0]
 Message = dict[str, Any]
@@ -34,26 +34,25 @@ WINDOW = GROUPED | {
 }
 
 
-def told(backend: str) -> list[bytes]:
+def told() -> list[bytes]:
     """What is told of a view with everything in it: groups, copies, tiers, blocks that went."""
-    views = Views(backend)
+    views = Views()
     views.apply(POD, [msgspec.msgpack.encode([1.0, [GROUPED, WINDOW], None])])
     views.apply(POD, [payload((1, 2, 3)), payload((1, 2)), removal((1, 2, 3)), payload((3, 3))])
     return list(snapshot_messages(views.snapshot(POD)))
 
 
-TOLD = {backend: told(backend) for backend in BACKENDS}
+TOLD = told()
 
 
-def reader(backend: str, max_bytes: int = 1 << 24) -> SnapshotReader:
-    """What reads messages for such an index."""
-    form = "flat" if backend == "flat" else "mapped"
-    return SnapshotReader(form=form, tiers=len(TIERS.names), block_tokens=4, max_bytes=max_bytes)
+def reader(max_bytes: int = 1 << 24) -> SnapshotReader:
+    """A reader for an index of the tests' kind."""
+    return SnapshotReader(tiers=len(TIERS.names), block_tokens=4, max_bytes=max_bytes)
 
 
-def use(backend: str, messages: list[bytes]) -> None:
+def use(messages: list[bytes]) -> None:
     """Goes on from a snapshot, and does with the view what is done with views."""
-    views = Views(backend)
+    views = Views()
     views.take(POD, messages)
     views.apply(POD, [payload((1, 2, 3, 1)), removal((1, 2, 3)), payload((1, 2), start=1)])
     views.copies(POD)
@@ -62,27 +61,25 @@ def use(backend: str, messages: list[bytes]) -> None:
     assert not views.copies(POD)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_told_is_read(backend: str) -> None:
+def test_what_is_told_is_read() -> None:
     """Place, digest and facts come through, and each part is one message of at most 1 MiB."""
-    views = Views(backend)
+    views = Views()
     views.apply(POD, [payload(tuple(number % 3 for number in range(9000)))])
     snapshot = views.snapshot(POD)
     messages = list(snapshot_messages(snapshot))
     assert len(messages) == len(snapshot.parts) + 2 > 4
     assert max(map(len, messages)) <= MESSAGE_BYTES_MAX
-    read = read_snapshot(reader(backend), messages)
+    read = read_snapshot(reader(), messages)
     assert (read.sequence, read.digest, read.evicted_blocks) == (7, DIGEST, 0)
     assert read.facts == snapshot.facts
-    use(backend, TOLD[backend])
+    use(TOLD)
 
 
 def test_a_part_that_fits_in_no_message_is_not_told() -> None:
-    """An engine block of so many index blocks that they take more than 1 MiB is refused by its reason."""
+    """A part of more than 1 MiB is refused by its reason."""
     keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
-    views = Views("reference")
-    snapshot = views.snapshot(POD)
-    part = ViewPart(None, EngineBlockPart([1], [len(keys)], keys, [{0: 1}]))
+    snapshot = Views().snapshot(POD)
+    part = ViewPart(None, ReleasedNames(keys, keys))
     large = ViewSnapshot(7, DIGEST, snapshot.facts, 0, [part])
     with pytest.raises(PeerError, match="too_large"):
         list(snapshot_messages(large))
@@ -101,7 +98,7 @@ def fact(**fields: object) -> Callable[[Message], Message]:
 
 
 LEAD = {"group": 0, "usable": True, "leads": True}
-FLAT_FAULTS: dict[str, Callable[[Message], Message]] = {
+FAULTS: dict[str, Callable[[Message], Message]] = {
     "digest": changed("header", digest=b"short"),
     "sequence": changed("header", sequence=-1),
     "last sequence": changed("header", sequence=(1 << 64) - 1),
@@ -132,42 +129,22 @@ FLAT_FAULTS: dict[str, Callable[[Message], Message]] = {
     "released keys": changed("released", keys=b""),
     "end": changed("end", parts=1),
 }
-MAPPED_FAULTS: dict[str, Callable[[Message], Message]] = {
-    "hashes": changed("mapped", hashes=[]),
-    "long hash": changed("mapped", hashes=[b"x" * 65]),
-    "key counts": changed("mapped", key_counts=[1]),
-    "no keys of a hash": lambda m: (
-        m | {"key_counts": [0] * len(m["key_counts"])} if m["type"] == "mapped" else m
-    ),
-    "copies": lambda m: m | {"copies": [{0: 0}] * len(m["copies"])} if m["type"] == "mapped" else m,
-    "too many copies": lambda m: (
-        m | {"copies": [{0: 70_000}] * len(m["copies"])} if m["type"] == "mapped" else m
-    ),
-    "tiers": lambda m: m | {"copies": [{9: 1}] * len(m["copies"])} if m["type"] == "mapped" else m,
-}
 
 
-@pytest.mark.parametrize(
-    ("backend", "fault"),
-    [
-        *(("flat", name) for name in FLAT_FAULTS),
-        *(("reference", name) for name in MAPPED_FAULTS),
-    ],
-)
-def test_each_field_is_checked(backend: str, fault: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_field_is_checked(fault: str) -> None:
     """One value that cannot be is enough for the whole snapshot to be refused."""
-    change = (FLAT_FAULTS if backend == "flat" else MAPPED_FAULTS)[fault]
-    before = [msgspec.msgpack.decode(message, strict=False) for message in TOLD[backend]]
+    change = FAULTS[fault]
+    before = [msgspec.msgpack.decode(message, strict=False) for message in TOLD]
     after = [change(message) for message in before]
     assert after != before
     with pytest.raises(PeerError, match="broken"):
-        read_snapshot(reader(backend), [msgspec.msgpack.encode(message) for message in after])
+        read_snapshot(reader(), [msgspec.msgpack.encode(message) for message in after])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_only_whole_snapshots_in_order_are_read(backend: str) -> None:
+def test_only_whole_snapshots_in_order_are_read() -> None:
     """Header, parts, end: less, more, twice or in another order is refused."""
-    messages = TOLD[backend]
+    messages = TOLD
     header, *parts, end = messages
     for wrong in (
         [],
@@ -180,25 +157,17 @@ def test_only_whole_snapshots_in_order_are_read(backend: str) -> None:
         [*parts, header, end],
     ):
         with pytest.raises(PeerError, match="broken"):
-            read_snapshot(reader(backend), wrong)
-
-
-def test_parts_of_another_backend_are_not_taken() -> None:
-    """A flat index cannot use engine hashes, nor the others names."""
-    for backend, other in (("flat", "reference"), ("reference", "flat")):
-        with pytest.raises(PeerError, match="another form"):
-            read_snapshot(reader(backend), TOLD[other])
+            read_snapshot(reader(), wrong)
 
 
 def test_what_is_read_is_bounded() -> None:
-    """Bytes are counted over all messages, and messages and engine blocks that take more than they weigh."""
-    for backend in BACKENDS:
-        with pytest.raises(PeerError, match="too_large"):
-            read_snapshot(reader(backend, max_bytes=4096), TOLD[backend])
-    header = TOLD["flat"][0]
+    """Bytes are counted over all messages, and messages that take more than they weigh."""
+    with pytest.raises(PeerError, match="too_large"):
+        read_snapshot(reader(max_bytes=4096), TOLD)
+    header = TOLD[0]
     nothing = msgspec.msgpack.encode({"type": "splits", "group": None, "splits": []})
     with pytest.raises(PeerError, match="too_large"):
-        read_snapshot(reader("flat", max_bytes=1 << 16), [header, *[nothing] * 100])
+        read_snapshot(reader(max_bytes=1 << 16), [header, *[nothing] * 100])
 
 
 @st.composite
@@ -224,15 +193,14 @@ def spoilt(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_no_message_breaks_an_index(backend: str, data: st.DataObject) -> None:
+def test_no_message_breaks_an_index(data: st.DataObject) -> None:
     """Whatever a peer sends is refused with a reason, or is a view that can be used and cleared."""
-    messages = data.draw(spoilt(TOLD[backend]))
+    messages = data.draw(spoilt(TOLD))
     try:
-        read_snapshot(reader(backend), messages)
+        read_snapshot(reader(), messages)
     except PeerError:
         pass
     else:
-        use(backend, messages)
+        use(messages)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.decode import decode_batch
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from indexer.hybrid import group_holder
+from tests.support.decoding import decode_batch
+from tests.support.held_copies import references
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 
 TOKENS = list(range(100, 132))
@@ -191,11 +192,7 @@ def test_run1_tells_again_once_and_counts_every_copy() -> None:
             assert [len(run.block_hashes) for run in runs] == [4, 1]
             first = runs[0].block_hashes
             assert pod.index.stats().blocks == before.blocks + 1
-            snapshot = {
-                int(key): int(n)
-                for held in pod.index.snapshot([POD])
-                for key, n in zip(held.keys, held.references, strict=True)
-            }
+            snapshot = {key: copies for (_, _, key), copies in references(pod.index, [POD]).items()}
             counted = [snapshot[int(key)] for key in pod.keys(runs[0].token_ids)]
             assert len(first) == 4
             # The last one was computed twice (r1, r2).

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from indexer.decode import decode_batch
 from indexer.errors import PayloadError
 from indexer.extras import MultimodalItem, extras_of_prompt, pack
 from indexer.keys import Keys
 from indexer.tiers import Tiers
+from tests.support.decoding import decode_batch
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import OnePod, read_json, read_lines
 

@@ -289,6 +289,27 @@ def test_the_metrics_sources_path_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("backends", "expected"),
+    [
+        ({"redisConfig": {}}, "redis://127.0.0.1:6379"),
+        ({"redisConfig": {"address": "redis://r:1/2"}}, "redis://r:1/2"),
+        ({"redisConfig": {"address": "r:1", "backendType": "valkey"}}, "valkey://r:1"),
+        ({"redisConfig": {}, "valkeyConfig": {"address": "v:1", "enableRDMA": True}}, "valkey://v:1"),
+        ({"redisConfig": {}, "costAwareMemoryConfig": {}}, None),
+    ],
+)
+def test_a_configured_server_is_the_redis_backend(backends: dict[str, Any], expected: str | None) -> None:
+    """`redisConfig` and `valkeyConfig` choose the backend redis at their address; --redis-url wins."""
+    parameters = {"indexerConfig": {"kvBlockIndexConfig": backends}}
+    producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
+    text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
+    index = parse_flags([*PODS, "--hash-seed=1", "--config-text", text])[0].index
+    assert (index.backend, index.redis_url) == ("redis" if expected else "flat", expected)
+    index = parse_flags([*PODS, "--hash-seed=1", "--redis-url=redis://x", "--config-text", text])[0].index
+    assert index.redis_url == "redis://x"
+
+
+@pytest.mark.parametrize(
     ("size", "expected"),
     [
         ({}, 2 << 30),
@@ -324,7 +345,7 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         (
             "precise-prefix-cache-producer",
             {"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {"address": "x"}}}},
-            "redisConfig: is not understood; give --backend redis",
+            "redisConfig: .*hash_seed: must be given for the backend 'redis'",
         ),
         (
             "precise-prefix-cache-producer",

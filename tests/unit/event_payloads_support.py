@@ -1,29 +1,19 @@
-"""What the parser's tests share: what rows must tell, payloads to tell it, the kernels as plain Python."""
+"""Payloads of events for tests: plain ones, odd ones, damaged ones, in every form that msgpack has."""
 
 from __future__ import annotations
 
 import random
 import struct
-from types import FunctionType, ModuleType
 from typing import Any
 
-import msgspec
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from compiled.direct import DirectKernel
-from indexer import event_kernels, msgpack_kernels, parse_kernels
 from indexer import event_rows as rows
-from indexer.decode import RawBatch, decode_event, split_batch
-from indexer.errors import PayloadError
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from indexer.parse import Parsed
+from indexer.events import BlockStored
 
-MAX_BYTES = 1 << 20
 # Kernels are compiled within some test's first example, and the machine may be busy.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-KINDS = {rows.STORED: BlockStored, rows.REMOVED: BlockRemoved, rows.CLEARED: AllBlocksCleared}
 STORED_NAMES = BlockStored.__struct_fields__[:11]
 
 # One event with every field, and with some that are not known.
@@ -45,106 +35,6 @@ PLAIN_MAP = {
     "session_id": "s",
 }
 PLAIN_ARRAY = ["BlockStored", *list(PLAIN_MAP.values())[1:12], "more", {"new": []}]
-
-
-def handle(engine_hash: int | bytes) -> int:
-    """The 64 bits that rows keep of an engine's hash."""
-    if isinstance(engine_hash, bytes):
-        return int.from_bytes(engine_hash[-8:])
-    return engine_hash % 2**64
-
-
-def as_rows_tell(event: KVEvent) -> KVEvent:
-    """A typed event in the form that its row can tell."""
-    match event:
-        case BlockStored():
-            parent = event.parent_block_hash
-            assert depends_on_tokens_alone(event)
-            return msgspec.structs.replace(
-                event,
-                block_hashes=list(map(handle, event.block_hashes)),
-                parent_block_hash=None if parent is None else handle(parent),
-                medium=event.medium or "",
-                extra_keys=None,
-            )
-        case BlockRemoved():
-            hashes = list(map(handle, event.block_hashes))
-            return msgspec.structs.replace(event, block_hashes=hashes, medium=event.medium or "")
-    return event
-
-
-def depends_on_tokens_alone(event: BlockStored) -> bool:
-    """Whether the extra keys, where there are any, say no more than the adapter's name."""
-    return all(entry is None or entry == [event.lora_name] for entry in event.extra_keys or ())
-
-
-def told_by(parsed: Parsed, row: int) -> KVEvent:
-    """The typed event that a row tells."""
-    cells = parsed.events[row].tolist()
-
-    def cell(column: int) -> int | None:
-        return None if cells[column] < 0 else cells[column]
-
-    def part(array: Any, start: int, count: int) -> list[int]:
-        return array[cells[start] : cells[start] + cells[count]].tolist()
-
-    kind = KINDS[cells[rows.KIND]]
-    if kind is AllBlocksCleared:
-        return AllBlocksCleared()
-    hashes = part(parsed.hashes, rows.HASH_START, rows.HASH_COUNT)
-    medium = rows.MEDIA[cells[rows.MEDIUM]]
-    if kind is BlockRemoved:
-        return BlockRemoved(hashes, medium, cell(rows.GROUP))
-    spec_kind = cell(rows.SPEC_KIND)
-    lora = None
-    if cells[rows.LORA_START] >= 0:
-        lora = parsed.data[cells[rows.LORA_START] : cells[rows.LORA_END]].tobytes().decode("ascii")
-    return BlockStored(
-        hashes,
-        cells[rows.PARENT] % 2**64 if cells[rows.HAS_PARENT] else None,
-        part(parsed.tokens, rows.TOKEN_START, rows.TOKEN_COUNT),
-        cells[rows.BLOCK_SIZE],
-        cell(rows.LORA_ID),
-        medium,
-        lora,
-        None,
-        cell(rows.GROUP),
-        None if spec_kind is None else rows.SPEC_KINDS[spec_kind],
-        cell(rows.WINDOW),
-    )
-
-
-def check(parsed: Parsed, payloads: list[bytes]) -> None:
-    """Rows tell what `decode` tells, payload by payload and event by event."""
-    row = 0
-    assert len(parsed.batches) == len(payloads)
-    for payload, batch in zip(payloads, parsed.batches.tolist(), strict=True):
-        assert batch[rows.FIRST_EVENT] == row
-        told = _batch_of(payload)
-        if told is None:
-            assert batch[rows.STATUS] == rows.BROKEN_BATCH
-            assert batch[rows.EVENT_COUNT] == 0
-            continue
-        rank = told.data_parallel_rank
-        assert batch[rows.STATUS] == rows.OK
-        assert batch[rows.EVENT_COUNT] == len(told.events)
-        assert struct.pack("<q", batch[rows.TS_BITS]) == struct.pack("<d", told.ts)
-        assert batch[rows.RANK] == (rank if rank is not None and 0 <= rank < 2**63 else -1)
-        for raw in told.events:
-            assert parsed.event_bytes(row) == bytes(raw)
-            if parsed.events[row, rows.KIND] != rows.OTHER:
-                assert told_by(parsed, row) == as_rows_tell(decode_event(raw))
-            row += 1
-    assert row == len(parsed.events)
-    assert parsed.kinds == [parsed.events[:, rows.KIND].tolist().count(kind) for kind in range(4)]
-    assert parsed.all_read == all(batch[rows.STATUS] == rows.OK for batch in parsed.batches.tolist())
-
-
-def _batch_of(payload: bytes) -> RawBatch | None:
-    try:
-        return split_batch(payload, MAX_BYTES)
-    except PayloadError:
-        return None
 
 
 def packed(value: object, rng: random.Random) -> bytes:
@@ -282,45 +172,3 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
             case "cut":
                 del payload[at:]
     return bytes(payload)
-
-
-class Guarded(np.ndarray[Any, Any]):
-    """An array that refuses negative places, which numpy would count from its end."""
-
-    def __getitem__(self, place: Any) -> Any:
-        self._guard(place)
-        return super().__getitem__(place)
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self._guard(place)
-        super().__setitem__(place, value)
-
-    @staticmethod
-    def _guard(place: Any) -> None:
-        for index in place if isinstance(place, tuple) else (place,):
-            if not isinstance(index, slice) and index < 0:
-                raise IndexError(index)
-
-
-def guarded(array: Any) -> Guarded:
-    """A guarded view."""
-    return array.view(Guarded)
-
-
-def interpreted(*modules: ModuleType) -> dict[str, Any]:
-    """The kernels of these modules as plain Python that uses only plain Python, by name."""
-    names: dict[str, Any] = {}
-    for module in modules:
-        for name, each in vars(module).items():
-            value = each.kernel if isinstance(each, DirectKernel) else each
-            plain = getattr(value, "py_func", None) or getattr(value, "__wrapped__", None)
-            if plain is not None:
-                names[name] = FunctionType(plain.__code__, names, name)
-            elif isinstance(value, np.ndarray):
-                names[name] = guarded(value)
-            elif not name.startswith("__"):
-                names[name] = value
-    return names
-
-
-PLAIN_KERNELS = interpreted(msgpack_kernels, event_kernels, parse_kernels)

@@ -1,0 +1,257 @@
+"""Published messages to columns of numbers that a kernel applies, and typed events of the rest.
+
+msgspec decodes a batch at once; a batch of which that fails is read event by event (see `decode`). Nothing
+here knows pods, sequences or keys.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+import numpy as np
+from msgspec import Raw, Struct
+from msgspec.structs import astuple
+from numpy.typing import NDArray
+
+from indexer import event_rows as rows
+from indexer.decode import (
+    ARRAY_BATCH,
+    BROKEN,
+    EXTRA_KEYS,
+    KINDS,
+    MAP_BATCH,
+    Event,
+    decode_event,
+    of_array,
+    split_batch,
+    typed,
+)
+from indexer.errors import PayloadError
+from indexer.events import MAX_TOKENS, EngineHash, KVEvent
+from indexer.token_kernel import read_token_lists
+
+_KINDS = {kind: place for place, kind in enumerate(KINDS, rows.STORED)}
+_UNUSUAL = -2
+_MEDIA: dict[str | None, int] = {None: 0, **{medium: place for place, medium in enumerate(rows.MEDIA)}}
+_SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind in enumerate(rows.SPEC_KINDS)}}
+_LOW_64 = (1 << 64) - 1
+_NIL = Raw(b"\xc0")
+_BLANK = Event("", [])
+# Extra keys of which is known whether they are plain.
+_KNOWN_MAX = 1024
+
+_Value = TypeVar("_Value")
+# A row's event: as msgspec read it with its batch, or as it was read by itself.
+_Read = Event | KVEvent | PayloadError
+
+
+class Batch(Struct, frozen=True):
+    """Where a payload's events are.
+
+    Attributes:
+        first: Row of its first event.
+        end: Row behind its last.
+        ts: When it was published, seconds since the epoch by the engine's clock.
+        unread: Why it could not be read, "oversize" or "broken_batch"; None if it could.
+    """
+
+    first: int
+    end: int
+    ts: float = 0.0
+    unread: str | None = None
+
+
+class Columns(Struct, frozen=True):
+    """What some payloads hold.
+
+    Attributes:
+        batches: One for each payload, in order.
+        events: A row for each event, batch by batch: int64 [events, EVENT_COLUMNS].
+        hashes: The hashes of all events: uint64.
+        tokens: Their tokens: uint32.
+        kinds: How many of the events are of each kind, by KIND.
+    """
+
+    batches: Sequence[Batch]
+    events: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    tokens: NDArray[np.uint32]
+    kinds: Sequence[int]
+    _rows: Sequence[_Read]
+
+    def event(self, row: int) -> KVEvent:
+        """The typed event of a row.
+
+        Raises:
+            PayloadError: It is an "unknown_event", or a "broken_event".
+        """
+        event = self._rows[row]
+        if isinstance(event, PayloadError):
+            raise event
+        return typed(event) if isinstance(event, Event) else event
+
+
+class EventDecoder:
+    """Decodes payloads of one or many pods; for one thread at a time.
+
+    Args:
+        max_bytes: A longer payload is not read.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._are_arrays = False
+        self._known: dict[tuple[bytes, str | None, int], bool] = {}
+
+    def decode(self, payloads: Sequence[bytes]) -> Columns:
+        """Reads payloads, whatever they hold; a payload that is no batch costs its neighbours nothing."""
+        batches: list[Batch] = []
+        events: list[_Read] = []
+        for payload in payloads:
+            first = len(events)
+            try:
+                ts, found = self._read(payload)
+            except PayloadError as error:
+                batches.append(Batch(first, first, unread=error.reason))
+            else:
+                events += found
+                batches.append(Batch(first, len(events), ts))
+        if not events:
+            table = np.empty((0, rows.EVENT_COLUMNS), np.int64)
+            return Columns(batches, table, np.empty(0, np.uint64), np.empty(0, np.uint32), [0] * 4, ())
+        return self._columns(batches, events)
+
+    def _read(self, payload: bytes) -> tuple[float, Sequence[_Read]]:
+        """A batch's time and events, by the layout that the last one had, or by the other, or one by one."""
+        if len(payload) > self._max_bytes:
+            raise PayloadError("oversize", f"payload has {len(payload)} bytes, more than {self._max_bytes}")
+        for _ in range(2):
+            try:
+                if self._are_arrays:
+                    arrays = ARRAY_BATCH.decode(payload)
+                    return arrays.ts, list(map(of_array, arrays.events))
+                batch = MAP_BATCH.decode(payload)
+            except BROKEN:
+                self._are_arrays = not self._are_arrays
+            else:
+                return batch.ts, batch.events
+        raw = split_batch(payload, self._max_bytes)
+        return raw.ts, [_typed_or_error(each) for each in raw.events]
+
+    def _columns(self, batches: Sequence[Batch], events: Sequence[_Read]) -> Columns:
+        # What was read one by one is the view's to apply.
+        plain = [event if isinstance(event, Event) else _BLANK for event in events]
+        kinds, hashes, parents, tokens, sizes, lora_ids, media, loras, extras, groups, specs, _, salts = zip(
+            *map(astuple, plain), strict=True
+        )
+        table = np.zeros((len(plain), rows.EVENT_COLUMNS), np.int64)
+        counts = np.fromiter(map(len, hashes), np.int64, len(plain))
+        ids, token_counts = _token_ids(tokens)
+        table[:, rows.KIND] = _column(kinds, lambda kind: _KINDS.get(kind, rows.OTHER))
+        table[:, rows.HASH_COUNT] = counts
+        table[:, rows.HASH_START] = np.cumsum(counts) - counts
+        table[:, rows.TOKEN_COUNT] = np.maximum(token_counts, 0)
+        table[:, rows.TOKEN_START] = np.cumsum(table[:, rows.TOKEN_COUNT]) - table[:, rows.TOKEN_COUNT]
+        table[:, rows.HAS_PARENT] = _column(parents, lambda parent: parent is not None)
+        table[:, rows.PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
+        table[:, rows.BLOCK_SIZE] = _column(sizes, int)
+        table[:, rows.HAS_LORA] = _column(loras, lambda lora: lora is not None)
+        table[:, rows.MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
+        table[:, rows.GROUP] = _column(groups, lambda group: -1 if group is None else group)
+        table[:, rows.SPEC_KIND] = _column(specs, lambda kind: _SPEC_KINDS.get(kind, _UNUSUAL))
+        unusual = (token_counts < 0) | (table[:, [rows.MEDIUM, rows.SPEC_KIND]] == _UNUSUAL).any(axis=1)
+        unusual |= np.asarray(_column(salts, lambda salt: salt is not None))
+        unusual |= ~np.asarray(self._are_plain(extras, loras, lora_ids, counts))
+        table[unusual, rows.KIND] = rows.OTHER
+        found = np.bincount(table[:, rows.KIND], minlength=len(_KINDS) + 1).tolist()
+        return Columns(batches, table, _handles([*chain.from_iterable(hashes)]), ids, found, events)
+
+    def _are_plain(
+        self,
+        extras: Sequence[Raw],
+        loras: Sequence[str | None],
+        lora_ids: Sequence[int | None],
+        counts: NDArray[np.int64],
+    ) -> list[bool] | bool:
+        """Whether what the blocks depend on besides tokens is told by the adapter's name alone."""
+        events = len(extras)
+        if extras.count(_NIL) == events and not any(lora_ids):
+            return True
+        if extras.count(extras[0]) == events == loras.count(loras[0]) and (counts == counts[0]).all():
+            are_plain: list[bool] | bool = self._is_plain(bytes(extras[0]), loras[0], int(counts[0]))
+        else:
+            are_plain = list(map(self._is_plain, map(bytes, extras), loras, counts.tolist()))
+        if any(lora_ids) and are_plain:
+            named = [not number or bool(lora) for number, lora in zip(lora_ids, loras, strict=True)]
+            return [
+                *map(
+                    all,
+                    zip(named, are_plain if isinstance(are_plain, list) else [True] * events, strict=True),
+                )
+            ]
+        return are_plain
+
+    def _is_plain(self, extra: bytes, lora: str | None, blocks: int) -> bool:
+        known = self._known.get((extra, lora, blocks))
+        if known is None:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            known = self._known[extra, lora, blocks] = _is_plain(extra, lora, blocks)
+        return known
+
+
+def _typed_or_error(raw: Raw) -> KVEvent | PayloadError:
+    try:
+        return decode_event(raw)
+    except PayloadError as error:
+        return error
+
+
+def _column(values: Sequence[Any], value_of: Callable[[Any], _Value]) -> _Value | list[_Value]:
+    """The values of a column; only one of them where all are the same, as nearly always."""
+    first = values[0]
+    if values.count(first) == len(values):
+        return value_of(first)
+    return [value_of(value) for value in values]
+
+
+def _handles(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
+    """The 64 bits of hashes, see `event_rows`."""
+    try:
+        return np.frombuffer(array("Q", hashes), np.uint64)  # type: ignore[type-var]
+    except (TypeError, OverflowError):
+        return np.frombuffer(array("Q", map(handle_of, hashes)), np.uint64)
+
+
+def handle_of(engine_hash: EngineHash) -> int:
+    """An engine's hash as an unsigned 64-bit number: a digest's last 8 bytes, as vLLM's own integer form."""
+    if isinstance(engine_hash, bytes):
+        return int.from_bytes(engine_hash[-8:], "big")
+    return engine_hash & _LOW_64
+
+
+def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """All tokens, and how many each list has; -1: it is none, and has none."""
+    ends = np.fromiter(accumulate(map(_size, lists)), np.int64, len(lists))
+    data = np.frombuffer(b"".join(lists), np.uint8)
+    tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
+    used = read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
+    return tokens[:used], counts
+
+
+def _size(raw: Raw) -> int:
+    return len(memoryview(raw))
+
+
+def _is_plain(extra: bytes, lora: str | None, blocks: int) -> bool:
+    try:
+        entries = EXTRA_KEYS.decode(extra)
+    except BROKEN:
+        return False
+    if entries is None:
+        return True
+    names = [lora] if lora is not None else []
+    return len(entries) == blocks and all(not entry or entry == names for entry in entries)

@@ -1,0 +1,31 @@
+"""What pods hold in an index, copies counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from indexer.flat_cache import FlatCache
+from indexer.flat_index import FlatIndex
+from indexer.view_parts import HeldBlocks
+from tests.support.reference_index import ReferenceIndex
+
+
+def references(index: FlatIndex | ReferenceIndex, pods: Iterable[str]) -> dict[tuple[str, str, int], int]:
+    """Copies of each block, by pod, tier and key; what is only assumed is left out."""
+    if isinstance(index, ReferenceIndex):
+        return {
+            (holding.pod, holding.tier, key): copies
+            for holding in index.snapshot(sorted(pods))
+            for key, copies in zip(holding.keys.tolist(), holding.references.tolist(), strict=True)
+        }
+    found: dict[tuple[str, str, int], int] = {}
+    for pod in pods:
+        for part in FlatCache(index, pod, "").export():
+            if isinstance(part, HeldBlocks):
+                for key, tiers in zip(part.keys.tolist(), part.tiers.tolist(), strict=True):
+                    for number, tier in enumerate(index.tiers.names):
+                        if tiers >> number & 1:
+                            found[pod, tier, key] = 1
+                for place, number, further in part.copies.tolist():
+                    found[pod, index.tiers.names[number], int(part.keys[place])] += further
+    return found

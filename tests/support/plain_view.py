@@ -1,0 +1,153 @@
+"""A pod's view the plain way, event by event on plain dictionaries: the oracle for the flat one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from indexer.applied import Applied
+from indexer.applier import Outcome
+from indexer.apply import PodView
+from indexer.engine_blocks import EngineBlocks
+from indexer.errors import PayloadError
+from indexer.events import EngineHash, EventBatch
+from indexer.flat_cache import Dropped
+from indexer.keys import Keys
+from indexer.reannounce import Ahead
+from tests.support.decoding import decode_batch
+from tests.support.reference_index import ReferenceIndex
+
+
+def apply_batch(view: PodView, batch: EventBatch, *, with_runs: bool = False) -> Applied:
+    """Applies a batch's events in order."""
+    applied = Applied(runs=[] if with_runs else None)
+    ahead = Ahead(batch.events)
+    for ahead.position, event in enumerate(batch.events):
+        view.apply_event(event, ahead, applied)
+    view.end_batch(applied)
+    return applied
+
+
+@dataclass(slots=True, eq=False)
+class EngineBlock:
+    """One engine block.
+
+    Attributes:
+        keys: Its index blocks, in order; more than one where the engine's blocks are longer than ours.
+        copies: Physical copies by tier, none of them 0.
+    """
+
+    keys: Keys
+    copies: dict[str, int] = field(default_factory=dict)
+
+
+class MappedCache:
+    """As `FlatCache`, on plain dictionaries: an index and a bounded map of engine blocks.
+
+    Args:
+        index: Where copies are counted.
+        holder: The pod's name in the index.
+        max_held: Most engine blocks with copies.
+        max_released: Most blocks remembered after their last copy went.
+    """
+
+    def __init__(self, index: ReferenceIndex, holder: str, *, max_held: int, max_released: int) -> None:
+        self._index = index
+        self._holder = holder
+        self._blocks: EngineBlocks[EngineBlock] = EngineBlocks(max_held, max_released)
+
+    def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
+        """As `FlatCache` does."""
+        self._index.add(self._holder, tier, keys)
+        split = len(keys) // len(hashes)
+        reused = given_up = 0
+        for position, engine_hash in enumerate(hashes):
+            block_keys = keys[position * split : (position + 1) * split]
+            block = self._blocks.get(engine_hash)
+            if block is not None and block.keys.tolist() != block_keys.tolist():
+                reused += bool(block.copies)
+                self._give_up(self._blocks.discard(engine_hash))
+                block = None
+            given_up += self._count(engine_hash, block or EngineBlock(block_keys), tier)
+        assert not given_up
+        return reused
+
+    def copy(self, engine_hash: EngineHash, tier: str) -> bool:
+        """As `FlatCache` does."""
+        block = self._blocks.get(engine_hash)
+        if block is None:
+            return False
+        self._index.add(self._holder, tier, block.keys)
+        self._count(engine_hash, block, tier)
+        return True
+
+    def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
+        """As `FlatCache` does."""
+        block = self._blocks.drop_copy(engine_hash, tier)
+        if block is None:
+            return None
+        self._index.remove(self._holder, tier, block.keys)
+        return Dropped.COPY if tier in block.copies else Dropped.LAST
+
+    def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
+        """As `FlatCache` does."""
+        split = len(keys) // len(hashes)
+        for position, engine_hash in enumerate(hashes):
+            block = self._blocks.get(engine_hash)
+            expected = keys[position * split : (position + 1) * split]
+            if block is None or tier not in block.copies or block.keys.tolist() != expected.tolist():
+                return False
+        return True
+
+    def tail_key(self, engine_hash: EngineHash) -> int | None:
+        """As `FlatCache` does."""
+        block = self._blocks.get(engine_hash)
+        return None if block is None else int(block.keys[-1])
+
+    def clear(self) -> None:
+        """As `FlatCache` does."""
+        self._blocks.clear()
+        self._index.clear_pod(self._holder)
+
+    def _count(self, engine_hash: EngineHash, block: EngineBlock, tier: str) -> int:
+        """Counts a copy that the index has already; tells how many blocks were given up for it."""
+        evicted = self._blocks.add_copy(engine_hash, block, tier)
+        self._give_up(evicted)
+        return evicted is not None
+
+    def _give_up(self, block: EngineBlock | None) -> None:
+        """Takes a block out of the index whose removal we could not follow any more."""
+        if block is not None:
+            for tier, copies in block.copies.items():
+                for _ in range(copies):
+                    self._index.remove(self._holder, tier, block.keys)
+
+
+class DecodingApplier:
+    """As `FlatApplier`, the plain way: decodes each batch, and applies it event by event.
+
+    Args:
+        view: The pod's view.
+        max_bytes: A longer payload is not read.
+    """
+
+    def __init__(self, view: PodView, max_bytes: int) -> None:
+        self._view = view
+        self._max_bytes = max_bytes
+
+    def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
+        """Applies payloads in order, whatever they hold."""
+        outcome = Outcome(Applied(runs=[] if with_runs else None))
+        for payload in payloads:
+            try:
+                decoded = decode_batch(payload, self._max_bytes)
+            except PayloadError as error:
+                outcome.reject(error.reason)
+                continue
+            outcome.events.update(type(event).__name__ for event in decoded.batch.events)
+            outcome.published_s.append(decoded.batch.ts)
+            outcome.take(apply_batch(self._view, decoded.batch, with_runs=with_runs))
+            # After a clear in the same batch: nobody knows on which side of it a broken event was.
+            for reason in decoded.rejected:
+                outcome.reject(reason)
+        return outcome

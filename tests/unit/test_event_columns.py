@@ -1,0 +1,254 @@
+"""Columns: what engines publish, read many payloads at once, tells what it tells event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer import event_rows as rows
+from indexer.decode import decode_event, split_batch
+from indexer.errors import PayloadError
+from indexer.event_columns import Columns, EventDecoder, handle_of
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from tests.unit.event_payloads_support import PLAIN_ARRAY, PLAIN_MAP, damaged, payloads, unhurried
+from tests.unit.indexer_support import DATA, read_json, read_lines
+
+MAX_BYTES = 1 << 20
+PUBLISHED = [bytes.fromhex(vector["hex"]) for vector in read_json("kv_event_vectors.json.gz")]
+LLMD = [
+    bytes.fromhex(message["payload_hex"])
+    for vector in read_json("llmd_event_vectors.json.gz")
+    for message in vector["messages"]
+]
+CAPTURED = [
+    bytes.fromhex(line["frames"][2])
+    for path in sorted(DATA.glob("*_frames.jsonl.gz"))
+    for line in read_lines(path.name)
+    if line["kind"] == "frames"
+]
+hostile = (
+    st.binary(max_size=200)
+    | st.binary(max_size=100).map(lambda tail: b"\x93\x01\x91" + tail)
+    | damaged(st.sampled_from(PUBLISHED))
+    | damaged(payloads())
+    | payloads()
+)
+
+
+def decode(*payload: bytes) -> Columns:
+    """Decodes with a decoder of its own."""
+    return EventDecoder(MAX_BYTES).decode(payload)
+
+
+def decode_events(*events: object) -> Columns:
+    """Decodes one batch of these events."""
+    return decode(msgspec.msgpack.encode([1.5, list(events), 0]))
+
+
+def outcome(read: Any) -> str:
+    """An event, or the reason why there is none, so that NaN equals NaN."""
+    try:
+        return repr(read())
+    except PayloadError as error:
+        return error.reason
+
+
+def check(columns: Columns, payloads: list[bytes]) -> None:
+    """Rows and typed events tell what payload by payload and event by event is told."""
+    row = 0
+    for payload, batch in zip(payloads, columns.batches, strict=True):
+        assert batch.first == row
+        if batch.unread is not None:
+            with pytest.raises(PayloadError, match=r".") as refused:
+                split_batch(payload, MAX_BYTES)
+            assert (batch.unread, batch.end) == (refused.value.reason, row)
+            continue
+        raw_batch = split_batch(payload, MAX_BYTES)
+        assert repr(batch.ts) == repr(raw_batch.ts)
+        for raw in raw_batch.events:
+            assert outcome(lambda row=row: columns.event(row)) == outcome(lambda raw=raw: decode_event(raw))
+            if columns.events[row, rows.KIND] != rows.OTHER:
+                check_row(columns, row, decode_event(raw))
+            row += 1
+        assert batch.end == row
+    assert row == len(columns.events)
+    assert columns.kinds == [columns.events[:, rows.KIND].tolist().count(kind) for kind in range(4)]
+
+
+def check_row(columns: Columns, row: int, event: KVEvent) -> None:
+    """A row that a kernel may apply tells all of its event, and its event nothing more."""
+    cells = columns.events[row].tolist()
+
+    def part(array: Any, start: int, count: int) -> list[int]:
+        return array[cells[start] : cells[start] + cells[count]].tolist()
+
+    if isinstance(event, AllBlocksCleared):
+        assert cells[rows.KIND] == rows.CLEARED
+        return
+    assert part(columns.hashes, rows.HASH_START, rows.HASH_COUNT) == list(map(handle_of, event.block_hashes))
+    assert rows.MEDIA[cells[rows.MEDIUM]] == (event.medium or "")
+    assert cells[rows.GROUP] == (-1 if event.group_idx is None else event.group_idx)
+    if isinstance(event, BlockRemoved):
+        assert cells[rows.KIND] == rows.REMOVED
+        return
+    assert cells[rows.KIND] == rows.STORED
+    parent = event.parent_block_hash
+    assert cells[rows.HAS_PARENT] == (parent is not None)
+    assert cells[rows.PARENT] % 2**64 == (0 if parent is None else handle_of(parent))
+    assert part(columns.tokens, rows.TOKEN_START, rows.TOKEN_COUNT) == event.token_ids
+    assert cells[rows.BLOCK_SIZE] == event.block_size
+    assert cells[rows.HAS_LORA] == (event.lora_name is not None)
+    spec_kind = cells[rows.SPEC_KIND]
+    assert event.kv_cache_spec_kind == (None if spec_kind < 0 else rows.SPEC_KINDS[spec_kind])
+    assert event.cache_salt is None
+    assert event.lora_name or not event.lora_id
+    assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
+    assert all(not entry or entry == [event.lora_name] for entry in event.extra_keys or ())
+
+
+@pytest.mark.parametrize("published", [PUBLISHED, LLMD, CAPTURED], ids=["engines", "llmd", "captured"])
+def test_what_engines_publish_is_read_as_event_by_event(published: list[bytes]) -> None:
+    """Vectors and captures of all releases tell the same, in one call and in one each."""
+    check(decode(*published), published)
+    for payload in published:
+        check(decode(payload), [payload])
+
+
+def test_what_vllm_publishes_is_a_kernels() -> None:
+    """No event of a capture but those with extra keys is left to the slow way."""
+    columns = decode(*CAPTURED)
+    others = [row for row, event in enumerate(columns.events) if event[rows.KIND] == rows.OTHER]
+    assert len(others) < len(columns.events) // 2
+    for row in others:
+        event = columns.event(row)
+        assert isinstance(event, AllBlocksCleared) or any(getattr(event, "extra_keys", None) or ())
+
+
+@unhurried
+@given(st.lists(payloads(), max_size=3))
+def test_whatever_is_in_a_batch_is_read_as_event_by_event(batch: list[bytes]) -> None:
+    """Events of all layouts, in all widths of msgpack, with odd fields and unknown ones, tell the same."""
+    check(decode(*batch), batch)
+
+
+@settings(unhurried, max_examples=200)
+@given(st.lists(hostile, max_size=4))
+def test_no_bytes_do_harm(batch: list[bytes]) -> None:
+    """Whatever a payload holds, it is refused or read, and costs its neighbours nothing."""
+    check(decode(*batch), batch)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PLAIN_MAP,
+        PLAIN_ARRAY,
+        PLAIN_MAP | {"extra_keys": [["sql"], None, ["sql"]]},
+        PLAIN_MAP | {"lora_id": None, "lora_name": "", "extra_keys": [[""]] * 3},
+        PLAIN_ARRAY[:5],
+        {"type": "BlockStored", "block_hashes": []},
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": None, "group_idx": 0, "locality": "REMOTE"},
+        ["BlockRemoved", [-7]],
+        ["BlockRemoved", [-7], "DISK", None, "more"],
+        ["AllBlocksCleared", "more"],
+    ],
+)
+def test_plain_events_are_a_kernels(event: object) -> None:
+    """Each field of each layout is read, with unknown fields around it."""
+    columns = decode_events(event)
+    assert columns.events[0, rows.KIND] != rows.OTHER
+    check(columns, [msgspec.msgpack.encode([1.5, [event], 0])])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "New"},
+        {"type": None},
+        {"block_hashes": [1, 2, b"x" * 65]},
+        {"block_hashes": [1, 2, "text"]},
+        {"token_ids": [-1]},
+        {"token_ids": [2**32]},
+        {"token_ids": None},
+        {"token_ids": b"\x01"},
+        {"block_size": 2**21 + 1},
+        {"lora_name": None},
+        {"medium": "TAPE"},
+        {"extra_keys": [["sqm"], None, None]},
+        {"extra_keys": [["sql", "salt"], None, None]},
+        {"extra_keys": ["sql", None, None]},
+        {"extra_keys": [["sql"], ["sql"]]},
+        {"kv_cache_spec_kind": "brand_new"},
+        {"cache_salt": "tenant"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_unusual_events_are_left_to_the_slow_way(change: dict[str, Any]) -> None:
+    """One odd field, and no kernel applies the event; its neighbours are read."""
+    removed = {"type": "BlockRemoved", "block_hashes": [1]}
+    columns = decode_events(removed, PLAIN_MAP | change, removed)
+    assert columns.events[1, rows.KIND] == rows.OTHER
+    assert columns.event(0) == columns.event(2) == BlockRemoved([1])
+    check(columns, [msgspec.msgpack.encode([1.5, [removed, PLAIN_MAP | change, removed], 0])])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1.5]),
+        msgspec.msgpack.encode([1.5, [], "rank"]),
+        msgspec.msgpack.encode([1.5, []]) + b"\0",
+        # Lengths that are only claimed.
+        b"\x92\x01\xdd\xff\xff\xff\xff",
+        b"\x92\x01\x91\xdf\xff\xff\xff\xff" * 3,
+        b"\x92\x01" + b"\x91" * 100_000,
+        b"\x92\x01\xdd\x00\x01\x00\x01" + b"\xc0" * 65_537,
+    ],
+)
+def test_a_broken_batch_costs_its_neighbours_nothing(payload: bytes) -> None:
+    """A payload that is no batch has no events; those before and after it are read."""
+    good = [msgspec.msgpack.encode([ts, [["BlockRemoved", [ts]]]]) for ts in (1, 2)]
+    columns = decode(good[0], payload, good[1])
+    assert [batch.unread for batch in columns.batches] == [None, "broken_batch", None]
+    assert [columns.event(row) for row in range(2)] == [BlockRemoved([1]), BlockRemoved([2])]
+
+
+def test_a_payload_that_is_too_long_is_not_read() -> None:
+    """It is flagged, and its neighbours are read."""
+    short, long = (msgspec.msgpack.encode([1.5, [["BlockRemoved", [1] * count]]]) for count in (1, 2))
+    columns = EventDecoder(len(short)).decode([long, short, long])
+    assert [batch.unread for batch in columns.batches] == ["oversize", None, "oversize"]
+    assert len(columns.events) == 1
+
+
+def test_a_list_of_tokens_ends_where_its_field_ends() -> None:
+    """A count that claims more than there is, or less, reads nothing of the next event's tokens."""
+    whole = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2, 3, 4], "block_size": 4}
+    payload = msgspec.msgpack.encode([1.5, [whole, whole], 0])
+    for claimed in (b"\x93", b"\x95", b"\xdd\xff\xff\xff\xff"):
+        broken = payload.replace(b"\x94\1\2\3\4", claimed + b"\1\2\3\4", 1)
+        check(decode(broken, payload), [broken, payload])
+
+
+def test_nothing_to_read_is_no_event() -> None:
+    """A call without payloads, or without events, gives no rows."""
+    assert len(decode().batches) == len(decode().events) == 0
+    empty = decode(msgspec.msgpack.encode([1.5, []]))
+    assert (len(empty.batches), len(empty.events), empty.kinds) == (1, 0, [0, 0, 0, 0])
+    assert empty.events.dtype == np.int64
+
+
+def test_a_stored_event_has_all_that_the_view_needs() -> None:
+    """An event that no kernel applies is typed in full, with its tokens, extra keys and salt."""
+    told = {**PLAIN_MAP, "cache_salt": "tenant", "extra_keys": [["sql", b"x"], None, None]}
+    event = decode_events(told).event(0)
+    assert isinstance(event, BlockStored)
+    for name in BlockStored.__struct_fields__:
+        assert getattr(event, name) == told[name]
