@@ -192,9 +192,7 @@ def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError(
-            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
-        )
+        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
     return compat
 
 

@@ -153,8 +153,8 @@ def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Pa
     plain = GOOD.partition("plugins:")[0]
     for text, flags, compat in (
         (plain, [], "answers"),
-        (plain + "compat: strict\n", [], "strict"),
-        (plain + "compat: strict\n", ["--compat", "off"], "off"),
+        (plain + "compat: off\n", [], "off"),
+        (plain + "compat: answers\n", ["--compat", "off"], "off"),
     ):
         path.write_text(text)
         config, _ = parse_flags([*PODS, "--config-file", str(path), *flags])
