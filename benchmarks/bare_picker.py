@@ -1,6 +1,6 @@
 """The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD native|grpcio skip|full`; what the router costs
+`python -m benchmarks.bare_picker GRPC_PORT POD native|grpcio skip|full`; what the router costs
 above this is what it does.
 """
 
@@ -15,8 +15,7 @@ import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router import check_answers
-from router.check_messages import ok_answer
+from router.check import ok_answer
 from router.ext_proc_bytes import (
     REQUEST_BODY,
     RESPONSE_BODY,
@@ -29,8 +28,6 @@ from router.ext_proc_bytes import (
 from router.ext_proc_messages import request_headers_answer, response_headers_answer
 from router.grpc_listen import listen
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
-from router.http_listen import HttpServer
-from router.steps import Steps
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
@@ -83,7 +80,7 @@ class _BareExchange:
         pass
 
 
-def main(port: int, check_port: int, pod: str, transport: str, responses: str) -> None:
+def main(port: int, pod: str, transport: str, responses: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -108,27 +105,9 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
         ),
         inline=inline if transport == "native" else None,
     )
-    http_answer = check_answers.ok_answer(pod, None, (), False)
-    http = HttpServer(
-        "CHECK_PORT",
-        "127.0.0.1",
-        check_port,
-        lambda *_: _at_once(http_answer),
-        lambda _error: b"",
-        body_bytes_max=_MESSAGE_BYTES_MAX,
-        inline_bytes_max=_INLINE_BYTES,
-        connections_max=4 * _THREADS,
-        refused=lambda: None,
-    )
-    http.start()
     server.start()
     threading.Event().wait()
 
 
-def _at_once(answer: bytes) -> Steps[bytes]:
-    yield from ()
-    return answer
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), *sys.argv[2:])

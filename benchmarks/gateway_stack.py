@@ -76,7 +76,7 @@ class StackSetting:
         with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
     """
 
-    door: Door = "check"
+    door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
     pods: int = 16
     picker: Picker | None = None
@@ -191,10 +191,10 @@ def bare_picker(transport: Transport) -> Picker:
     """The router's own servers, whose doors do nothing."""
 
     def children(place: PickerPlace) -> Sequence[ChildPlan]:
-        grpc, check, http = place.base_port, place.base_port + 4, place.first_pod_port
-        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc), str(check)]
+        grpc, http = place.base_port, place.first_pod_port
+        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc)]
         argv += [f"{HOST}:{http}", transport, place.responses]
-        return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc, check))
+        return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc,))
 
     return children
 

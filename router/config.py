@@ -40,7 +40,6 @@ class RouterConfig:
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         conversations_bytes: Most memory of each chat template for what is known of its conversations.
-        check_port: Of ext_authz in its HTTP form; None: there is none.
         grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
         forbidden_fields: Body fields that clients must not send, see body_guard.
@@ -77,7 +76,6 @@ class RouterConfig:
     grpc_port: int = 9002
     grpc_health_port: int = 9003
     metrics_port: int = 9090
-    check_port: int | None = 9004
     grpc_transport: str = "native"
     responses_full: bool = False
     fallback_endpoints: int = 0
@@ -137,7 +135,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,
         metrics_port=flags.metrics_port,
-        check_port=flags.check_port or None,
         grpc_transport=flags.grpc_transport,
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,

@@ -19,7 +19,6 @@ from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
-from router.check_http import CheckHttpDoor
 from router.config import RouterConfig
 from router.debug_http import Authorize, DebugServer
 from router.debug_pages import DebugPages
@@ -38,7 +37,6 @@ from router.health import (
     PICK_SERVICE,
     Health,
 )
-from router.http_listen import HttpServer
 from router.kv_connector import connector_sign
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
@@ -105,8 +103,6 @@ def check_ports(config: RouterConfig) -> None:
     check_free("--grpc-port", config.host, config.grpc_port)
     check_free("--grpc-health-port", config.host, config.grpc_health_port)
     check_free("--metrics-port", config.host, config.metrics_port)
-    if config.check_port is not None:
-        check_free("--check-port", config.host, config.check_port)
 
 
 class Doors:
@@ -138,24 +134,18 @@ class Doors:
             opened.callback(self._grpc_health.close)
             self._grpc = self._listen(parts)
             opened.callback(self._grpc.close)
-            self._check_http = self._listen_http(parts)
-            if self._check_http is not None:
-                opened.callback(self._check_http.close)
             self._opened = opened.pop_all()
 
     @property
     def ports(self) -> dict[str, int]:
         """The bound ports by flag."""
-        ports = {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
-        return ports if self._check_http is None else {**ports, "check": self._check_http.port}
+        return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
     def start(self) -> None:
         """Begins to serve."""
         self._grpc.start()
         self._grpc_health.start()
         self._debug.start()
-        if self._check_http is not None:
-            self._check_http.start()
 
     def relieve(self) -> None:
         """Cuts off requests that come too slowly while others need their places."""
@@ -164,8 +154,6 @@ class Doors:
     def drain(self) -> None:
         """Has gateways connect anew, and so elsewhere, where they keep connections for many requests."""
         self._grpc.drain()
-        if self._check_http is not None:
-            self._check_http.drain()
 
     def close(self) -> None:
         """Ends serving; idempotent."""
@@ -249,19 +237,6 @@ class Doors:
             message_bytes_max=0,
             services=(health.add_to,),
             inline=_HEALTH if config.grpc_transport == "native" else None,
-        )
-
-    def _listen_http(self, parts: DoorParts) -> HttpServer | None:
-        config = self._config
-        if config.check_port is None:
-            return None
-        door = CheckHttpDoor(self._gateway, parts.metrics, config.max_request_bytes)
-        return door.listen(
-            "--check-port",
-            config.host,
-            config.check_port,
-            inline_bytes_max=-1 if parts.may_wait else _INLINE_BYTES_MAX,
-            connections_max=4 * config.max_streams,
         )
 
     def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:

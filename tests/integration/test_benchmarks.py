@@ -15,6 +15,7 @@ from router.bench import main
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 PICKERS = ("kvroute", "gie_epp")
+PICK_DOORS = ("check_grpc", "extproc")
 SCHEDULE = {f"schedule_{pods}_pods{order}_us" for pods in (5, 25, 100, 400) for order in ("", "_ordered")}
 FIGURES = {
     "keys": {"keys_16384_tokens_block16_us"},
@@ -54,9 +55,10 @@ FIGURES = {
     },
     "schedule": SCHEDULE,
     "pick": {
-        *(f"{door}_{size}_cpu_ms" for door in ("check", "extproc") for size in ("small", "40kb", "400kb")),
-        *(f"{door}_{what}" for door in ("check", "extproc") for what in ("per_s", "p99_under_events_ms")),
-        *("check_small_repeated_cpu_ms", "check_p99_ms", "check_per_s_under_events", "check_floor_cpu_ms"),
+        *(f"{door}_{size}_cpu_ms" for door in PICK_DOORS for size in ("small", "40kb", "400kb")),
+        *(f"{door}_{what}" for door in PICK_DOORS for what in ("per_s", "p99_under_events_ms")),
+        *("check_grpc_small_repeated_cpu_ms", "check_grpc_p99_ms", "check_grpc_per_s_under_events"),
+        "check_grpc_floor_cpu_ms",
         *("extproc_full_small_cpu_ms", "pick_unary_cpu_ms", "chunk_full_cpu_us", "idle_100_pods_mcpu"),
         "route_small_us",
         *SCHEDULE,

@@ -13,12 +13,10 @@ from envoy.service.auth.v3 import external_auth_pb2
 
 from router._pb import endpoint_picker_pb2 as pb
 from router.check import CheckDoor
-from router.check_http import CheckHttpDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.gateway_pick import GatewayPick
 from router.h2.methods import Methods, SteppedHandler
 from router.health import CHECK_SERVICE, PICK_SERVICE
-from router.http_requests import HttpRequest
 from router.pick_service import PickDoor
 from router.steps import GOES_ON, MAY_WAIT
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
@@ -36,11 +34,6 @@ def _handler(door: Any, path: str) -> SteppedHandler:
     handler = methods.find(path)
     assert isinstance(handler, SteppedHandler)
     return handler
-
-
-def _check_http(bench: Bench, picks: GatewayPick, prompt: str) -> Iterable[Any]:
-    request = HttpRequest("POST", _PATH, {}, _body(prompt), True)
-    return CheckHttpDoor(picks, bench.metrics).answer(request, False, lambda: True)
 
 
 def _check(bench: Bench, picks: GatewayPick, prompt: str) -> Iterable[Any]:
@@ -69,7 +62,7 @@ def _body(prompt: str) -> bytes:
     return json.dumps({"model": TINY, "prompt": prompt}).encode()
 
 
-@pytest.mark.parametrize("door", [_check_http, _check, _pick_endpoint, _ext_proc])
+@pytest.mark.parametrize("door", [_check, _pick_endpoint, _ext_proc])
 def test_a_door_hands_on_each_step_and_each_announced_wait(
     door: Callable[[Bench, GatewayPick, str], Iterable[Any]],
 ) -> None:
