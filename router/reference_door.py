@@ -376,7 +376,6 @@ class _Exchange:
             self._response.models = (request.model or "", request.client_model)
         if decision.routing is not None:
             self._response.set_headers = decision.routing.response_headers
-        self._phase.explained = self._parts.picks.explained(decision)
         if request.body.get("stream") is True:
             self._response.streams()
         if decision.priority < 0 and decision.is_charged and self._parts.evictions is not None:

@@ -18,7 +18,6 @@ from router.check_messages import ok_answer
 from router.config_file import parse_config
 from router.envoy_headers import system_owned
 from router.errors import ConfigError, NoEndpointLeftError, RequestError
-from router.explain_header import explain_value
 from router.flow_config import flow_of
 from router.metric_twins import MetricTwins
 from router.plugins.build import build_pipeline
@@ -96,7 +95,7 @@ def test_explain_tells_what_a_pipeline_decided() -> None:
         for address, waiting in queues.items()
     ]
     made.with_pods(*pods, ready_pod("10.0.0.5:8000", model="other"))
-    decision = made.router.route(completion("r", "hello"), 0.0)
+    made.router.route(completion("r", "hello"), 0.0)
     shown = made.explain.one("r")
     assert shown is not None
     assert [(one["pod"], one["score"]) for one in shown["candidates"]] == [(A, 1.0), (B, 0.0)]
@@ -105,7 +104,6 @@ def test_explain_tells_what_a_pipeline_decided() -> None:
         "10.0.0.4:8000": "removed by filter label-selector-filter",
         "10.0.0.5:8000": "does not serve the model",
     }
-    assert explain_value(decision).endswith("; score=1")
 
 
 def test_weights_decide() -> None:

@@ -71,7 +71,7 @@ def test_priorities_and_sessions_are_read() -> None:
     )
     assert config.priorities == (("batch", -1), ("a=b", 7))
     assert (config.session_header, config.session_stay_s) == ("x-session", 0.25)
-    assert (config.tracing, config.explain_header) == (False, False)
+    assert not config.tracing
 
 
 @pytest.mark.parametrize("objective", ["batch", "=1", "batch=low", "batch=--1", "batch=1.5"])

@@ -14,7 +14,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.body_guard import BodyGuard
-from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import add_ext_proc
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
@@ -66,7 +65,6 @@ class Served:
 def door(
     options: ReferenceOptions | None = None,
     *,
-    explains: bool = False,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
 ) -> Iterator[Served]:
@@ -74,7 +72,7 @@ def door(
     bench = Bench().with_pods(A, B)
     random = np.random.default_rng(1)
     parts = ReferenceParts(
-        picks=GatewayPick(bench.router, bench.metrics, explains=explains, guard=guard),
+        picks=GatewayPick(bench.router, bench.metrics, guard=guard),
         outcomes=bench.outcomes,
         metrics=bench.metrics,
         pods=bench.pods,
@@ -248,16 +246,6 @@ def test_a_response_whose_body_does_not_come_here_is_done_by_its_status() -> Non
         served.exchange(headers(config=mode), body(BODY), events)
         wait_until(lambda: served.bench.metrics.requests_inside == 0, "the stream's end")
         assert len(served.bench.ledger) == 1
-
-
-@pytest.mark.parametrize("explains", [False, True])
-def test_a_response_carries_its_decision_if_asked_for(explains: bool) -> None:
-    """--explain-header holds for this door as for the others; a pod's own header of that name does not."""
-    with door(explains=explains) as served:
-        sent = (headers(), body(BODY), response_headers(status="200", end=True, x_kvroute_explain="mine"))
-        *_, answer = served.exchange(*sent)
-        told = set_headers(answer)[EXPLAIN_HEADER]
-        assert told.startswith("pod=10.0.0.") if explains else told == "mine"
 
 
 def test_events_are_renamed_one_by_one() -> None:
