@@ -58,19 +58,10 @@ def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
         parse_flags(["--config-file", str(file), *selected])
 
 
-def test_priorities_and_sessions_are_read() -> None:
-    """Objectives have whole numbers, header names no case, a stay is a duration."""
-    config, _ = parse_flags(
-        [
-            *PODS,
-            "--objective=batch=-1",
-            "--objective=a=b=7",
-            "--session-header=X-Session",
-            "--session-stay=250ms",
-        ]
-    )
+def test_priorities_are_read() -> None:
+    """Objectives have whole numbers."""
+    config, _ = parse_flags([*PODS, "--objective=batch=-1", "--objective=a=b=7"])
     assert config.priorities == (("batch", -1), ("a=b", 7))
-    assert (config.session_header, config.session_stay_s) == ("x-session", 0.25)
     assert not config.tracing
 
 
