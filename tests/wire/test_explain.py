@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from router.ext_proc import ExtProcOptions
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import (
-    TIMEOUT_S,
     body,
     doors,
     headers,
