@@ -209,7 +209,6 @@ class RouterServer:
                 outcomes=self._outcomes,
                 metrics=self._metrics,
                 pods=self.pods,
-                explain=self.explain,
                 health=self.health,
                 rewrites=self._rewrites,
                 distrust=self.watch.distrust,

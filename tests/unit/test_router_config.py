@@ -282,7 +282,7 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         [
             *PODS,
             "--block-tokens=32",
-            "--backend=cost",
+            "--backend=flat",
             "--capacity-bytes=1000000",
             "--hash-seed=7",
             "--events-bind=tcp://*:5557",
@@ -292,7 +292,7 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         ]
     )
     index = config.index
-    assert (index.block_tokens, index.backend, index.capacity_bytes) == (32, "cost", 1_000_000)
+    assert (index.block_tokens, index.backend, index.capacity_bytes) == (32, "flat", 1_000_000)
     assert (index.hash_seed, index.events_bind, index.first_sequence) == (7, "tcp://*:5557", 1)
     assert (index.bootstrap_s, index.tier_weights["cpu"]) == (2.5, 0.5)
 
