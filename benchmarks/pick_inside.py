@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from inspect import isgeneratorfunction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ from router.rates import PrefillRates, RateParameters
 from router.route import Router
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
-from router.steps import Steps, alone
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 
@@ -111,7 +109,7 @@ class Inside:
         )
         self.picks = GatewayPick(self.router, metrics)
         check = CheckDoor(self.picks, metrics, _BODY_BYTES_MAX)
-        self._check = _handler(check, f"/{CHECK_SERVICE}/Check")
+        self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
         picks = PickDoor(self.picks, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
@@ -135,14 +133,6 @@ class Inside:
             http.headers.update(_HEADERS | {"content-length": str(len(body)), "x-request-id": request_id})
             made.append((request_id, message.SerializeToString()))
         return made
-
-    def answer(self, received: bytes) -> bytes:
-        """Answers a Check, from its message's bytes."""
-        return alone(self.begin(received))
-
-    def begin(self, received: bytes) -> Steps[bytes]:
-        """The steps to that answer."""
-        return self._check.steps(self._check.request_deserializer(received), _context())
 
     def end(self, request_id: str) -> None:
         """The access log tells that the request is over."""
@@ -290,13 +280,13 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
     """Has the steps add their nanoseconds up."""
     took_ns: dict[str, int] = {}
     steps: list[tuple[Any, str, str]] = [
-        (inside.tokenizers, "tokenizing", "tokens"),
+        (inside.tokenizers, "prompt_tokens", "tokens"),
         (inside.index, "block_keys", "keys"),
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
         (inside.outcomes, "decided", "decided"),
-        (inside.router, "routing", "whole"),
+        (inside.router, "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
     for owner, method, name in steps:
@@ -309,17 +299,6 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
 
 
 def _timed(call: Callable[..., object], name: str, took_ns: dict[str, int]) -> Callable[..., object]:
-    if isgeneratorfunction(call):
-
-        @wraps(call)
-        def timed_steps(*args: object, **kwargs: object) -> Steps[object]:
-            then_ns = time.thread_time_ns()
-            answer = yield from call(*args, **kwargs)
-            took_ns[name] = took_ns.get(name, 0) + time.thread_time_ns() - then_ns
-            return answer
-
-        return timed_steps
-
     @wraps(call)
     def timed(*args: object, **kwargs: object) -> object:
         then_ns = time.thread_time_ns()

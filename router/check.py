@@ -28,12 +28,10 @@ from router.envoy_headers import (
 )
 from router.errors import RequestError
 from router.gateway_pick import GatewayPick
-from router.h2.methods import SteppedHandler
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
 from router.request import RequestKind, RouteRequest, http_request, too_large
 from router.routing import Routing
-from router.steps import Steps
 
 _DOOR = "check"
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -66,18 +64,20 @@ class CheckDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; answers are serialised here, since most are the same."""
-        check: Any = SteppedHandler(pb.CheckRequest.FromString, self._check)
+        check: Any = grpc.unary_unary_rpc_method_handler(
+            self._check, request_deserializer=pb.CheckRequest.FromString
+        )
         handler = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": check})
         server.add_generic_rpc_handlers((handler,))
 
-    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> Steps[bytes]:
+    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
         """Serves one HTTP request."""
         with self._metrics.inside(_DOOR):
             headers = dict(message.attributes.request.http.headers)
             request_id, is_given = kept_request_id(headers)
             try:
                 request = self._request(message, request_id, headers)
-                decision = yield from self._picks.deciding(request, context.is_active)
+                decision = self._picks.decide(request, context.is_active)
             except RequestError as error:
                 return denied_answer(error)
         destination, routing = self._picks.destination(decision), decision.routing

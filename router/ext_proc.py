@@ -36,7 +36,6 @@ from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, http_request, too_large
-from router.steps import Steps
 
 _DOOR = "ext_proc"
 _PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
@@ -80,7 +79,7 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         exchange = self.exchange(context)
         try:
             for message in request_iterator:
-                yield from (one for one in exchange.answers(message) if not isinstance(one, bool))
+                yield from exchange.answers(message)
                 if exchange.finished:
                     return
         finally:
@@ -117,8 +116,8 @@ class _Exchange:
         self._inside = metrics.inside(_DOOR)
         self._inside.__enter__()
 
-    def answers(self, message: Message) -> Iterable[Answer | bool]:
-        """The answers to one message, in the order Envoy expects them, and ends of steps."""
+    def answers(self, message: Message) -> Iterable[Answer]:
+        """The answers to one message, in the order Envoy expects them."""
         if isinstance(message, ResponseChunk):
             return self._response.body(message, self._response_body_mode)
         return self._answers(message)
@@ -129,7 +128,7 @@ class _Exchange:
         if self._options.responses_full:
             self._response.close()
 
-    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         try:
             match message.WhichOneof("request"):
                 case "request_headers":
@@ -150,7 +149,7 @@ class _Exchange:
             self.finished = True
             yield immediate_answer(error)
 
-    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         if self._headers is not None:
             self._metrics.dropped(_DOOR, "second_request_headers")
             return
@@ -173,7 +172,7 @@ class _Exchange:
             # In the other modes Envoy lets the headers go before the whole body is here.
             yield from self._route_by_load()
 
-    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         body = message.request_body
         if self._headers is None:
             self._metrics.dropped(_DOOR, "body_before_headers")
@@ -193,7 +192,7 @@ class _Exchange:
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
 
-    def _request_trailers(self) -> Iterator[Answer | bool]:
+    def _request_trailers(self) -> Iterator[Answer]:
         if self._headers is None:
             self._metrics.dropped(_DOOR, "trailers_before_headers")
         elif not self.is_routed:
@@ -203,7 +202,7 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             self._finish_request()
 
-    def _route(self, *, has_trailers: bool) -> Iterator[Answer | bool]:
+    def _route(self, *, has_trailers: bool) -> Iterator[Answer]:
         """Picks for a request whose body is complete."""
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
@@ -217,7 +216,7 @@ class _Exchange:
         if is_cut:
             self._metrics.dropped(_DOOR, "forbidden_field")
             body = self._picks.guard.without(body)
-        destination = yield from self._pick(request)
+        destination = self._pick(request)
         if self._body_mode == BodyMode.BUFFERED:
             yield request_body_routed_answer(destination, set_headers, headers, body if is_cut else None)
         else:
@@ -226,7 +225,7 @@ class _Exchange:
             yield from streamed_bytes(REQUEST_BODY, body, end_of_stream=not has_trailers)
         self._finish_request()
 
-    def _route_by_load(self) -> Iterator[Answer | bool]:
+    def _route_by_load(self) -> Iterator[Answer]:
         """Picks for a request whose body is empty or comes too late."""
         headers = self._headers or {}
         request_id, set_headers = _request_id(headers)
@@ -239,13 +238,13 @@ class _Exchange:
             candidates=self._candidates,
             headers=headers,
         )
-        destination = yield from self._pick(request)
+        destination = self._pick(request)
         yield request_headers_answer(destination, set_headers, headers)
 
-    def _pick(self, request: RouteRequest) -> Steps[str]:
+    def _pick(self, request: RouteRequest) -> str:
         """The destination's value."""
         self.is_routed = True
-        decision = yield from self._picks.deciding(request, self._is_active)
+        decision = self._picks.decide(request, self._is_active)
         self._response.of(decision)
         return self._picks.destination(decision)
 

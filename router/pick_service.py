@@ -17,13 +17,11 @@ from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.gateway_pick import GatewayPick
-from router.h2.methods import SteppedHandler
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pods import PodSet, PodSnapshot
 from router.request import RequestKind, RouteRequest, api_request
-from router.steps import Steps
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
@@ -54,7 +52,7 @@ class PickDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
-        pick: Any = SteppedHandler(_with_size, self._pick)
+        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
             request_deserializer=pb.ReportOutcomeRequest.FromString,
@@ -63,7 +61,7 @@ class PickDoor:
         methods = {"PickEndpoint": pick, "ReportOutcome": report}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
-    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> Steps[bytes]:
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
@@ -71,7 +69,7 @@ class PickDoor:
             except RequestError as error:
                 _abort(context, self._picks.refused(error))
             try:
-                decision = yield from self._picks.deciding(asked, context.is_active)
+                decision = self._picks.decide(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX

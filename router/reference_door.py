@@ -309,7 +309,8 @@ class _Exchange:
             request, sent = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
-        destination, decision = self._parts.picks.pick(request, self._is_active)
+        decision = self._parts.picks.decide(request, self._is_active)
+        destination = self._parts.picks.destination(decision)
         self._note(decision, request)
         set_headers = {"Content-Length": str(len(sent))} if sent else {}
         scores = None

@@ -1,13 +1,10 @@
-"""A stream answered message by message, on its connection's own thread as long as that does not wait.
-
-Until it is routed, a message is answered in steps, together with what other streams were sent at once.
-"""
+"""A stream answered message by message, on its connection's own thread unless messages are large."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,13 +14,12 @@ from router.h2.calls import Call, CallLimits, Link
 from router.h2.messages import MessageError
 from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
-from router.steps import Steps, alone
 from router.stream_watch import CANCELED, OK, UNKNOWN
 
 _log = logging.getLogger(__name__)
 
-# One thing to do for the stream, in steps.
-_Task = Callable[[], Iterable[bool]]
+# One thing to do for the stream.
+_Task = Callable[[], None]
 
 
 class ExchangeCall(Call):
@@ -65,44 +61,33 @@ class ExchangeCall(Call):
         self._room_bytes -= size
         is_routed = self._exchange.is_routed
         if not is_routed:
-            self._link.flush_soon()
-        here = is_routed or self._room_bytes >= 0
-        self._do(partial(self._answer, message, size), size, here=here)
+            self._link.flush_before(size)
+        self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
 
     def _all_received(self) -> None:
         self._do(self._finish, here=True)
 
-    def _leave(self) -> None:
-        self._link.run(partial(alone, self._steps))
-
-    def _do(self, task: _Task, size: int = 0, *, here: bool) -> None:
-        """Does a task: behind those of the thread that serves, or on this one, or on another.
-
-        Args:
-            size: Bytes of the message that it is about.
-        """
+    def _do(self, task: _Task, *, here: bool) -> None:
+        """Does a task: behind those of the thread that serves, or on this one, or on another."""
         with self._lock:
             is_alone, self._is_serving = not self._is_serving, True
             if not is_alone or not here:
                 self._waiting.append(task)
         if not is_alone:
             return
-        if not here:
-            self._link.run(lambda: alone(self._serving(None)))
-        elif self._exchange.is_routed:
-            alone(self._serving(task))
+        if here:
+            self._serve(task)
         else:
-            self._steps = self._serving(task)
-            self._link.together(self, size)
+            self._link.run(partial(self._serve, None))
 
-    def _serving(self, task: _Task | None) -> Steps[None]:
+    def _serve(self, task: _Task | None) -> None:
         """Does a task and those that wait."""
         while True:
             if task is not None and not self.is_over:
                 for watch in self._waited_on:
                     watch.serves()
                 try:
-                    yield from task()
+                    task()
                 except Exception as error:
                     self._fail(error)
                 for watch in self._waited_on:
@@ -124,19 +109,14 @@ class ExchangeCall(Call):
         _log.error("a call failed: %s", self._stream.head.path, exc_info=error)
         self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
-    def _answer(self, data: bytes, size: int) -> Iterator[bool]:
+    def _answer(self, data: bytes, size: int) -> None:
         exchange = self._exchange
         try:
             message = self._method.read(data)
         except Exception as error:
             raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
-        written = []
-        for answer in exchange.answers(message):
-            if isinstance(answer, bool):
-                yield answer
-            else:
-                written.append(self._framed(self._method.written(answer)))
-        answers = b"".join(written)
+        written = self._method.written
+        answers = b"".join([self._framed(written(answer)) for answer in exchange.answers(message)])
         if exchange.finished:
             self._code = OK
             self._end(grpc.StatusCode.OK, data=answers)
@@ -150,16 +130,14 @@ class ExchangeCall(Call):
                 watch.answered()
             self._waited_on = []
 
-    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> Iterable[bool]:
+    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
         self._code = OK
         data = b"".join(map(self._framed, map(self._method.written, answers())))
         self._end(grpc.StatusCode.OK, data=data)
-        return ()
 
-    def _finish(self) -> Iterable[bool]:
+    def _finish(self) -> None:
         self._code = OK
         self._end(grpc.StatusCode.OK)
-        return ()
 
     def _released(self) -> None:
         self._close_once()
@@ -186,8 +164,8 @@ class _Gone:
 
     finished = is_routed = True
 
-    def answers(self, _message: object) -> Iterator[Any]:
-        return iter(())
+    def answers(self, _message: object) -> Iterable[Any]:
+        return ()
 
     def close(self) -> None:
         pass

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -27,7 +26,6 @@ from router.h2.methods import ExchangeMethod, Methods
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.threaded_call import ThreadedCall
 from router.h2.unary_call import UnaryCall
-from router.steps import AT_ONCE_BYTES, AT_ONCE_MAX
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -38,8 +36,8 @@ _FRAME_S = 10.0
 # Whoever takes an answer byte by byte keeps a thread that long.
 _WRITE_S = 30.0
 _FAREWELL_S = 0.05
-# Answers to short calls that came at once leave together; what waits for longer leaves before the next.
-_HELD_S = 0.002
+# Answers to short calls that came at once leave together, and before a call with a larger message.
+_SHORT_BYTES = 8 << 10
 
 
 class Host(Protocol):
@@ -58,9 +56,6 @@ class Host(Protocol):
     def run(self, task: Callable[[], object]) -> None:
         """Has a task done on another thread."""
 
-    def watch(self, peer: Peer) -> None:
-        """Has answers that a peer holds back sent if its own thread does not get to it."""
-
     def limits(self, path: str) -> CallLimits:
         """Of calls of a method."""
 
@@ -75,12 +70,10 @@ class Peer:
 
     Attributes:
         peer: Its address in gRPC's form.
-        held_since_s: Since when it begins calls before it sends answers (monotonic); None: it does not.
     """
 
     def __init__(self, host: Host, connection: socket.socket, address: str) -> None:
         self.peer = address
-        self.held_since_s: float | None = None
         self._host = host
         self._socket = connection
         self._lock = Lock()
@@ -91,9 +84,6 @@ class Peer:
         self._reader = 0
         self._steps = 0
         self._step_s: float | None = None
-        # Calls that go together, and their messages' bytes.
-        self._together: deque[Call] = deque()
-        self._together_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -118,7 +108,6 @@ class Peer:
                     self._check_pace()
                 for event in events:
                     self._take(event)
-                self._go_on()
                 if connection.out:
                     with self._lock:
                         self._write_out()
@@ -173,17 +162,10 @@ class Peer:
         except OSError:
             self._break()
 
-    def flush_soon(self) -> None:
+    def flush_before(self, size: int) -> None:
         """See `Link`."""
-        if not self._connection.out:
-            return
-        now_s, since_s = time.monotonic(), self.held_since_s
-        if since_s is None:
-            since_s = self.held_since_s = now_s
-        if now_s - since_s > _HELD_S:
+        if size > _SHORT_BYTES and self._connection.out:
             self.flush()
-        else:
-            self._host.watch(self)
 
     def flush(self) -> None:
         """Sends what waits to be sent."""
@@ -192,13 +174,6 @@ class Peer:
                 self._write_out()
         except OSError:
             self._break()
-
-    def together(self, call: Call, size: int) -> None:
-        """See `Link`."""
-        self._together.append(call)
-        self._together_bytes += size
-        if len(self._together) >= AT_ONCE_MAX or self._together_bytes >= AT_ONCE_BYTES:
-            self._go_on()
 
     def cancel(self, stream: Stream) -> None:
         """See `Link`."""
@@ -222,16 +197,6 @@ class Peer:
                 # The kernel's timeout; a connection may be silent as long as it likes between frames.
                 if self._connection.is_within:
                     raise _too_slow() from None
-
-    def _go_on(self) -> None:
-        """Has calls that go together take a step each in turn, until they are served or go on elsewhere."""
-        together = self._together
-        while together:
-            self.flush_soon()
-            call = together.popleft()
-            if call.step():
-                together.append(call)
-        self._together_bytes = 0
 
     def _check_pace(self) -> None:
         """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""
@@ -319,7 +284,6 @@ class Peer:
             self._write_out()
 
     def _write_out(self) -> None:
-        self.held_since_s = None
         if not self._connection.out:
             return
         data = b"".join(self._connection.take_out())

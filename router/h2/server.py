@@ -13,7 +13,6 @@ from typing import Any
 
 from indexer.repeated_log import RepeatedLog
 from router.h2.calls import CallLimits
-from router.h2.late_answers import LateAnswers
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.peer import Peer, host_of
 from router.tcp_listen import TcpListener, prepare
@@ -74,7 +73,6 @@ class GrpcServer:
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self._late = LateAnswers(self.run)
 
     @property
     def open_calls(self) -> int:
@@ -101,7 +99,6 @@ class GrpcServer:
 
     def start(self) -> None:
         """Begins to serve."""
-        self._late.start()
         self._listener.start()
 
     def drain(self) -> None:
@@ -113,7 +110,6 @@ class GrpcServer:
         """Ends serving, calls included. Idempotent."""
         self._is_closed = True
         self._listener.close()
-        self._late.close()
         peers = self._connected()
         for peer in peers:
             peer.close()
@@ -139,10 +135,6 @@ class GrpcServer:
         # While the server closes nobody waits for the answer any more.
         with suppress(RuntimeError):
             self._pool.submit(task)
-
-    def watch(self, peer: Peer) -> None:
-        """See `Host`."""
-        self._late.watch(peer)
 
     def limits(self, path: str) -> CallLimits:
         """See `Host`."""

@@ -17,8 +17,7 @@ from router.h2.errors import H2Code
 from router.h2.frames import FrameType
 from router.h2.messages import prefixed
 from router.h2.methods import ExchangeMethod
-from router.steps import AT_ONCE_MAX
-from tests.wire.h2_support import OWN, Served, caller, path, serving
+from tests.wire.h2_support import OWN, caller, path, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
@@ -144,75 +143,21 @@ def test_what_comes_at_once_is_answered_at_once() -> None:
 
 @pytest.mark.parametrize("slow", ["unary", "exchange"])
 def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
-    """An answer leaves before the connection's thread turns to a call behind it that may take long."""
+    """An answer leaves before the connection's thread turns to a call with a larger message behind it."""
     with serving("native") as served:
         with RawClient(served.server.port) as client:
             client.open(1, "exchange")
             client.say(1, b"!route", ends=False)
             client.next(FrameType.DATA, 1)
-            begun = open_frame(3, slow) + data_frame(3, prefixed(b"!stuck"), ends=slow == "unary")
+            begun = open_frame(3, slow) + data_frame(
+                3, prefixed(b"!stuck " + bytes(9000)), ends=slow == "unary"
+            )
             client.send(data_frame(1, prefixed(b"quick")) + begun)
             assert client.next(FrameType.DATA, 1).payload == prefixed(b"quick")
             assert served.plain.entered.acquire(timeout=TIMEOUT_S)
             assert served.own.open_calls == 2
             served.plain.released.set()
             assert client.next(FrameType.DATA, 3)
-        served.assert_sound()
-
-
-def _asked_at_once(client: RawClient, served: Served, method: str, messages: list[bytes]) -> list[int]:
-    """Has calls come while their connection's thread is kept; their streams."""
-    client.open(1)
-    client.say(1, b"!keep")
-    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-    streams = [2 * number + 3 for number in range(len(messages))]
-    for stream_id, message in zip(streams, messages, strict=True):
-        client.send(open_frame(stream_id, method) + data_frame(stream_id, prefixed(message), ends=True))
-    return streams
-
-
-@pytest.mark.parametrize(("method", "steps"), [("stepped", 3), ("exchange", 2)])
-def test_calls_that_come_at_once_take_each_step_together(method: str, steps: int) -> None:
-    """Each takes a step before any takes its next one, in their order; no more at once than fit caches."""
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            messages = [b"%x" % number for number in range(AT_ONCE_MAX + 3)]
-            streams = _asked_at_once(client, served, method, messages)
-            served.plain.unkept.set()
-            assert [client.answer(at)[0] for at in streams] == list(map(prefixed, messages))
-            first, rest = messages[:AT_ONCE_MAX], messages[AT_ONCE_MAX:]
-            assert list(served.plain.steps) == first * steps + rest * steps
-        served.assert_sound()
-
-
-@pytest.mark.parametrize(("method", "steps"), [("stepped", 3), ("exchange", 2)])
-def test_calls_of_many_bytes_go_fewer_at_once(
-    monkeypatch: pytest.MonkeyPatch, method: str, steps: int
-) -> None:
-    """However few they are, no more go together than their bytes allow."""
-    monkeypatch.setattr("router.h2.peer.AT_ONCE_BYTES", 1000)
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            messages = [letter * 600 for letter in (b"a", b"b", b"c")]
-            streams = _asked_at_once(client, served, method, messages)
-            served.plain.unkept.set()
-            assert [client.answer(at)[0] for at in streams] == list(map(prefixed, messages))
-            assert list(served.plain.steps) == [b"a", b"b"] * steps + [b"c"] * steps
-        served.assert_sound()
-
-
-@pytest.mark.parametrize("method", ["stepped", "exchange"])
-def test_a_call_that_may_wait_leaves_those_that_it_came_with(method: str) -> None:
-    """They are answered while it waits on another thread, and then it is, too."""
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            waits, *others = _asked_at_once(client, served, method, [b"!hold on", b"a", b"b"])
-            served.plain.unkept.set()
-            assert client.answer(1)
-            answers = {at: client.answer(at)[0] for at in others}
-            assert answers == {others[0]: prefixed(b"a"), others[1]: prefixed(b"b")}
-            served.plain.released.set()
-            assert client.next(FrameType.DATA, waits)
         served.assert_sound()
 
 

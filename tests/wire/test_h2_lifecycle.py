@@ -36,7 +36,7 @@ def test_drain_lets_calls_finish(transport: str) -> None:
         assert goaway.payload[:8] == frames.STREAM_IDS.to_bytes(4, "big") + bytes(4)
         client.send(data_frame(3, prefixed(b"2 x")[4:], ends=True))
         assert client.answer(3)[0] == prefixed(b"x") * 2
-        for stream_id in (1, 5, 7, 9, 11):
+        for stream_id in (1, 5, 7, 9):
             client.say(stream_id, b"%d" % stream_id)
             assert client.answer(stream_id)[0] == prefixed(b"%d" % stream_id)
         client.open(13)
