@@ -1,7 +1,6 @@
 """The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT POD native|grpcio skip|full`; what the router costs
-above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; what the router costs above this is what it does.
 """
 
 from __future__ import annotations
@@ -42,15 +41,6 @@ class _BareExtProc:
     def exchange(self, _stream: object = None) -> _BareExchange:
         return _BareExchange(self._answer, self._is_full)
 
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], _context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        exchange = self.exchange()
-        for message in request_iterator:
-            yield from exchange.answers(message)
-            if exchange.finished:
-                return
-
 
 class _BareExchange:
     def __init__(self, answer: pb.ProcessingResponse, is_full: bool) -> None:
@@ -80,7 +70,7 @@ class _BareExchange:
         pass
 
 
-def main(port: int, pod: str, transport: str, responses: str) -> None:
+def main(port: int, pod: str, responses: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -103,7 +93,7 @@ def main(port: int, pod: str, transport: str, responses: str) -> None:
             lambda server: server.add_generic_rpc_handlers((handlers,)),
             lambda server: add_ext_proc(_BareExtProc(pod, responses), server),
         ),
-        inline=inline if transport == "native" else None,
+        inline=inline,
     )
     server.start()
     threading.Event().wait()

@@ -5,13 +5,13 @@ Knows which service is served where; knows nothing of how a pod is picked.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from indexer.peer_service import PEER_SERVICE, PeerDoor
@@ -25,7 +25,8 @@ from router.evictions import Evictions
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import GrpcListener, listen
+from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
@@ -154,7 +155,7 @@ class Doors:
         """Ends serving; idempotent."""
         self._opened.close()
 
-    def _listen(self, parts: DoorParts) -> GrpcListener:
+    def _listen(self, parts: DoorParts) -> GrpcServer:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
@@ -172,8 +173,8 @@ class Doors:
             message_bytes_max=config.max_request_bytes,
             receive_bytes_max=config.receive_bytes_max,
             send_bytes_max=config.send_bytes_max,
-            credentials=_credentials(config),
-            inline=self._inline(parts.may_wait) if config.grpc_transport == "native" else None,
+            tls=_grpc_tls(config),
+            inline=self._inline(parts.may_wait),
             services=(
                 lambda server: add_ext_proc(ext_proc, server, watchers),
                 check.add_to,
@@ -204,9 +205,9 @@ class Doors:
         pages = parts.pages.pages() | (dict(Profiling().pages()) if config.profiling else {})
         tls = None
         if config.metrics_tls is not None:
-            from router.tls import MetricsTls
+            from router.tls import metrics_tls
 
-            tls = MetricsTls(config.metrics_tls).context
+            tls = metrics_tls(config.metrics_tls)
         return DebugServer(
             config.host,
             config.metrics_port,
@@ -216,7 +217,7 @@ class Doors:
             authorize=_metrics_auth(config) if config.metrics_auth else None,
         )
 
-    def _listen_health(self, health: Health) -> GrpcListener:
+    def _listen_health(self, health: Health) -> GrpcServer:
         config = self._config
         return listen(
             "--grpc-health-port",
@@ -226,7 +227,7 @@ class Doors:
             requests_max=_HEALTH_CALLS,
             message_bytes_max=0,
             services=(health.add_to,),
-            inline=_HEALTH if config.grpc_transport == "native" else None,
+            inline=_HEALTH,
         )
 
     def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:
@@ -242,13 +243,13 @@ class Doors:
         return reference, check
 
 
-def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
     if config.tls is None:
         return None
     # What makes certificates takes its time to load, and most routers have none.
-    from router.tls import grpc_credentials
+    from router.tls import grpc_tls
 
-    return grpc_credentials(config.tls)
+    return grpc_tls(config.tls)
 
 
 def _metrics_auth(config: RouterConfig) -> Authorize:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint, system_owned
 from router.errors import RequestError
@@ -57,7 +55,7 @@ class ExtProcOptions:
     responses_full: bool = False
 
 
-class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class ExtProcDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     def __init__(
@@ -68,22 +66,9 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._options = options
 
-    def exchange(self, stream: ExchangeStream | grpc.ServicerContext) -> _Exchange:
+    def exchange(self, stream: ExchangeStream) -> _Exchange:
         """One HTTP request's way, to be fed its messages one by one and closed."""
         return _Exchange(self._picks, self._outcomes, self._metrics, self._options, stream.is_active)
-
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        """Serves one HTTP request."""
-        exchange = self.exchange(context)
-        try:
-            for message in request_iterator:
-                yield from exchange.answers(message)
-                if exchange.finished:
-                    return
-        finally:
-            exchange.close()
 
 
 class _Exchange:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import grpc
 import numpy as np
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
@@ -35,7 +33,6 @@ from router.ext_proc_messages import BodyMode, header_values, streamed
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
-from router.interruptible import Interruptible
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.parsers import Api, Parsers
@@ -94,54 +91,16 @@ class ReferenceParts:
     evictions: Evictions | None = None
 
 
-class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class ReferenceDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     def __init__(self, parts: ReferenceParts, options: ReferenceOptions) -> None:
         self._parts = parts
         self._options = options
 
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        """Serves one HTTP request."""
-        exchange = _Exchange(self._parts, self._options, context.is_active)
-        try:
-            yield from self._serve(exchange, request_iterator)
-        finally:
-            exchange.close()
-
     def exchange(self, stream: ExchangeStream) -> ReferenceExchange:
-        """The same, to be fed its messages one by one."""
+        """One HTTP request's way, to be fed its messages one by one and closed."""
         return ReferenceExchange(_Exchange(self._parts, self._options, stream.is_active), self._parts, stream)
-
-    def _serve(self, exchange: _Exchange, messages: Iterator[Message]) -> Iterator[Answer]:
-        for message in messages:
-            yield from exchange.answers(message)
-            if exchange.finished:
-                return
-            if exchange.evictable_priority is not None:
-                yield from self._serve_evictable(exchange, messages, exchange.evictable_priority)
-                return
-
-    def _serve_evictable(
-        self, exchange: _Exchange, messages: Iterator[Message], priority: int
-    ) -> Iterator[Answer]:
-        """The rest of a stream whose request may be taken back."""
-        evictions = self._parts.evictions
-        assert evictions is not None
-        rest = Interruptible(messages)
-        entry = evictions.enter(priority, rest.interrupt)
-        try:
-            for message in rest:
-                yield from exchange.answers(message)
-                if exchange.finished:
-                    return
-            if rest.is_interrupted:
-                yield from exchange.evicted()
-        finally:
-            evictions.leave(entry)
-            rest.close()
 
 
 class ReferenceExchange:

@@ -1,19 +1,10 @@
-"""What stands around every stream of a gRPC method: its messages, answers and end in, watchers told.
-
-Knows nothing of what is watched, nor of what the method does.
-"""
+"""What watchers are told of the streams of a gRPC method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
-
-import grpc
+from typing import Protocol
 
 OK, CANCELED, UNKNOWN = "OK", "Canceled", "Unknown"
-
-# serve(messages, context): the answers.
-Serve = Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]
 
 
 class Cancellable(Protocol):
@@ -47,39 +38,3 @@ class StreamWatcher(Protocol):
 
     def opened(self, stream: Cancellable) -> OpenStream:
         """A stream begins."""
-
-
-def watched(serve: Serve, watchers: Sequence[StreamWatcher]) -> Serve:
-    """The same method, watched."""
-
-    def process(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        streams = [watcher.opened(context) for watcher in watchers]
-        code = OK
-        try:
-            for answer in serve(_told(messages, streams), context):
-                for stream in streams:
-                    stream.answered()
-                yield answer
-        except BaseException:
-            # A client that goes away ends the iteration of its own messages with an error.
-            code = UNKNOWN if context.is_active() else CANCELED
-            raise
-        finally:
-            for stream in streams:
-                stream.closed(code)
-
-    return process if watchers else serve
-
-
-def _told(messages: Iterator[Any], streams: Sequence[OpenStream]) -> Iterator[Any]:
-    while True:
-        for stream in streams:
-            stream.waits()
-        try:
-            message = next(messages, None)
-        finally:
-            for stream in streams:
-                stream.serves()
-        if message is None:
-            return
-        yield message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from router.h2.exchange_call import ExchangeCall
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.threaded_call import ThreadedCall
+from router.h2.tls import HANDSHAKE, TlsLayer
 from router.h2.unary_call import UnaryCall
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class Host(Protocol):
     methods: Methods
     receive_bytes_max: int
     streams_max: int
+    # The context of the next connection that begins with TLS; None: there is no TLS.
+    tls: Callable[[], ssl.SSLContext] | None
 
     def begin_call(self) -> bool:
         """Whether there is a place for one more call; it is taken then."""
@@ -81,6 +85,9 @@ class Peer:
         window_bytes = host.receive_bytes_max + (64 << 10)
         self._connection = H2Connection(call_head, streams_max=host.streams_max, window_bytes=window_bytes)
         self._is_lost = False
+        self._tls: TlsLayer | None = None
+        # Where there is TLS, the client's first byte says whether it speaks it.
+        self._may_send = host.tls is None
         self._reader = 0
         self._steps = 0
         self._step_s: float | None = None
@@ -98,8 +105,11 @@ class Peer:
         try:
             self.flush()
             while size := self._receive(room):
+                data = bytes(room[:size])
                 with self._lock:
-                    events = connection.receive(bytes(room[:size]))
+                    if self._tls is not None or not self._may_send:
+                        data = self._plaintext(data)
+                    events = connection.receive(data)
                     if connection.out:
                         self._write_out()
                 if connection.steps != self._steps:
@@ -117,6 +127,10 @@ class Peer:
             )
             with suppress(OSError):
                 self._say_goaway(error.code, str(error))
+        except ssl.SSLError as error:
+            _repeated.event(
+                "tls_failed", host_of(self.peer), "TLS with a gRPC client at %s failed: %s", self.peer, error
+            )
         except OSError:
             pass  # the client is gone, or too slow
         finally:
@@ -197,6 +211,28 @@ class Peer:
                 # The kernel's timeout; a connection may be silent as long as it likes between frames.
                 if self._connection.is_within:
                     raise _too_slow() from None
+
+    def _plaintext(self, data: bytes) -> bytes:
+        """Take the client's bytes; the first of them says whether they are TLS.
+
+        Raises:
+            OSError: TLS has failed, or the client has ended it.
+        """
+        if self._tls is None:
+            if self._host.tls is None or data[0] != HANDSHAKE:
+                self._may_send = True
+                return data
+            self._tls = TlsLayer(self._host.tls())
+        tls = self._tls
+        try:
+            data = tls.receive(data)
+            self._may_send = tls.is_open
+        finally:
+            if records := tls.take_out():
+                self._send(records)
+        if tls.is_over and not data:
+            raise ConnectionResetError
+        return data
 
     def _check_pace(self) -> None:
         """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""
@@ -284,11 +320,14 @@ class Peer:
             self._write_out()
 
     def _write_out(self) -> None:
-        if not self._connection.out:
+        if not (self._connection.out and self._may_send):
             return
         data = b"".join(self._connection.take_out())
         if self._is_lost:
             return
+        self._send(data if self._tls is None else self._tls.sealed(data))
+
+    def _send(self, data: bytes) -> None:
         try:
             sent_bytes = self._socket.send(data)
             if sent_bytes < len(data):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ class GrpcServer:
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
         receive_bytes_max, send_bytes_max: Largest messages.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
+        tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
 
     Attributes:
         port: The port listened on.
@@ -56,10 +58,12 @@ class GrpcServer:
         receive_bytes_max: int,
         send_bytes_max: int,
         inline: Mapping[str, int],
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._listener = TcpListener(flag, host, port, self._take, "grpc")
         self.port = self._listener.port
         self.methods = Methods()
+        self.tls = tls
         self.receive_bytes_max = receive_bytes_max
         self._calls_max = requests_max
         # Told to clients; so much above what is served that they are refused rather than kept waiting.

@@ -51,7 +51,6 @@ def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     return stream.cancel
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
 @pytest.mark.parametrize(
     ("ask", "compat"),
     [
@@ -62,10 +61,10 @@ def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     ],
 )
 def test_whoever_goes_away_while_it_waits_leaves_nothing_behind(
-    ask: Ask, compat: str, transport: str, tmp_path: Path
+    ask: Ask, compat: str, tmp_path: Path
 ) -> None:
     """Its place in the queue is free at once, and no pod is ever charged with what nobody will send."""
-    flags = ("--compat", compat, "--grpc-transport", transport)
+    flags = ("--compat", compat)
     cancelled = 'request_queue_duration_seconds_count{outcome="cancelled",priority="0"} 3.0'
     with (
         scene(_CASE, tmp_path, *flags) as played,

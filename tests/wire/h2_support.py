@@ -10,17 +10,16 @@ from typing import Any
 
 import grpc
 
-from router.grpc_listen import GrpcListener, listen
+from router.grpc_listen import listen
 from router.h2 import GrpcServer
 from router.h2.methods import ExchangeMethod, ExchangeStream
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
-# A connection's own thread, the server's other threads, grpcio.
-TRANSPORTS = ("native", "threads", "grpcio")
-OWN = TRANSPORTS[:2]
+# Who serves calls: their connection's own thread, or the server's other threads.
+TRANSPORTS = ("native", "threads")
 MESSAGE_BYTES_MAX = 9 << 20
-# All kinds of calls; exchanges are the own server's alone.
+# All kinds of calls.
 METHODS = ("unary", "server_stream", "client_stream", "bidi", "exchange")
 
 
@@ -79,8 +78,7 @@ class Plain:
     def add_to(self, server: Any) -> None:
         """Serves this."""
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self.handlers()),))
-        if isinstance(server, GrpcServer):
-            server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
+        server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
 
     def _exchange(self, stream: ExchangeStream) -> Echo:
         self.exchanges.append(echo := Echo(self, stream))
@@ -190,18 +188,12 @@ class Served:
     """A served Plain."""
 
     plain: Plain
-    server: GrpcListener
+    server: GrpcServer
 
     @property
     def address(self) -> str:
         """Of the server."""
         return f"127.0.0.1:{self.server.port}"
-
-    @property
-    def own(self) -> GrpcServer:
-        """The server, which must not be grpcio's."""
-        assert isinstance(self.server, GrpcServer)
-        return self.server
 
     def channel(self, **options: int) -> grpc.Channel:
         """A connection of its own, which takes and gives large messages."""
@@ -222,8 +214,8 @@ class Served:
 
     def _await_idle(self) -> None:
         # A connection's last calls may begin after all that a test has seen of it.
-        wait_until(lambda: self.own.connections == 0, "no connections are left")
-        wait_until(lambda: self.own.open_calls == 0, "no calls are left")
+        wait_until(lambda: self.server.connections == 0, "no connections are left")
+        wait_until(lambda: self.server.open_calls == 0, "no calls are left")
 
 
 def caller(channel: grpc.Channel, method: str) -> Any:
@@ -242,10 +234,9 @@ def caller(channel: grpc.Channel, method: str) -> Any:
 def serving(transport: str, *, threads: int = 32, requests_max: int = 256, **more: Any) -> Iterator[Served]:
     """Plain on a free port."""
     plain = Plain()
-    inline: dict[str, dict[str, int] | None] = {
+    inline: dict[str, dict[str, int]] = {
         "native": {path("unary"): 1 << 16, path("exchange"): 1 << 16},
         "threads": {},
-        "grpcio": None,
     }
     services: list[Callable[[Any], object]] = [plain.add_to, *more.pop("services", ())]
     server = listen(

@@ -291,7 +291,7 @@ def test_health_is_watched(transport: str) -> None:
         assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.SERVING] * 5
         servicer.set("x", health_pb2.HealthCheckResponse.NOT_SERVING)
         assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 5
-        # Not before the change: grpcio's server would wait for ever.
+        # Not before the change.
         watches.pop().cancel()
         assert stub.Check(health_pb2.HealthCheckRequest(service="x")).status == 2
 

@@ -17,7 +17,7 @@ from router.h2.errors import H2Code
 from router.h2.frames import FrameType
 from router.h2.messages import prefixed
 from router.h2.methods import ExchangeMethod
-from tests.wire.h2_support import OWN, caller, path, serving
+from tests.wire.h2_support import TRANSPORTS, caller, path, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
@@ -55,10 +55,10 @@ def test_the_server_cancels_at_any_moment() -> None:
 
     watcher = Watcher()
     with serving("threads", threads=8, requests_max=1000) as served:
-        inner = served.own.methods.find(path("exchange"))
+        inner = served.server.methods.find(path("exchange"))
         assert isinstance(inner, ExchangeMethod)
         watched = ExchangeMethod(inner.open, inner.read, inner.written, (watcher,))
-        served.own.add_exchange(path("exchange"), watched)
+        served.server.add_exchange(path("exchange"), watched)
 
         def cancel_all(stop: threading.Event) -> None:
             places = random.Random(7)
@@ -121,7 +121,7 @@ def test_an_exchange_is_not_closed_while_it_answers() -> None:
                 client.send(frames.frame(FrameType.PING, 0, 0, bytes(8)))
                 client.next(FrameType.PING)
             assert not echo.stream.is_active()
-            assert (echo.closes, served.own.open_calls) == (0, 1)
+            assert (echo.closes, served.server.open_calls) == (0, 1)
             served.plain.released.set()
             wait_until(lambda: echo.closes == 1, "its end")
         served.assert_sound()
@@ -155,13 +155,13 @@ def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
             client.send(data_frame(1, prefixed(b"quick")) + begun)
             assert client.next(FrameType.DATA, 1).payload == prefixed(b"quick")
             assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-            assert served.own.open_calls == 2
+            assert served.server.open_calls == 2
             served.plain.released.set()
             assert client.next(FrameType.DATA, 3)
         served.assert_sound()
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
     """A stream ended from outside answers what it has begun, then the given answers, then ends well."""
     with serving(transport) as served:
@@ -227,9 +227,9 @@ def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
 def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
     """Faults in a method's own beginning and end are told and logged; the connection goes on."""
     with serving("native") as served:
-        inner: Any = served.own.methods.find(path("exchange"))
+        inner: Any = served.server.methods.find(path("exchange"))
         unopened = ExchangeMethod(_failing("closed today"), inner.read, inner.written)
-        served.own.add_exchange(path("unopened"), unopened)
+        served.server.add_exchange(path("unopened"), unopened)
 
         class Unclosable:
             """Fails at its end."""
@@ -244,7 +244,7 @@ def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
 
             close = _failing("cannot end")
 
-        served.own.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
+        served.server.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
         with served.channel() as channel:
             for _ in range(3):
                 with pytest.raises(grpc.RpcError) as caught:

@@ -46,6 +46,6 @@ def test_a_call_that_is_over_is_freed_at_once(transport: str, method: str, begun
                     assert b"".join([answer] if isinstance(answer, bytes) else answer)
                 except grpc.RpcError:
                     assert order.startswith(b"!")
-        wait_until(lambda: served.own.open_calls == 0, "all calls are over")
+        wait_until(lambda: served.server.open_calls == 0, "all calls are over")
         served.plain.exchanges.clear()
         wait_until(lambda: begun() == 0, "all calls are freed")
