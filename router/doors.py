@@ -45,9 +45,7 @@ from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.journal import READERS_MAX
 from router.rewrite import RewriteRules
 from router.route import Router
-from router.slow_streams import SlowStreams
 from router.stream_metrics import StreamMetrics
-from router.stream_watch import StreamWatcher
 from router.tcp_listen import check_free
 
 # Envoy holds one access log stream open per worker thread, and each other router follows by one.
@@ -120,8 +118,6 @@ class Doors:
                 lambda: connector_sign(config, parts.pods.snapshot()) is not None,
             ),
         )
-        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
-        self._slow = SlowStreams(config.max_streams, cut)
         # Closed in the other order: by `close`, or at once if one of them cannot be had.
         with ExitStack() as opened:
             self._debug = self._listen_debug(parts)
@@ -143,10 +139,6 @@ class Doors:
         self._grpc_health.start()
         self._debug.start()
 
-    def relieve(self) -> None:
-        """Cuts off requests that come too slowly while others need their places."""
-        self._slow.relieve()
-
     def drain(self) -> None:
         """Has gateways connect anew, and so elsewhere, where they keep connections for many requests."""
         self._grpc.drain()
@@ -159,9 +151,8 @@ class Doors:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
-        watchers: list[StreamWatcher] = [self._slow]
-        if config.stream_metrics:
-            watchers.append(StreamMetrics(parts.registry))
+        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
+        opened = StreamMetrics(parts.registry).opened if config.stream_metrics else None
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
         return listen(
             "--grpc-port",
@@ -176,7 +167,7 @@ class Doors:
             tls=_grpc_tls(config),
             inline=self._inline(parts.may_wait),
             services=(
-                lambda server: add_ext_proc(ext_proc, server, watchers),
+                lambda server: add_ext_proc(ext_proc, server, cut, opened),
                 check.add_to,
                 picks.add_to,
                 access_log.add_to,

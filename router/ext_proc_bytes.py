@@ -8,7 +8,7 @@ protobuf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +21,6 @@ from router.h2 import GrpcServer
 from router.h2.methods import ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.protobuf_bytes import read_varint, tag, varint
-from router.stream_watch import StreamWatcher
 
 
 class ResponseChunk(msgspec.Struct, frozen=True):
@@ -111,9 +110,18 @@ def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: boo
         yield b"".join((opening, front, chunk, behind))
 
 
-def add_ext_proc(door: Any, server: GrpcServer, watchers: Sequence[StreamWatcher] = ()) -> None:
-    """Registers a door by its exchanges; answers are messages or their bytes."""
-    method = ExchangeMethod(door.exchange, read_message, _serialized, watchers)
+def add_ext_proc(
+    door: Any,
+    server: GrpcServer,
+    cut: Callable[[], object] = bool,
+    opened: Callable[[], Callable[[str], object]] | None = None,
+) -> None:
+    """Registers a door by its exchanges; answers are messages or their bytes.
+
+    Args:
+        cut, opened: See ExchangeMethod.
+    """
+    method = ExchangeMethod(door.exchange, read_message, _serialized, cut, opened)
     server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
 
 

@@ -14,10 +14,11 @@ from router.h2.calls import Call, CallLimits, Link
 from router.h2.messages import MessageError
 from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
-from router.stream_watch import CANCELED, OK, UNKNOWN
 
 _log = logging.getLogger(__name__)
 
+# What a stream ends with, for whoever counts.
+_OK, _CANCELED, _UNKNOWN = "OK", "Canceled", "Unknown"
 # One thing to do for the stream.
 _Task = Callable[[], None]
 
@@ -39,17 +40,23 @@ class ExchangeCall(Call):
         # What the thread that serves is to do next.
         self._waiting: deque[_Task] = deque()
         self._is_serving = self._is_closed = False
-        self._code = CANCELED
+        self._code = _CANCELED
         self._exchange: Exchange = method.open(self)
-        self._watches = [watcher.opened(self) for watcher in method.watchers]
-        # Told until there is an answer.
-        self._waited_on = self._watches
-        for watch in self._watches:
-            watch.waits()
+        self._tell_end = method.opened() if method.opened is not None else None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether nothing is answered because the client has not sent its request yet."""
+        return not (self._has_headers or self._is_serving or self.is_over)
 
     def is_active(self) -> bool:
         """Whether the client still waits."""
         return not self.is_over
+
+    def cut(self) -> None:
+        """Ends a slow stream, as if the client had."""
+        self._method.cut()
+        self.cancel()
 
     def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
         """Ends the stream from outside, with these answers, behind what is being answered; does not block."""
@@ -84,14 +91,10 @@ class ExchangeCall(Call):
         """Does a task and those that wait."""
         while True:
             if task is not None and not self.is_over:
-                for watch in self._waited_on:
-                    watch.serves()
                 try:
                     task()
                 except Exception as error:
                     self._fail(error)
-                for watch in self._waited_on:
-                    watch.waits()
             with self._lock:
                 if not self._waiting:
                     self._is_serving = False
@@ -102,7 +105,7 @@ class ExchangeCall(Call):
             self._close_once()
 
     def _fail(self, error: Exception) -> None:
-        self._code = UNKNOWN
+        self._code = _UNKNOWN
         if isinstance(error, MessageError):
             self._end(error.status, str(error))
             return
@@ -118,25 +121,21 @@ class ExchangeCall(Call):
         written = self._method.written
         answers = b"".join([self._framed(written(answer)) for answer in exchange.answers(message)])
         if exchange.finished:
-            self._code = OK
+            self._code = _OK
             self._end(grpc.StatusCode.OK, data=answers)
             return
         if not answers:
             self._link.consumed(self._stream, size)
             return
         self._say(answers, consumed=size)
-        if self._waited_on:
-            for watch in self._waited_on:
-                watch.answered()
-            self._waited_on = []
 
     def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
-        self._code = OK
+        self._code = _OK
         data = b"".join(map(self._framed, map(self._method.written, answers())))
         self._end(grpc.StatusCode.OK, data=data)
 
     def _finish(self) -> None:
-        self._code = OK
+        self._code = _OK
         self._end(grpc.StatusCode.OK)
 
     def _released(self) -> None:
@@ -152,10 +151,10 @@ class ExchangeCall(Call):
             self._exchange.close()
         except Exception:
             _log.exception("a stream's end failed: %s", self._stream.head.path)
-        for watch in self._watches:
-            watch.closed(self._code)
-        # They lead back to the call, which shall go with its last user and not wait for a collector.
-        self._exchange, self._watches, self._waited_on = _GONE, [], []
+        if self._tell_end is not None:
+            self._tell_end(self._code)
+        # It leads back to the call, which shall go with its last user and not wait for a collector.
+        self._exchange = _GONE
         self._ended()
 
 

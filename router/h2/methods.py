@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from router.h2.messages import MessageError
-from router.stream_watch import StreamWatcher
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +57,15 @@ class ExchangeMethod:
         open: Makes one for each stream.
         read: A message's bytes in, the message out.
         written: An answer in, its bytes out.
+        cut: Told of each stream that is cut off because its request comes too slowly.
+        opened: Told of each stream; what it returns is called with the code that the stream ends with.
     """
 
     open: Callable[[ExchangeStream], Exchange]
     read: Callable[[bytes], Any]
     written: Callable[[Any], bytes]
-    watchers: Sequence[StreamWatcher] = ()
+    cut: Callable[[], object] = bool
+    opened: Callable[[], Callable[[str], object]] | None = None
 
 
 class CallDetails(NamedTuple):

@@ -54,8 +54,11 @@ class Host(Protocol):
     def begin_call(self) -> bool:
         """Whether there is a place for one more call; it is taken then."""
 
-    def end_call(self) -> None:
+    def end_call(self, stream: Stream) -> None:
         """A place is free again."""
+
+    def note_exchange(self, stream: Stream) -> None:
+        """A stream's call may be cut off as long as its request has not come."""
 
     def run(self, task: Callable[[], object]) -> None:
         """Has a task done on another thread."""
@@ -280,6 +283,7 @@ class Peer:
         limits, ended = host.limits(head.path), partial(self._call_ended, stream)
         try:
             if isinstance(method, ExchangeMethod):
+                host.note_exchange(stream)
                 return ExchangeCall(self, stream, limits, ended, method)
             if method.request_streaming or method.response_streaming:
                 return ThreadedCall(self, stream, limits, ended, method)
@@ -309,7 +313,7 @@ class Peer:
             if not (stream.is_served and stream.is_closed and stream.holds_place):
                 return
             stream.holds_place = False
-        self._host.end_call()
+        self._host.end_call(stream)
 
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)

@@ -14,8 +14,10 @@ from typing import Any
 
 from indexer.repeated_log import RepeatedLog
 from router.h2.calls import CallLimits
+from router.h2.exchange_call import ExchangeCall
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.peer import Peer, host_of
+from router.h2.streams import Stream
 from router.tcp_listen import TcpListener, prepare
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
+# A client that needs longer for its request gives way to others.
+_PATIENCE_S = 2.0
 
 
 class GrpcServer:
@@ -73,6 +77,8 @@ class GrpcServer:
         }
         self._other_limits = CallLimits(receive_bytes_max, send_bytes_max, -1)
         self._calls = 0
+        # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
+        self._exchanges: dict[Stream, float] = {}
         self._lock = threading.Lock()
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
@@ -124,15 +130,18 @@ class GrpcServer:
 
     def begin_call(self) -> bool:
         """See `Host`."""
-        with self._lock:
-            is_free = self._calls < self._calls_max
-            self._calls += is_free
-        return is_free
+        return self._take_place() or (self._cut_slowest() and self._take_place())
 
-    def end_call(self) -> None:
+    def end_call(self, stream: Stream) -> None:
         """See `Host`."""
         with self._lock:
             self._calls -= 1
+            self._exchanges.pop(stream, None)
+
+    def note_exchange(self, stream: Stream) -> None:
+        """See `Host`."""
+        with self._lock:
+            self._exchanges[stream] = time.monotonic()
 
     def run(self, task: Callable[[], object]) -> None:
         """See `Host`."""
@@ -143,6 +152,33 @@ class GrpcServer:
     def limits(self, path: str) -> CallLimits:
         """See `Host`."""
         return self._limits.get(path, self._other_limits)
+
+    def _take_place(self) -> bool:
+        with self._lock:
+            is_free = self._calls < self._calls_max
+            self._calls += is_free
+        return is_free
+
+    def _cut_slowest(self) -> bool:
+        """Cut off the oldest stream whose request has not come in time, if there is any.
+
+        A client that sends its request slowly, or not at all, would hold its place as long as it likes.
+        """
+        latest_s = time.monotonic() - _PATIENCE_S
+        with self._lock:
+            old = [stream for stream, opened_s in self._exchanges.items() if opened_s <= latest_s]
+        for stream in old:
+            call = stream.call
+            if isinstance(call, ExchangeCall) and call.is_slow:
+                _repeated.event(
+                    "slow_request",
+                    "places",
+                    "all %d places for calls are taken; requests that come too slowly are cut off",
+                    self._calls_max,
+                )
+                call.cut()
+                return True
+        return False
 
     def _connected(self) -> dict[Peer, threading.Thread]:
         with self._lock:

@@ -31,40 +31,19 @@ def _failing(what: str) -> Callable[..., Any]:
 
 def test_the_server_cancels_at_any_moment() -> None:
     """An exchange cancelled by a third thread while two others feed and serve it ends once, and alone."""
-    opened: list[Any] = []
-
-    class Watcher:
-        """Keeps every stream, and counts their ends."""
-
-        def __init__(self) -> None:
-            self.ends: list[str] = []
-
-        def opened(self, stream: Any) -> Watcher:
-            """A stream."""
-            opened.append(stream)
-            return self
-
-        def waits(self) -> None:
-            """Not of interest."""
-
-        serves = answered = waits
-
-        def closed(self, code: str) -> None:
-            """Its end."""
-            self.ends.append(code)
-
-    watcher = Watcher()
+    ends: list[str] = []
     with serving("threads", threads=8, requests_max=1000) as served:
         inner = served.server.methods.find(path("exchange"))
         assert isinstance(inner, ExchangeMethod)
-        watched = ExchangeMethod(inner.open, inner.read, inner.written, (watcher,))
-        served.server.add_exchange(path("exchange"), watched)
+        counted = ExchangeMethod(inner.open, inner.read, inner.written, opened=lambda: ends.append)
+        served.server.add_exchange(path("exchange"), counted)
 
         def cancel_all(stop: threading.Event) -> None:
             places = random.Random(7)
             while not stop.wait(places.random() / 2000):
-                while opened:
-                    opened.pop().cancel()
+                for echo in list(served.plain.exchanges):
+                    if not echo.closes:
+                        echo.stream.cancel()
 
         stop = threading.Event()
         canceller = threading.Thread(target=cancel_all, args=(stop,))
@@ -83,7 +62,7 @@ def test_the_server_cancels_at_any_moment() -> None:
         stop.set()
         canceller.join()
         served.assert_sound()
-        assert len(watcher.ends) == 400
+        assert len(ends) == 400
 
 
 def test_an_exchange_is_handed_over_in_order() -> None:
