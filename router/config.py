@@ -47,11 +47,7 @@ class RouterConfig:
         kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
-        session_header: Header that carries a session's id; "" for none.
-        session_cookie: Cookie that does; "" for none.
-        session_stay_s: How much later an answer may come so that a session stays at its pod.
         index: What the index is made of, and where events come from.
-        explain_header: Whether responses say in a header why their pod was picked.
         tracing: Whether spans are sent to where the OTEL_* variables say.
         decisions_kept: Length of the ring behind /debug/decisions.
         picker: The EndpointPickerConfig; None: the cost policy picks.
@@ -93,10 +89,6 @@ class RouterConfig:
     prefill_tokens_per_s: float = 15_000.0
     refresh_interval_s: float = 1.0
     priorities: tuple[tuple[str, int], ...] = ()
-    session_header: str = ""
-    session_cookie: str = ""
-    session_stay_s: float = 1.0
-    explain_header: bool = False
     tracing: bool = False
     request_lifetime_s: float = 600.0
     decisions_kept: int = 1000
@@ -157,10 +149,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         prefill_tokens_per_s=flags.prefill_tokens_per_s,
         refresh_interval_s=flags.refresh_metrics_interval,
         priorities=tuple(flags.objective),
-        session_header=flags.session_header.lower(),
-        session_cookie=flags.session_cookie,
-        session_stay_s=flags.session_stay,
-        explain_header=flags.explain_header,
         tracing=flags.tracing,
         request_lifetime_s=flags.request_lifetime,
         decisions_kept=flags.decisions_kept,
@@ -192,9 +180,7 @@ def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError(
-            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
-        )
+        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
     return compat
 
 

@@ -15,7 +15,6 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from indexer.peer_service import PEER_SERVICE, PeerDoor
-from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
@@ -24,8 +23,6 @@ from router.config import RouterConfig
 from router.debug_http import Authorize, DebugServer
 from router.debug_pages import DebugPages
 from router.evictions import Evictions
-from router.explain import Explain
-from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
@@ -33,7 +30,6 @@ from router.grpc_listen import GrpcListener, listen
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
-    EXPLAIN_SERVICE,
     EXT_PROC_SERVICE,
     PICK_SERVICE,
     Health,
@@ -84,7 +80,6 @@ class DoorParts:
     outcomes: Outcomes
     metrics: RouterMetrics
     pods: PodSet
-    explain: Explain
     health: Health
     rewrites: RewriteRules
     distrust: Callable[[str, str], None]
@@ -123,7 +118,6 @@ class Doors:
             parts.router,
             parts.metrics,
             config.fallback_endpoints,
-            explains=config.explain_header,
             guard=BodyGuard(
                 config.forbidden_fields,
                 lambda: connector_sign(config, parts.pods.snapshot()) is not None,
@@ -176,13 +170,10 @@ class Doors:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
-        explain = ExplainDoor(parts.explain)
         watchers: list[StreamWatcher] = [self._slow]
         if config.stream_metrics:
             watchers.append(StreamMetrics(parts.registry))
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
-        # The generated functions have no types.
-        add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
         return listen(
             "--grpc-port",
             config.host,
@@ -199,7 +190,6 @@ class Doors:
                 lambda server: add_ext_proc(ext_proc, server, watchers),
                 check.add_to,
                 picks.add_to,
-                lambda server: add_explain(explain, server),
                 access_log.add_to,
                 parts.peers.add_to,
                 parts.ledger.add_to,
@@ -209,7 +199,6 @@ class Doors:
                 EXT_PROC_SERVICE,
                 CHECK_SERVICE,
                 PICK_SERVICE,
-                EXPLAIN_SERVICE,
                 ACCESS_LOG_SERVICE,
                 PEER_SERVICE,
                 LEDGER_SERVICE,

@@ -14,11 +14,9 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
-from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
@@ -91,19 +89,17 @@ def doors(
     *,
     threads: int = 80,
     fallback_endpoints: int = 0,
-    explains: bool = False,
     guard: BodyGuard | None = None,
     credentials: grpc.ServerCredentials | None = None,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
-    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, explains=explains, guard=guard)
+    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, guard=guard)
     options = options or ExtProcOptions()
     ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
-    add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
     server = listen(
         "--grpc-port",
         "127.0.0.1",
@@ -114,7 +110,6 @@ def doors(
         services=(
             lambda server: add_ext_proc(ext_proc, server),
             picks.add_to,
-            lambda server: add_explain(ExplainDoor(bench.explain), server),
             check.add_to,
             logs.add_to,
         ),
