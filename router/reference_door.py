@@ -6,7 +6,7 @@ is route()'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -100,58 +100,24 @@ class ReferenceDoor:
 
     def exchange(self, stream: ExchangeStream) -> ReferenceExchange:
         """One HTTP request's way, to be fed its messages one by one and closed."""
-        return ReferenceExchange(_Exchange(self._parts, self._options, stream.is_active), self._parts, stream)
+        return ReferenceExchange(self._parts, self._options, stream)
 
 
 class ReferenceExchange:
-    """One HTTP request's way, taken back by an answer behind whatever is being answered."""
-
-    def __init__(self, exchange: _Exchange, parts: ReferenceParts, stream: ExchangeStream) -> None:
-        self._exchange = exchange
-        self._evictions = parts.evictions
-        self._stream = stream
-        self._entry: Evictable | None = None
-        self.finished = False
-
-    @property
-    def is_routed(self) -> bool:
-        """See `Exchange`."""
-        return self._exchange.is_routed
-
-    def answers(self, message: Message) -> Iterator[Answer]:
-        """See `Exchange`."""
-        exchange = self._exchange
-        yield from exchange.answers(message)
-        self.finished = exchange.finished
-        priority = exchange.evictable_priority
-        if priority is not None and self._entry is None and self._evictions is not None:
-            evict = partial(self._stream.interrupt, exchange.evicted)
-            self._entry = self._evictions.enter(priority, evict)
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        if self._entry is not None and self._evictions is not None:
-            self._evictions.leave(self._entry)
-        self._exchange.close()
-
-
-class _Exchange:
     """One HTTP request's way through the door.
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
         is_routed: Whether its pod is picked.
-        evictable_priority: Of a request that is on its way and may be taken back; else None.
     """
 
-    def __init__(
-        self, parts: ReferenceParts, options: ReferenceOptions, is_active: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parts: ReferenceParts, options: ReferenceOptions, stream: ExchangeStream) -> None:
         self._parts = parts
         self._options = options
-        self._is_active = is_active
+        self._stream = stream
         self.finished = False
-        self.evictable_priority: int | None = None
+        # In flight, where it may be taken back.
+        self._entry: Evictable | None = None
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
         self._subset: frozenset[str] | None = None
@@ -190,7 +156,7 @@ class _Exchange:
             self.finished = True
             yield immediate_answer(error)
 
-    def evicted(self) -> Iterator[pb.ProcessingResponse]:
+    def _evicted(self) -> Iterator[pb.ProcessingResponse]:
         """The answer to a request that is taken back, unless it is over already."""
         if self._phase.request_id is not None:
             self._phase.cut()
@@ -198,6 +164,8 @@ class _Exchange:
 
     def close(self) -> None:
         """The stream has ended, however it did."""
+        if self._entry is not None and self._parts.evictions is not None:
+            self._parts.evictions.leave(self._entry)
         self._inside.__exit__(None, None, None)
         if self._options.responses_full:
             self._phase.close()
@@ -268,7 +236,7 @@ class _Exchange:
             request, sent = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
-        decision = self._parts.picks.decide(request, self._is_active)
+        decision = self._parts.picks.decide(request, self._stream.is_active)
         destination = self._parts.picks.destination(decision)
         self._note(decision, request)
         set_headers = {"Content-Length": str(len(sent))} if sent else {}
@@ -339,7 +307,9 @@ class _Exchange:
         if request.body.get("stream") is True:
             self._response.streams()
         if decision.priority < 0 and decision.is_charged and self._parts.evictions is not None:
-            self.evictable_priority = decision.priority
+            # The answer to it comes behind whatever is being answered.
+            evict = partial(self._stream.interrupt, self._evicted)
+            self._entry = self._parts.evictions.enter(decision.priority, evict)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._parts.picks.refused(error)
