@@ -42,7 +42,7 @@ def child(name: str, code: str) -> ChildPlan:
 def test_no_two_processes_share_a_port(replicas: int) -> None:
     """Every port of the plan is there once, whatever the number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
-    assert len(ports) == len(set(ports)) == 4 * replicas + 6
+    assert len(ports) == len(set(ports)) == 4 * replicas + 5
 
 
 @pytest.mark.parametrize(
