@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import kernel, kernel_with_arrays
 from router.scrape import EngineLoad
 
@@ -157,7 +156,7 @@ class PodBoard:
         with self.lock:
             row, slot = self._row(pod), self._take_slot()
             queue = self._queues[row]
-            _enter.call(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
+            _enter(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
             queue[slot] = None
             self.mean_tokens += _MEAN_SHARE * (tokens - self.mean_tokens)
             return slot
@@ -174,7 +173,7 @@ class PodBoard:
             self._drop_idle(pod)
             # Only now: a new row may be one in a larger array.
             row = self._row(decodes)
-            _count.call(self.pods, row, 1.0, float(tokens))
+            _count(self.pods, row, 1.0, float(tokens))
 
     def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
         """The request is over; without a slot it was decoding."""
@@ -183,7 +182,7 @@ class PodBoard:
             if slot is not None:
                 self._leave_queue(row, slot, now_s, 0.0, -float(tokens))
             else:
-                _count.call(self.pods, row, -1.0, -float(tokens))
+                _count(self.pods, row, -1.0, -float(tokens))
             self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:
@@ -222,9 +221,9 @@ class PodBoard:
 
     def _compile(self) -> None:
         """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
-        _enter.call(self.pods, self._waiting, 0, 0, 0.0, 0.0, True)
-        _leave.call(self.pods, self._waiting, 0, True, _NOBODY, 0.0, 0.0, 0.0)
-        _count.call(self.pods, 0, 0.0, 0.0)
+        _enter(self.pods, self._waiting, 0, 0, 0.0, 0.0, True)
+        _leave(self.pods, self._waiting, 0, True, _NOBODY, 0.0, 0.0, 0.0)
+        _count(self.pods, 0, 0.0, 0.0)
 
     def _judge_fleet(self) -> None:
         """A pod that tells nothing yet is like those that do: else it would look many times faster."""
@@ -268,7 +267,7 @@ class PodBoard:
         was_head = next(iter(queue)) == slot
         del queue[slot]
         following = next(iter(queue), _NOBODY) if was_head else _NOBODY
-        _leave.call(self.pods, self._waiting, slot, was_head, following, float(now_s), decoding, held_tokens)
+        _leave(self.pods, self._waiting, slot, was_head, following, float(now_s), decoding, held_tokens)
         self._free_slot(slot)
 
     def _free_slot(self, slot: int) -> None:
@@ -290,7 +289,6 @@ def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
     return fleet_tokens_per_s
 
 
-@DirectKernel
 @kernel
 def _enter(
     pods: NDArray[Any],
@@ -311,7 +309,6 @@ def _enter(
         known["head_tokens"], known["head_since_s"] = tokens, now_s
 
 
-@DirectKernel
 @kernel
 def _leave(
     pods: NDArray[Any],
@@ -340,7 +337,6 @@ def _leave(
             known["head_tokens"] = waiting[following]["tokens"]
 
 
-@DirectKernel
 @kernel
 def _count(pods: NDArray[Any], row: int, decoding: float, held_tokens: float) -> None:
     """So many more requests decode, and so many more tokens are held."""

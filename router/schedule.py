@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchedPrompt
@@ -224,7 +223,7 @@ class Scheduler:
                 self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
         board = self._board
         with board.lock:
-            prices, order, most_cached_tokens = _weighed.call(
+            prices, order, most_cached_tokens = _weighed(
                 *held,
                 self._device_tiers,
                 places,
@@ -251,7 +250,7 @@ class Scheduler:
         add_credit(*served)
         with board.lock:
             pods, waiting, constants = board.pods, board.waiting, self._constants
-            _weighed.call(*served, pods, waiting, _NOBODY, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
+            _weighed(*served, pods, waiting, _NOBODY, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
@@ -311,7 +310,6 @@ class Scheduler:
         return keys[0][works.cached_tokens // self._block_tokens :]
 
 
-@DirectKernel
 @kernel_with_arrays
 def _weighed(
     cached_blocks: NDArray[np.int32],

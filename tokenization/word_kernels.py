@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
 
 WAYS = 4
@@ -39,7 +38,6 @@ _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 _TAB, _LINE_FEED, _RETURN, _BLANK = 9, 10, 13, 32
 
 
-@DirectKernel
 @kernel
 def encode_words(
     data: NDArray[np.uint8],
@@ -93,7 +91,6 @@ def encode_words(
     return ids, missing
 
 
-@DirectKernel
 @kernel
 def put_words(
     data: NDArray[np.uint8],

@@ -78,7 +78,7 @@ class WordEncoder:
         data = np.frombuffer(utf8, np.uint8)
         # No byte makes more than three ids: that is as much longer as the normal form makes a text.
         room = np.empty(4 * len(utf8), np.uint32)
-        ids, missing = encode_words.call(
+        ids, missing = encode_words(
             data, self._table, self._long_table, self._specials, self._seed, self._has_lines, room
         )
         if not missing:
@@ -106,7 +106,7 @@ class WordEncoder:
             fresh = [ids_of[word] for word in words]
         counts, fresh_ids = np.array(list(map(len, fresh))), np.array(list(chain(*fresh)), np.uint32)
         ids = np.empty(known + len(fresh_ids), np.uint32)
-        put_words.call(data, room, fresh_ids, counts, self._table, self._long_table, self._seed, ids)
+        put_words(data, room, fresh_ids, counts, self._table, self._long_table, self._seed, ids)
         return ids
 
     def _encode(self, words: Sequence[str]) -> list[list[int]]:
@@ -126,8 +126,8 @@ def compile_words() -> None:
     """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
     tables, seed = (_table(LINE_WORDS, 0), _table(LONG_LINE_WORDS, 0)), np.uint64(0)
     data, room, ids = np.zeros(1, np.uint8), np.zeros(4, np.uint32), np.zeros(1, np.uint32)
-    encode_words.call(data, *tables, special_tree(()), seed, True, room)
-    put_words.call(data, room, ids, np.array([1]), *tables, seed, ids)
+    encode_words(data, *tables, special_tree(()), seed, True, room)
+    put_words(data, room, ids, np.array([1]), *tables, seed, ids)
     split_words("a", WordCuts.LINES)
 
 
