@@ -1,7 +1,7 @@
 """The engine: takes requests from any thread, runs them step by step on its own, hands out tokens.
 
 One step is drain the inbox -> schedule -> run the model -> publish cache events -> deliver tokens. It knows
-no text and no HTTP; the model is behind `Runner`, the listeners behind two callables.
+no text and no HTTP; the model is behind `Executor`, the listeners behind two callables.
 """
 
 import itertools
@@ -18,15 +18,15 @@ from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
+from model_server.executor import Executor
 from model_server.kv_cache import KvCache
 from model_server.live_request import LiveRequest
 from model_server.lora_registry import LoraRegistry
 from model_server.prefill_order import PrefillRate
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 from model_server.scheduler import Chunk, Scheduler
-from model_server.step_runner import Runner
 
-__all__ = ["Engine", "EngineStats", "OutputSink", "Runner"]
+__all__ = ["Engine", "EngineStats", "OutputSink"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Engine:
         max_model_len: Most tokens of prompt and answer together.
         block_tokens: Tokens in one KV block.
         loras: The adapters that requests can name; None where there can be none.
-        runner: Computes the steps.
+        executor: Computes the steps.
         cache: Both tiers of KV blocks.
         scheduler: Knows all requests.
     """
@@ -53,7 +53,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        executor: Executor,
         events: EventSink,
         max_model_len: int,
         loras: LoraRegistry | None = None,
@@ -63,9 +63,9 @@ class Engine:
         self.loras = loras
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
-        self.runner = runner
+        self.executor = executor
         self._events = events
-        self.cache = KvCache(config, runner, max_model_len)
+        self.cache = KvCache(config, executor, max_model_len)
         self.scheduler = Scheduler(
             self.cache.manager,
             max_num_seqs=config.max_num_seqs,
@@ -100,7 +100,7 @@ class Engine:
             QueueFullError: Too many requests wait already.
             EngineClosedError: The engine takes nothing more.
         """
-        check_request(request, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len)
+        check_request(request, vocab_size=self.executor.vocab_size, max_model_len=self.max_model_len)
         adapter = None
         if request.lora_name is not None:
             if self.loras is None:
@@ -157,7 +157,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self.runner.vocab_size
+        return self.executor.vocab_size
 
     @property
     def is_sleeping(self) -> bool:
@@ -208,7 +208,7 @@ class Engine:
             self._thread.join()
         else:
             self._end_all("abort", None)
-        self.runner.close()
+        self.executor.close()
 
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
@@ -235,7 +235,7 @@ class Engine:
         try:
             while not self._closing:
                 self._turned_s = time.monotonic()
-                self.runner.check()
+                self.executor.check()
                 if not self.step():
                     with self._wake:
                         if not self._inbox and not self._closing:
@@ -278,7 +278,7 @@ class Engine:
         started_s = time.monotonic()
         for chunk in chunks:
             chunk.live.started_s = chunk.live.started_s or started_s
-        tokens = self.runner.run(chunks)
+        tokens = self.executor.run(chunks)
         prefills = sum(chunk.length for chunk in chunks) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
@@ -320,7 +320,7 @@ class Engine:
 
     def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
         sampling = live.request.sampling
-        is_eos = token in self.runner.eos_token_ids and not sampling.ignore_eos
+        is_eos = token in self.executor.eos_token_ids and not sampling.ignore_eos
         if is_eos or token in sampling.stop_token_ids:
             return "stop"
         if live.num_generated >= sampling.max_tokens or live.num_tokens >= self.max_model_len:
@@ -375,15 +375,14 @@ class Engine:
         if self._asleep or not self._reset_pool():
             return self._asleep
         self._asleep = True
-        self.cache.offload.detach()
-        self.runner.free_kv()
+        self.executor.free_kv()
         return True
 
     def _wake_up(self) -> bool:
         if not self._asleep:
             return False
-        self.runner.allocate_kv()
-        self.cache.offload.attach(self.runner.block_copies(self.cache.host.num_blocks))
+        self.executor.allocate_kv()
+        self.executor.allocate_host(self.cache.host.num_blocks)
         self._asleep = False
         return True
 

@@ -8,9 +8,9 @@ from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
+from model_server.executor import Executor
 from model_server.host_tier import HostTier
 from model_server.offload import Offload
-from model_server.step_runner import Runner
 
 
 class KvCache:
@@ -26,15 +26,16 @@ class KvCache:
         ConfigError: The longest request allowed does not fit.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, max_model_len: int) -> None:
-        announcer = Announcer(runner.kv_groups, config.block_tokens)
+    def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
+        announcer = Announcer(executor.kv_groups, config.block_tokens)
         self.pool = BlockPool(config.gpu_blocks, announcer)
-        self.host = HostTier(_host_blocks(config, runner), announcer, self.pool.announce)
-        self.offload = Offload(self.pool, self.host, runner.block_copies(self.host.num_blocks))
+        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)
+        self.offload = Offload(self.pool, self.host, executor)
+        executor.allocate_host(self.host.num_blocks)
         self.manager = BlockManager(
             self.pool,
             self.offload,
-            runner.kv_groups,
+            executor.kv_groups,
             block_tokens=config.block_tokens,
             chunk_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -56,7 +57,7 @@ class KvCache:
         return True
 
 
-def _host_blocks(config: EngineConfig, runner: Runner) -> int:
+def _host_blocks(config: EngineConfig, executor: Executor) -> int:
     if config.cpu_gib is None:
         return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // runner.block_bytes
+    return int(config.cpu_gib * 2**30) // executor.block_bytes

@@ -13,7 +13,7 @@ from model_server.requests import ChosenToken, FinishReason, GenerationRequest, 
 if TYPE_CHECKING:
     from model_server.free_queue import Block
     from model_server.host_tier import HostBlock
-    from model_server.lora import LoraAdapter
+    from model_server.lora import LoraRequest
     from model_server.offload import Restore
 
 
@@ -104,7 +104,7 @@ class LiveRequest:
         self,
         request: GenerationRequest,
         sampling_seed: int,
-        adapter: "LoraAdapter | None" = None,
+        adapter: "LoraRequest | None" = None,
         *,
         arrived_s: float = 0.0,
         serial: int = 0,

@@ -26,18 +26,29 @@ class LoraFactors:
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class LoraAdapter:
-    """One loaded adapter.
+class LoraRequest:
+    """What a request with an adapter keeps of it; the factors are with whoever computes.
 
     Attributes:
         name: What requests call it.
         lora_id: Number of this loading, from 1 on; never given twice.
         content_hash: Hexadecimal SHA-256 of its files: what it computes depends on nothing else.
-        factors: By layer and projection.
     """
 
     name: str
     lora_id: int
+    content_hash: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LoraAdapter:
+    """One loaded adapter, or one rank's part of it.
+
+    Attributes:
+        content_hash: As `LoraRequest.content_hash`.
+        factors: By layer and projection.
+    """
+
     content_hash: str
     factors: Mapping[tuple[int, str], LoraFactors]
 

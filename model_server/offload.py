@@ -52,31 +52,16 @@ class Offload:
         self.swapped_out_blocks = 0
         self.restores = 0
         self.block_bytes = copies.block_bytes
-        self._attached: BlockCopies | None = copies
+        self._copies = copies
         self._batch = _Batch()
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
         pool.on_evict = self.keep
 
     @property
-    def _copies(self) -> BlockCopies:
-        assert self._attached is not None, "there is no memory to copy"
-        return self._attached
-
-    @property
     def restoring(self) -> bool:
         """Whether a restore is under way."""
         return bool(self._restoring)
-
-    def detach(self) -> None:
-        """Let go of both tiers' memory; nothing may be under way."""
-        assert not self._storing, "a store is under way"
-        assert not self._restoring, "a restore is under way"
-        self._attached = None
-
-    def attach(self, copies: BlockCopies) -> None:
-        """Use this memory from now on."""
-        self._attached = copies
 
     def keep(self, block: Block) -> HostBlock | None:
         """See that the content of a block is in the host tier; returns its place there, None without room."""

@@ -16,8 +16,6 @@ from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.requests import GenerationRequest
-from model_server.runner import TorchRunner
-from model_server.shard import Shard
 from model_server.tiny import load_tiny
 from model_server.weights import load_checkpoint
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
@@ -104,9 +102,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
     block = engine.cache.pool.find((0, _first_digest(item)))
     assert block is not None
-    assert isinstance(engine.runner, TorchRunner)
-    assert isinstance(engine.runner.shard, Shard)
-    for tensor in engine.runner.shard.attention.block_tensors():
+    for tensor in engine.executor.runner.attention.block_tensors():
         tensor[:, block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 
