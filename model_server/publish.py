@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import zmq
 
 from model_server.cache_mirror import CacheMirror
-from model_server.errors import ConfigError, ModelServerError
+from model_server.config import KVEventsConfig
+from model_server.errors import ModelServerError
 from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
 from model_server.snapshot import Snapshot
@@ -30,46 +31,6 @@ _JOIN_TIMEOUT_S = 5.0
 
 class EndpointError(ModelServerError):
     """A ZMQ endpoint cannot be bound or connected."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVEventsConfig:
-    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
-
-    Attributes:
-        endpoint: Bound if it holds ``*`` or ``::`` or is ipc or inproc, otherwise connected.
-        replay_endpoint: Bound for replay requests; None for no replay.
-        buffer_steps: Batches kept for replay.
-        hwm: Batches that wait for one slow subscriber before its newest are dropped.
-        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
-        topic: First frame of every message.
-        always_bind: Bind whatever the endpoint is: not vLLM's, but without it nothing can be published on
-            a loopback address alone.
-    """
-
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-    always_bind: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            ConfigError: A cap is below 1.
-        """
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
-
-    def announced(self) -> dict[str, object]:
-        """The settings as vLLM's /kv_event_sources shows them."""
-        settings = asdict(self)
-        del settings["always_bind"]
-        return {"enable_kv_cache_events": True, "publisher": "zmq", **settings}
 
 
 @dataclass(frozen=True, slots=True)
