@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from model_server.admission import check_request
 from model_server.config import EngineConfig
@@ -29,6 +30,8 @@ from model_server.scheduler import Chunk, Scheduler
 __all__ = ["Engine", "EngineStats", "OutputSink"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OutputSink = Callable[[TokenOutput], None]
 
@@ -283,16 +286,35 @@ class Engine:
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
 
-    def _ask(self, action: Callable[[], bool]) -> bool:
-        """Have the stepping thread do something between two steps; returns False once the engine closes."""
-        answer: Future[bool] = Future()
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """Have the stepping thread do something between two steps, all events of the first published.
+
+        Raises:
+            EngineClosedError: The engine closes.
+        """
+        answer: Future[T] = Future()
+
+        def act() -> None:
+            self._publish()
+            try:
+                answer.set_result(action())
+            except Exception as error:
+                answer.set_exception(error)
+
         with self._wake:
             if self._closing:
-                return False
-            self._post(lambda: answer.set_result(action()))
+                raise EngineClosedError("the engine is closed")
+            self._post(act)
         if self._thread is None:
             self._drain_inbox()
         return answer.result()
+
+    def _ask(self, action: Callable[[], bool]) -> bool:
+        """Have the stepping thread change something; returns False once the engine closes."""
+        try:
+            return self.between_steps(action)
+        except EngineClosedError:
+            return False
 
     def _post(self, action: Callable[[], None]) -> None:
         """Leave work for the stepping thread; the caller holds the lock."""

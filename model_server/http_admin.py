@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from model_server.api_errors import ApiError
-from model_server.errors import AdapterError
+from model_server.errors import AdapterError, EngineClosedError
 from model_server.http_io import BodyReader, EventStream, json_response
 from model_server.lora_registry import LoraRegistry
 from model_server.openai_types import convert, decode_body
@@ -80,7 +80,7 @@ class ServerState:
         registry: Shown at /metrics.
         healthy: Answers /health.
         event_sources: Resolved event settings by data-parallel rank.
-        snapshot: Copies what the caches hold; None without KV events.
+        snapshot: Copies what the caches hold, between two steps; None without KV events.
         load: How many requests are handled now.
         runtime_loras: Whether operators may load adapters from the server's own directories.
     """
@@ -210,7 +210,10 @@ class AdminApi:
         self._snapshots += 1
         with ExitStack() as cleanup:
             cleanup.callback(self._snapshot_sent)
-            pieces = (await self._in_thread(self._state.snapshot)).pieces()
+            try:
+                pieces = (await self._in_thread(self._state.snapshot)).pieces()
+            except EngineClosedError as error:
+                raise ApiError(503, str(error)) from error
             first = await self._in_thread(_joined, pieces)
             return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
 

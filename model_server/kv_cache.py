@@ -3,11 +3,12 @@
 In: the settings and what computes the steps. Out: the parts, put together. Knows no requests.
 """
 
-from model_server.block_content import Announcer
+from model_server.block_content import Announcer, BlockContent
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
+from model_server.events import MEDIUM_CPU, MEDIUM_GPU
 from model_server.executor import Executor
 from model_server.host_tier import HostTier
 from model_server.offload import Offload
@@ -21,13 +22,14 @@ class KvCache:
         host: The host tier's.
         offload: The traffic between them.
         manager: Gives blocks to requests.
+        announcer: Writes the events.
 
     Raises:
         ConfigError: The longest request allowed does not fit.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
-        announcer = Announcer(executor.kv_groups, config.block_tokens)
+        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)
         self.pool = BlockPool(config.gpu_blocks, announcer)
         self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)
         self.offload = Offload(self.pool, self.host, executor)
@@ -47,6 +49,13 @@ class KvCache:
                 f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} "
                 f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
             )
+
+    def contents(self) -> dict[str, list[BlockContent]]:
+        """Return what can be found in each tier, by medium; a content once for each copy."""
+        return {
+            MEDIUM_GPU: [block.content for block in self.pool.blocks if block.content is not None],
+            MEDIUM_CPU: [block.content for block in self.host.kept.values() if block.ready],
+        }
 
     def reset(self) -> bool:
         """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""

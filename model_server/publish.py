@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from model_server.cache_mirror import CacheMirror
 from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
 from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
-from model_server.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +58,23 @@ class KVEventPublisher:
         config: Where and how to publish.
         data_parallel_rank: Third element of every batch.
 
+    Attributes:
+        config: As given, with the endpoints that were bound.
+        boot_id: Names this process.
+        rank: Third element of every batch.
+
     Raises:
         EndpointError: An endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
-        self._rank = data_parallel_rank
+        self.boot_id = secrets.token_hex(8)
+        self.rank = data_parallel_rank
         self._topic = config.topic.encode()
         self._ring = StepRing(config.buffer_steps)
         self._queue: deque[Step] = deque()
         self._queue_cap = config.max_queue_size
         self._lock = threading.Lock()
-        self._boot_id = secrets.token_hex(8)
-        self._mirror = CacheMirror()
         self._woken = self._stopping = False
         self._published = self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -97,8 +99,7 @@ class KVEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Give one step's events the next sequence number and hand them over; never blocks."""
         with self._lock:
-            step = self._ring.append(time.time(), events, self._rank)
-            self._mirror.apply(events)
+            step = self._ring.append(time.time(), events, self.rank)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -107,12 +108,10 @@ class KVEventPublisher:
         if must_wake:
             self._wake()
 
-    def snapshot(self, block_size: int) -> Snapshot:
-        """What the caches hold and which batch comes next, as of one moment between two steps."""
-        with self._lock:
-            return Snapshot(
-                self._boot_id, self._ring.next_sequence, block_size, self._rank, self._mirror.copy()
-            )
+    @property
+    def next_sequence(self) -> int:
+        """Number of the batch that is published next."""
+        return self._ring.next_sequence
 
     def stats(self) -> PublisherStats:
         """Totals since start."""

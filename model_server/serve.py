@@ -176,8 +176,16 @@ class Server:
         return {} if self._publisher is None else {"0": self._publisher.config.announced()}
 
     def _snapshot(self) -> Callable[[], Snapshot] | None:
-        publisher = self._publisher
-        return None if publisher is None else lambda: publisher.snapshot(self._engine.block_tokens)
+        publisher, engine = self._publisher, self._engine
+        if publisher is None:
+            return None
+
+        def take() -> Snapshot:
+            cache = engine.cache
+            position = publisher.boot_id, publisher.next_sequence, publisher.rank
+            return Snapshot(*position, cache.announcer, cache.contents())
+
+        return lambda: engine.between_steps(take)
 
     def _cache_config(self) -> dict[str, str]:
         config = self._options.engine
