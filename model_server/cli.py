@@ -17,12 +17,11 @@ from typing import NoReturn
 from model_server.admin_token import ADMIN_TOKEN_VARIABLE, admin_token
 from model_server.config import TINY_MODEL, EngineConfig, KVEventsConfig, ServeOptions
 from model_server.errors import ConfigError, ModelServerError
-from model_server.flags import add_flags, given, positive
+from model_server.flags import OneLineParser, add_flags, given, positive
 
 _API_KEY_VARIABLE = "KVROUTE_API_KEY"
 _REPLAY_ENDPOINT = "tcp://*:5558"
 _EXIT_FAILED = 1
-_EXIT_USAGE = 2
 _DEMO = "demo-offload"
 # Packages of the extra `model-server`, whose absence is the user's to mend rather than a bug.
 _EXTRA = frozenset(
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo_offload(arguments: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"kvroute model-server {_DEMO}",
         description="Show what the host tier saves: one prompt cold, from the device, and from the host.",
     )
@@ -111,15 +110,8 @@ def _exit_at_once(_: int, __: FrameType | None) -> NoReturn:
     os._exit(0)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="kvroute model-server",
         description="Serve one model over an OpenAI-compatible API and publish what its KV cache holds.",
     )

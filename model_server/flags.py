@@ -6,10 +6,11 @@ given as fields.
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+_EXIT_USAGE = 2
 _METAVARS = {int: "N", float: "GIB"}
 
 
@@ -32,6 +33,14 @@ class Flag:
     metavar: str | None = None
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit code 2."""
+        self.exit(_EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def add_flags(
     group: argparse._ArgumentGroup,
     settings: type,
@@ -46,12 +55,15 @@ def add_flags(
     """
     for declared, kind, flag in _flags(settings):
         default, shown = (defaults or {}).get(declared.name, (declared.default, flag.default_text))
+        is_required = default is MISSING
+        default = None if is_required else default
         if shown is None and default is not None and default is not False:
             shown = "%(default)s"
         group.add_argument(
             *(flag.names or (f"--{declared.name.replace('_', '-')}",)),
             dest=declared.name,
             default=default,
+            required=is_required,
             help=flag.text if shown is None else f"{flag.text} (default: {shown})",
             **_reading(kind, default, flag),
         )
