@@ -27,8 +27,6 @@ from model_server.prefill_order import PrefillRate
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 from model_server.scheduler import Chunk, Scheduler
 
-__all__ = ["Engine", "EngineStats", "OutputSink"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -45,12 +43,11 @@ class Engine:
     own after `start`, or the caller's of `step`.
 
     Attributes:
+        vocab_size: Token ids are below this.
         max_model_len: Most tokens of prompt and answer together.
         block_tokens: Tokens in one KV block.
         loras: The adapters that requests can name; None where there can be none.
-        executor: Computes the steps.
-        cache: Both tiers of KV blocks.
-        scheduler: Knows all requests.
+        is_sleeping: Whether it has given its memory back and runs nothing.
     """
 
     def __init__(
@@ -61,6 +58,7 @@ class Engine:
         max_model_len: int,
         loras: LoraRegistry | None = None,
     ) -> None:
+        self.vocab_size = executor.vocab_size
         self.max_model_len = max_model_len
         self.block_tokens = config.block_tokens
         self.loras = loras
@@ -76,7 +74,7 @@ class Engine:
             policy=config.scheduling_policy,
         )
         self._rate = PrefillRate()
-        self._asleep = False
+        self.is_sleeping = False
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
         self._wake = threading.Condition()  # guards the next four
@@ -103,7 +101,7 @@ class Engine:
             QueueFullError: Too many requests wait already.
             EngineClosedError: The engine takes nothing more.
         """
-        check_request(request, vocab_size=self.executor.vocab_size, max_model_len=self.max_model_len)
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         adapter = None
         if request.lora_name is not None:
             if self.loras is None:
@@ -157,26 +155,12 @@ class Engine:
         """Take the memory again and go on; returns False if the engine did not sleep."""
         return self._ask(self._wake_up)
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self.executor.vocab_size
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-        return self._asleep
-
     def stats(self) -> EngineStats:
         """Return the counters; callable from any thread."""
-        scheduler, cache = self.scheduler, self.cache
-        pool, host, offload = cache.pool, cache.host, cache.offload
-        running = len(scheduler.running)
+        scheduler, running = self.scheduler, len(self.scheduler.running)
         return EngineStats(
             running=running,
             waiting=max(len(self._live) - running, 0),
-            kv_usage=1.0 - pool.num_free / pool.num_blocks,
-            total_blocks=pool.num_blocks,
             prefix_queries_tokens=scheduler.prompt_tokens if self._caching else 0,
             prefix_hits_tokens=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
@@ -186,14 +170,9 @@ class Engine:
             last_step_monotonic_s=self._turned_s,
             healthy=self._healthy,
             host_hits_tokens=scheduler.host_prompt_tokens,
-            host_blocks=host.num_blocks,
-            host_usage=host.num_used / max(1, host.num_blocks),
-            swapped_in_blocks=offload.swapped_in_blocks,
-            swapped_out_blocks=offload.swapped_out_blocks,
-            block_bytes=offload.block_bytes,
-            restores=offload.restores,
             prefill_tokens_per_s=self._rate.tokens_per_s,
-            asleep=self._asleep,
+            asleep=self.is_sleeping,
+            **self.cache.stats(),
         )
 
     def start(self) -> None:
@@ -216,7 +195,7 @@ class Engine:
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
         self._drain_inbox()
-        if self._asleep:
+        if self.is_sleeping:
             return False
         chunks: list[Chunk] = []
         try:
@@ -394,18 +373,18 @@ class Engine:
         return done
 
     def _fall_asleep(self) -> bool:
-        if self._asleep or not self._reset_pool():
-            return self._asleep
-        self._asleep = True
+        if self.is_sleeping or not self._reset_pool():
+            return self.is_sleeping
+        self.is_sleeping = True
         self.executor.free_kv()
         return True
 
     def _wake_up(self) -> bool:
-        if not self._asleep:
+        if not self.is_sleeping:
             return False
         self.executor.allocate_kv()
         self.executor.allocate_host(self.cache.host.num_blocks)
-        self._asleep = False
+        self.is_sleeping = False
         return True
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:

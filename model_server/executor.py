@@ -93,9 +93,12 @@ class Executor:
         # Single tokens first, by length: that is how attention can batch them with little padding.
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        logits = self._tell("execute", *step_numbers(ordered), dropped)
         sampling = [chunk.live for chunk in ordered if chunk.samples]
-        tokens = choose_tokens(logits, sampling, self.eos_token_ids)
+        try:
+            logits = self._tell("execute", *step_numbers(ordered), dropped)
+            tokens = choose_tokens(logits, sampling, self.eos_token_ids)
+        except torch.AcceleratorError as error:  # told when results are read; each later step would fail, too
+            raise WorkerError(f"the device failed and does not recover: {error}") from error
         return {live.request_id: token for live, token in zip(sampling, tokens, strict=True)}
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
@@ -159,8 +162,6 @@ class Executor:
         except Exception as error:
             if self._size > 1:
                 raise self._workers.loss(f"failed: {error}") from error
-            if isinstance(error, torch.AcceleratorError):
-                raise WorkerError(f"the device failed, which it does not recover from: {error}") from error
             raise
 
     def _ask(self, method: str, *args: Any) -> list[Any]:

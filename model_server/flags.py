@@ -16,21 +16,13 @@ _METAVARS = {int: "N", float: "GIB"}
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a field is set from the command line.
+    """How a field is set from the command line."""
 
-    Attributes:
-        text: What it means, for `--help`.
-        names: Of the flag; none: that of the field.
-        default_text: What `--help` shows as the default; None: the value, if there is one.
-        read: Reads the value; None: as the field's type tells.
-        metavar: What `--help` shows for the value; None: as the field's type tells.
-    """
-
-    text: str
-    names: tuple[str, ...] = ()
-    default_text: str | None = None
-    read: Callable[[str], Any] | None = None
-    metavar: str | None = None
+    text: str  # what it means, for `--help`
+    names: tuple[str, ...] = ()  # of the flag; none: that of the field
+    default_text: str | None = None  # what `--help` shows as the default; None: the value, if there is one
+    read: Callable[[str], Any] | None = None  # reads the value; None: as the field's type tells
+    metavar: str | None = None  # what `--help` shows for the value; None: as the field's type tells
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -35,19 +35,13 @@ class ModelRunner:
         loaded: The rank's part of the model.
         config: Sizes of the pool.
         ranks: Who computes the model.
-
-    Attributes:
-        model: The decoder.
-        kv_groups: Layers that share a block table.
-        eos_token_ids: Tokens that end a text.
-        max_positions: Longest text that the model was made for, in tokens.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, ranks: Ranks) -> None:
-        self.model = loaded.model
-        self.eos_token_ids = loaded.eos_token_ids
-        self.max_positions = loaded.max_positions
-        self.kv_groups = pool_groups(loaded.model.shape.windows)
+        self.model = loaded.model  # the decoder
+        self.eos_token_ids = loaded.eos_token_ids  # tokens that end a text
+        self.max_positions = loaded.max_positions  # longest text that the model was made for, in tokens
+        self.kv_groups = pool_groups(loaded.model.shape.windows)  # layers that share a block table
         self._layout = KvLayout(self.kv_groups, config.gpu_blocks, config.block_tokens)
         self._fp8_kv = config.kv_cache_dtype == "fp8"
         self._ranks = ranks

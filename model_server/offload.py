@@ -16,15 +16,10 @@ from model_server.host_tier import HostBlock, HostTier
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Blocks on their way back to the device.
+    """Blocks on their way back to the device."""
 
-    Attributes:
-        pairs: From where to where.
-        done: Whether all of them are there.
-    """
-
-    pairs: list[tuple[HostBlock, Block]]
-    done: bool = False
+    pairs: list[tuple[HostBlock, Block]]  # from where to where
+    done: bool = False  # whether all of them are there
 
 
 @dataclass(slots=True)
@@ -36,22 +31,14 @@ class _Batch:
 
 
 class Offload:
-    """The traffic between two tiers.
-
-    Attributes:
-        host: The host tier.
-        block_bytes: Bytes of one block.
-        swapped_in_blocks: Blocks restored since the start.
-        swapped_out_blocks: Blocks stored since the start.
-        restores: Times that a request waited for blocks to be restored.
-    """
+    """The traffic between two tiers."""
 
     def __init__(self, pool: BlockPool, host: HostTier, copies: BlockCopies) -> None:
-        self.host = host
-        self.swapped_in_blocks = 0
-        self.swapped_out_blocks = 0
-        self.restores = 0
-        self.block_bytes = copies.block_bytes
+        self.host = host  # the host tier
+        self.swapped_in_blocks = 0  # blocks restored since the start
+        self.swapped_out_blocks = 0  # blocks stored since the start
+        self.restores = 0  # times that a request waited for blocks to be restored
+        self.block_bytes = copies.block_bytes  # bytes of one block
         self._copies = copies
         self._batch = _Batch()
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -20,6 +21,10 @@ from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
 from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
+from model_server.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from model_server.kv_cache import KvCache
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +38,12 @@ class EndpointError(ModelServerError):
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Totals since start.
+    """Totals since start."""
 
-    Attributes:
-        published: Batches sent on the PUB socket.
-        dropped: Batches never sent because the queue was full; a replay still heals them.
-        replays: Replay requests taken.
-        replays_rejected: Replay requests that were malformed or too many at once.
-    """
-
-    published: int
-    dropped: int
-    replays: int
-    replays_rejected: int
+    published: int  # batches sent on the PUB socket
+    dropped: int  # batches never sent because the queue was full; a replay still heals them
+    replays: int  # replay requests taken
+    replays_rejected: int  # replay requests that were malformed or too many at once
 
 
 class KVEventPublisher:
@@ -58,18 +56,13 @@ class KVEventPublisher:
         config: Where and how to publish.
         data_parallel_rank: Third element of every batch.
 
-    Attributes:
-        config: As given, with the endpoints that were bound.
-        boot_id: Names this process.
-        rank: Third element of every batch.
-
     Raises:
         EndpointError: An endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
-        self.boot_id = secrets.token_hex(8)
-        self.rank = data_parallel_rank
+        self.boot_id = secrets.token_hex(8)  # names this process
+        self.rank = data_parallel_rank  # third element of every batch
         self._topic = config.topic.encode()
         self._ring = StepRing(config.buffer_steps)
         self._queue: deque[Step] = deque()
@@ -89,6 +82,7 @@ class KVEventPublisher:
             self.close()
             raise
         bound = self._replay.endpoint if self._replay is not None else None
+        # As given, with the endpoints that were bound.
         self.config = replace(config, endpoint=endpoint, replay_endpoint=bound)
 
     def start(self) -> None:
@@ -112,6 +106,10 @@ class KVEventPublisher:
     def next_sequence(self) -> int:
         """Number of the batch that is published next."""
         return self._ring.next_sequence
+
+    def snapshot(self, cache: "KvCache") -> Snapshot:
+        """Return what the caches hold and which batch comes next; to be called between two steps."""
+        return Snapshot(self.boot_id, self.next_sequence, self.rank, cache.announcer, cache.contents())
 
     def stats(self) -> PublisherStats:
         """Totals since start."""

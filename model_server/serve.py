@@ -25,12 +25,10 @@ from model_server.events import NullSink
 from model_server.generation import AsyncEngine
 from model_server.http_admin import ServerState
 from model_server.http_api import HttpApi
-from model_server.http_auth import AdminPort
-from model_server.http_server import GRACE_S, HttpServer
+from model_server.http_server import GRACE_S, AdminPort, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
 from model_server.publish import KVEventPublisher
-from model_server.snapshot import Snapshot
 from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
@@ -142,8 +140,7 @@ class Server:
         state = ServerState(
             registry=registry,
             healthy=self._healthy,
-            event_sources=self._event_sources(),
-            snapshot=self._snapshot(),
+            publisher=self._publisher,
             load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
         )
@@ -171,21 +168,6 @@ class Server:
         has_work = stats.running + stats.waiting > 0 and not self._engine.is_sleeping
         stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > _STUCK_S
         return stats.healthy and not stuck and (self._publisher is None or self._publisher.healthy)
-
-    def _event_sources(self) -> dict[str, dict[str, object]]:
-        return {} if self._publisher is None else {"0": self._publisher.config.announced()}
-
-    def _snapshot(self) -> Callable[[], Snapshot] | None:
-        publisher, engine = self._publisher, self._engine
-        if publisher is None:
-            return None
-
-        def take() -> Snapshot:
-            cache = engine.cache
-            position = publisher.boot_id, publisher.next_sequence, publisher.rank
-            return Snapshot(*position, cache.announcer, cache.contents())
-
-        return lambda: engine.between_steps(take)
 
     def _cache_config(self) -> dict[str, str]:
         config = self._options.engine

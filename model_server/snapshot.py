@@ -32,21 +32,13 @@ _encode = msgspec.msgpack.encode
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of the caches between two steps.
+    """The state of the caches between two steps."""
 
-    Attributes:
-        boot_id: Names this process.
-        sequence: Number of the first batch that is not in here.
-        rank: Third element of every batch.
-        announcer: Writes the events.
-        held: By medium, what is held there; a content once for each copy.
-    """
-
-    boot_id: str
-    sequence: int
-    rank: int | None
-    announcer: Announcer
-    held: Mapping[str, Sequence[BlockContent]]
+    boot_id: str  # names this process
+    sequence: int  # number of the first batch that is not in here
+    rank: int | None  # third element of every batch
+    announcer: Announcer  # writes the events
+    held: Mapping[str, Sequence[BlockContent]]  # by medium, what is held there; a content once for each copy
 
     def pieces(self) -> Iterator[bytes]:
         """Return the body, encoded piece by piece."""

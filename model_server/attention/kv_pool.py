@@ -20,28 +20,19 @@ _SMALLEST_SCALE = 2.0**-60  # of blocks that hold zeros alone
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where the tokens of one step go.
+    """Where the tokens of one step go."""
 
-    Attributes:
-        rows: int64 [tokens * kv_heads], rows of a plane seen as [blocks * kv_heads * block_tokens, head_dim].
-    """
-
+    # int64 [tokens * kv_heads], rows of a plane seen as [blocks * kv_heads * block_tokens, head_dim].
     rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Write(Write):
-    """The same, with what scales depend on.
+    """The same, with what scales depend on."""
 
-    Attributes:
-        blocks: int64 [touched], the blocks that are written to.
-        touched: int64 [tokens], the place in `blocks` of each token's block.
-        continued: int64, places in `blocks` of those that hold earlier tokens of their sequence.
-    """
-
-    blocks: Tensor
-    touched: Tensor
-    continued: Tensor
+    blocks: Tensor  # int64 [touched], the blocks that are written to
+    touched: Tensor  # int64 [tokens], the place in `blocks` of each token's block
+    continued: Tensor  # int64, places in `blocks` of those that hold earlier tokens of their sequence
 
 
 class KvPool:

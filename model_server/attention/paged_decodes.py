@@ -82,15 +82,10 @@ class Job(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Sequences with one token each.
+    """Sequences with one token each."""
 
-    Attributes:
-        job: What the kernel is told; the same for all layers but for the addresses of their numbers.
-        arrays: What the job points to, to keep it.
-    """
-
-    job: Job
-    arrays: tuple[np.ndarray, ...]
+    job: Job  # what the kernel is told; the same for all layers but for the addresses of their numbers
+    arrays: tuple[np.ndarray, ...]  # what the job points to, to keep it
 
 
 class PagedDecodes:

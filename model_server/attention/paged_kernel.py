@@ -103,23 +103,14 @@ class _Shape(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """One thread's memory, by query head: rows of lanes or of numbers, one after the other.
+    """One thread's memory, by query head: rows of lanes or of numbers, one after the other."""
 
-    Attributes:
-        queries: Scaled, [parts of a head] of two lots of lanes.
-        sums: Of weighted values, likewise.
-        scores: Of a tile's tokens, exponents of 2 first and then weights.
-        totals: Of the weights, one lot of lanes.
-        shrinks: What a larger score makes of the weights before it, the same in all lanes.
-        tops: The largest score, one number.
-    """
-
-    queries: _Floats
-    sums: _Floats
-    scores: _Floats
-    totals: _Floats
-    shrinks: _Floats
-    tops: _Floats
+    queries: _Floats  # scaled, [parts of a head] of two lots of lanes
+    sums: _Floats  # of weighted values, likewise
+    scores: _Floats  # of a tile's tokens, exponents of 2 first and then weights
+    totals: _Floats  # of the weights, one lot of lanes
+    shrinks: _Floats  # what a larger score makes of the weights before it, the same in all lanes
+    tops: _Floats  # the largest score, one number
 
 
 @inlined

@@ -35,64 +35,39 @@ _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Sequences with one token whose blocks are gathered in one call.
+    """Sequences with one token whose blocks are gathered in one call."""
 
-    Attributes:
-        rows: int64, their tokens in the flat batch.
-        blocks: What the pool reads for them; padded with block 0.
-        mask: float32 [sequences, 1, 1, tokens read]; 0 where a token attends, else -inf.
-    """
-
-    rows: Tensor
-    blocks: Tensor
-    mask: Tensor
+    rows: Tensor  # int64, their tokens in the flat batch
+    blocks: Tensor  # what the pool reads for them; padded with block 0
+    mask: Tensor  # float32 [sequences, 1, 1, tokens read]; 0 where a token attends, else -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A sequence with several tokens.
+    """A sequence with several tokens."""
 
-    Attributes:
-        rows: Its tokens in the flat batch.
-        blocks: What the pool reads for it.
-        start: Position of its first token in the batch.
-        base: Position of the first token that is read.
-    """
-
-    rows: slice
-    blocks: Tensor
-    start: int
-    base: int
+    rows: slice  # its tokens in the flat batch
+    blocks: Tensor  # what the pool reads for it
+    start: int  # position of its first token in the batch
+    base: int  # position of the first token that is read
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What one view's layers read.
+    """What one view's layers read."""
 
-    Attributes:
-        kernel: What the compiled kernel reads for single tokens; None where they are gathered.
-        singles: The calls for them else.
-        prefills: The other sequences.
-    """
-
-    kernel: PagedPlan | None
-    singles: Sequence[_Singles]
-    prefills: Sequence[_Prefill]
+    kernel: PagedPlan | None  # what the compiled kernel reads for single tokens; None where they are gathered
+    singles: Sequence[_Singles]  # the calls for them else
+    prefills: Sequence[_Prefill]  # the other sequences
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaMeta:
-    """Where the tokens of one step are; the same for all layers.
+    """Where the tokens of one step are; the same for all layers."""
 
-    Attributes:
-        positions: int64 [tokens], each token's place in its sequence.
-        writes: Per group, where the KV goes.
-        reads: Per view.
-    """
-
-    positions: Tensor
-    writes: Sequence[Write]
-    reads: Sequence[_Reads]
+    positions: Tensor  # int64 [tokens], each token's place in its sequence
+    writes: Sequence[Write]  # per group, where the KV goes
+    reads: Sequence[_Reads]  # per view
 
 
 class SdpaAttention:

@@ -19,45 +19,27 @@ _ERRORS = {error.__name__: error for error in (ConfigError, ModelError, AdapterE
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message: load the model; answered.
+    """The first message: load the model; answered."""
 
-    Attributes:
-        config: The engine's settings.
-        division: Which rank the receiver is.
-        log_level: What to log from, as `logging` numbers it.
-    """
-
-    config: EngineConfig
-    division: Division
-    log_level: int
+    config: EngineConfig  # the engine's settings
+    division: Division  # which rank the receiver is
+    log_level: int  # what to log from, as `logging` numbers it
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """Call a method of `ModelRunner`.
+    """Call a method of `ModelRunner`."""
 
-    Attributes:
-        method: Its name.
-        args: Numbers, texts and lists of such.
-        is_answered: Whether rank 0 waits for what comes of it.
-    """
-
-    method: str
-    args: Sequence[Any]
-    is_answered: bool
+    method: str  # its name
+    args: Sequence[Any]  # numbers, texts and lists of such
+    is_answered: bool  # whether rank 0 waits for what comes of it
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of an order.
+    """What came of an order."""
 
-    Attributes:
-        result: What it returned.
-        failure: Name of the error's class, if it failed.
-        message: What the error says.
-    """
-
-    result: Any = None
-    failure: str | None = None
-    message: str = ""
+    result: Any = None  # what it returned
+    failure: str | None = None  # name of the error's class, if it failed
+    message: str = ""  # what the error says
 
     @classmethod
     def of(cls, error: Exception) -> "Answer":

@@ -33,18 +33,14 @@ _GB = 1e9
 class Budget:
     """The memory of each GPU, and how much of it may be used.
 
-    Attributes:
-        memory_bytes: All of it.
-        utilization: Share of it for weights, reserve and KV; as vLLM's --gpu-memory-utilization.
-        reserve_bytes: What of that share is neither weights nor KV.
-
     Raises:
         ConfigError: A value is out of range.
     """
 
-    memory_bytes: int
+    memory_bytes: int  # all of it
+    # Share of it for weights, reserve and KV; as vLLM's --gpu-memory-utilization.
     utilization: float = DEFAULT_UTILIZATION
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # what of that share is neither weights nor KV
 
     def __post_init__(self) -> None:
         """Refuse what is no memory."""
@@ -102,92 +98,53 @@ def sequences_in(deployment: Deployment, blocks: int, context_tokens: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step in which every sequence of a batch gets a token.
+    """One step in which every sequence of a batch gets a token."""
 
-    Attributes:
-        batch: Sequences.
-        step_s: Seconds of the step.
-        weights_s: Reading the weights.
-        kv_s: Reading the KV of all sequences.
-        compute_s: The arithmetic, which goes on meanwhile.
-        tokens_per_s: Tokens a second, of all sequences.
-        bound: What to have more of to be faster.
-    """
-
-    batch: int
-    step_s: float
-    weights_s: float
-    kv_s: float
-    compute_s: float
-    tokens_per_s: float
-    bound: Literal["weights bandwidth", "KV bandwidth", "compute"]
+    batch: int  # sequences
+    step_s: float  # seconds of the step
+    weights_s: float  # reading the weights
+    kv_s: float  # reading the KV of all sequences
+    compute_s: float  # the arithmetic, which goes on meanwhile
+    tokens_per_s: float  # tokens a second, of all sequences
+    bound: Literal["weights bandwidth", "KV bandwidth", "compute"]  # what to have more of to be faster
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelOption:
-    """A model on so many GPUs.
+    """A model on so many GPUs."""
 
-    Attributes:
-        tensor_parallel: The GPUs.
-        gpu_weights_bytes: Weights on each.
-        gpu_pool_bytes: What is left for KV on each; below 0 if the weights do not fit.
-        headroom: That as a share of what weights and KV have together.
-        max_sequences: Held at once, on all of them together; 0 if there is no room for the weights and one.
-    """
-
-    tensor_parallel: int
-    gpu_weights_bytes: int
-    gpu_pool_bytes: int
-    headroom: float
-    max_sequences: int
+    tensor_parallel: int  # the GPUs
+    gpu_weights_bytes: int  # weights on each
+    gpu_pool_bytes: int  # what is left for KV on each; below 0 if the weights do not fit
+    headroom: float  # that as a share of what weights and KV have together
+    max_sequences: int  # held at once, on all of them together; 0 if there is no room for the weights and one
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """What it takes until a preempted sequence can go on.
+    """What it takes until a preempted sequence can go on."""
 
-    Attributes:
-        recompute_s: Computing its KV again.
-        swap_s: Copying it to the host and back.
-        even_link_bytes_per_s: Speed of the link to the host at which both take equally long.
-        mode: The one that takes less time; as the engine's --preemption-mode.
-    """
-
-    recompute_s: float
-    swap_s: float
-    even_link_bytes_per_s: float
-    mode: Literal["recompute", "swap"]
+    recompute_s: float  # computing its KV again
+    swap_s: float  # copying it to the host and back
+    even_link_bytes_per_s: float  # speed of the link to the host at which both take equally long
+    mode: Literal["recompute", "swap"]  # the one that takes less time; as the engine's --preemption-mode
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a model does on some GPUs.
+    """What a model does on some GPUs."""
 
-    Attributes:
-        name: Of the model.
-        gpu: Each of them, at the speeds that the plan counts with.
-        pool: Its KV cache, with the deployment and the budget it comes from.
-        context_tokens: Length of the sequences that are planned for.
-        sequences: Held at once; the concurrency ceiling.
-        longest_context: What one sequence alone can have, in tokens.
-        steps: Decode steps over batches up to the ceiling.
-        prefill_s: Time of a prompt of the context's length, alone and uncached.
-        options: Numbers of GPUs beside each other.
-        advised: The one to take.
-        preemption: Recompute or swap.
-    """
-
-    name: str
-    gpu: Gpu
-    pool: Pool
-    context_tokens: int
-    sequences: int
-    longest_context: int
-    steps: tuple[DecodeStep, ...]
-    prefill_s: float
-    options: tuple[ParallelOption, ...]
-    advised: ParallelOption | None
-    preemption: Preemption
+    name: str  # of the model
+    gpu: Gpu  # each of them, at the speeds that the plan counts with
+    pool: Pool  # its KV cache, with the deployment and the budget it comes from
+    context_tokens: int  # length of the sequences that are planned for
+    sequences: int  # held at once; the concurrency ceiling
+    longest_context: int  # what one sequence alone can have, in tokens
+    steps: tuple[DecodeStep, ...]  # decode steps over batches up to the ceiling
+    prefill_s: float  # time of a prompt of the context's length, alone and uncached
+    options: tuple[ParallelOption, ...]  # numbers of GPUs beside each other
+    advised: ParallelOption | None  # the one to take
+    preemption: Preemption  # recompute or swap
 
     def record(self) -> dict[str, object]:
         """Return the plan as one JSON object, units in the names; for charts and scripts."""

@@ -11,13 +11,9 @@ from model_server.shapes.hf_config import HfConfig
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All wavelengths stretched by one factor (position interpolation).
+    """All wavelengths stretched by one factor (position interpolation)."""
 
-    Attributes:
-        factor: By how much.
-    """
-
-    factor: float
+    factor: float  # by how much
 
     @property
     def magnitude(self) -> float:
@@ -27,19 +23,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of long wavelengths.
+    """Llama 3.1's stretching of long wavelengths."""
 
-    Attributes:
-        factor: By how much the longest wavelengths are stretched.
-        low_freq_factor: Wavelengths above original context / this are stretched fully.
-        high_freq_factor: Wavelengths below original context / this are left alone.
-        original_context: Context length that the model was first trained with, in tokens.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+    factor: float  # by how much the longest wavelengths are stretched
+    low_freq_factor: float  # wavelengths above original context / this are stretched fully
+    high_freq_factor: float  # wavelengths below original context / this are left alone
+    original_context: int  # context length that the model was first trained with, in tokens
 
     @property
     def magnitude(self) -> float:
@@ -49,25 +38,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071, sections 3.2 to 3.4): long wavelengths stretched, attention sharpened.
+    """YaRN (arXiv 2309.00071, sections 3.2 to 3.4): long wavelengths stretched, attention sharpened."""
 
-    Attributes:
-        theta: Base of the wavelengths.
-        factor: By how much the longest wavelengths are stretched.
-        original_context: Context length that the model was first trained with, in tokens.
-        beta_fast: Pairs that turn more often than this within the original context are left alone.
-        beta_slow: Pairs that turn less often than this are stretched fully.
-        truncate: Whether the borders between them are rounded outwards to whole pairs.
-        magnitude: By how much rotated heads grow.
-    """
-
-    theta: float
-    factor: float
-    original_context: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    magnitude: float
+    theta: float  # base of the wavelengths
+    factor: float  # by how much the longest wavelengths are stretched
+    original_context: int  # context length that the model was first trained with, in tokens
+    beta_fast: float  # pairs that turn more often than this within the original context are left alone
+    beta_slow: float  # pairs that turn less often than this are stretched fully
+    truncate: bool  # whether the borders between them are rounded outwards to whole pairs
+    magnitude: float  # by how much rotated heads grow
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -75,15 +54,10 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of one layer.
+    """Rotary positions of one layer."""
 
-    Attributes:
-        theta: Base of the wavelengths.
-        scaling: How they are stretched for a longer context; None leaves them.
-    """
-
-    theta: float
-    scaling: Scaling | None = None
+    theta: float  # base of the wavelengths
+    scaling: Scaling | None = None  # how they are stretched for a longer context; None leaves them
 
     @property
     def magnitude(self) -> float:

@@ -15,68 +15,40 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention must know about a model.
+    """What attention must know about a model."""
 
-    Attributes:
-        heads: Query heads.
-        kv_heads: Heads of keys and values; a divisor of `heads`.
-        head_dim: Elements of one head.
-        scale: Factor of the scores before the softmax.
-        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
+    heads: int  # query heads
+    kv_heads: int  # heads of keys and values; a divisor of `heads`
+    head_dim: int  # elements of one head
+    scale: float  # factor of the scores before the softmax
+    # Per layer, how many tokens a token sees, itself included; None is all before it.
     windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions and options of a decoder; the defaults are Llama's.
+    """Dimensions and options of a decoder; the defaults are Llama's."""
 
-    Attributes:
-        vocab_size: Token ids are below this.
-        hidden: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Heads of keys and values.
-        head_dim: Elements of one head.
-        intermediate: Width of the MLP.
-        max_positions: Longest text it was made for, in tokens.
-        norm_epsilon: Added to the mean square in norms.
-        tied_embeddings: Whether the output head is the embedding.
-        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
-        ropes: Rotary positions of each layer.
-        attention_scale: Factor of the scores before the softmax.
-        qkv_bias: Biases on the query, key and value projections.
-        output_bias: A bias on the attention's output projection.
-        head_norms: RMS norms of each query and key head before rotation.
-        output_norms: RMS norms of what attention and MLP add to the residual stream.
-        norm_offset: Added to the weights of norms.
-        embedding_scale: Factor of the embeddings.
-        activation: Of the MLP's gate.
-    """
-
-    vocab_size: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    max_positions: int
-    norm_epsilon: float
-    tied_embeddings: bool
+    vocab_size: int  # token ids are below this
+    hidden: int  # width of the residual stream
+    heads: int  # query heads
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # elements of one head
+    intermediate: int  # width of the MLP
+    max_positions: int  # longest text it was made for, in tokens
+    norm_epsilon: float  # added to the mean square in norms
+    tied_embeddings: bool  # whether the output head is the embedding
+    # Per layer, how many tokens a token sees, itself included; None is all before it.
     windows: tuple[int | None, ...]
-    ropes: tuple[Rope, ...]
-    attention_scale: float
-    qkv_bias: bool = False
-    output_bias: bool = False
-    head_norms: bool = False
-    output_norms: bool = False
-    norm_offset: float = 0.0
-    embedding_scale: float = 1.0
-    activation: Activation = "silu"
+    ropes: tuple[Rope, ...]  # rotary positions of each layer
+    attention_scale: float  # factor of the scores before the softmax
+    qkv_bias: bool = False  # biases on the query, key and value projections
+    output_bias: bool = False  # A bias on the attention's output projection
+    head_norms: bool = False  # RMS norms of each query and key head before rotation
+    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream
+    norm_offset: float = 0.0  # added to the weights of norms
+    embedding_scale: float = 1.0  # factor of the embeddings
+    activation: Activation = "silu"  # of the MLP's gate
 
     @property
     def layers(self) -> int:
@@ -101,18 +73,13 @@ class KvGroupSpec:
 
     A block holds the KV of one group only: the n-th layer of every group lies in the n-th plane of the pool,
     so all groups draw blocks from one pool and a block is as large as the longest group.
-
-    Attributes:
-        kind: As KV events name it.
-        window_tokens: A token attends to itself and the `window_tokens - 1` before it; None is all.
-            Whatever lies further back is never read again: its block may be freed, and its entry in the
-            table may then be any valid block.
-        layers: Indices of the layers, rising.
     """
 
-    kind: KvGroupKind
+    kind: KvGroupKind  # as KV events name it
+    # A token attends to itself and the `window_tokens - 1` before it; None is all. Whatever lies further back
+    # is never read again: its block may be freed, and its entry in the table may then be any valid block.
     window_tokens: int | None
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # indices of the layers, rising
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:

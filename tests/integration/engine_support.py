@@ -1,7 +1,7 @@
 """What the engine's tests share: a model that checks the KV it reads, and listeners that keep what comes."""
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from model_server.block_hash import event_hash
@@ -200,12 +200,11 @@ class EventLog:
 
 def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
     """Return what a listener's mirror must hold."""
-    tiers = {"GPU": engine.cache.pool.cached_copies(), "CPU": engine.cache.host.cached_copies()}
-    return {
-        (medium, group, event_hash(digest)): copies
-        for medium, tier in tiers.items()
-        for (group, digest), copies in tier.items()
-    }
+    return Counter(
+        (medium, content.group, event_hash(content.digest))
+        for medium, contents in engine.cache.contents().items()
+        for content in contents
+    )
 
 
 class Outputs:
