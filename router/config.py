@@ -40,25 +40,19 @@ class RouterConfig:
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         conversations_bytes: Most memory of each chat template for what is known of its conversations.
-        check_port: Of ext_authz in its HTTP form; None: there is none.
-        grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
         forbidden_fields: Body fields that clients must not send, see body_guard.
         kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
         max_streams: Requests inside the gRPC doors at once, each on a thread.
         priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
-        session_header: Header that carries a session's id; "" for none.
-        session_cookie: Cookie that does; "" for none.
-        session_stay_s: How much later an answer may come so that a session stays at its pod.
         index: What the index is made of, and where events come from.
-        explain_header: Whether responses say in a header why their pod was picked.
         tracing: Whether spans are sent to where the OTEL_* variables say.
         decisions_kept: Length of the ring behind /debug/decisions.
         picker: The EndpointPickerConfig; None: the cost policy picks.
         compat: See config_file.COMPAT.
         emit_endpoint_scores: Whether ext_proc's metadata tells the scores of all candidates.
         resources_file: InferenceObjectives and InferenceModelRewrites; None for none.
-        tls: Of the gRPC port; None: plaintext.
+        tls: Of the gRPC port, beside plaintext; None: plaintext alone.
         metrics_tls: Of the metrics port; None: plaintext.
         metrics_auth: Whether readers of the metrics port must show the cluster's tokens.
         receive_bytes_max: Largest gRPC message that is taken; None: from max_request_bytes.
@@ -81,8 +75,6 @@ class RouterConfig:
     grpc_port: int = 9002
     grpc_health_port: int = 9003
     metrics_port: int = 9090
-    check_port: int | None = 9004
-    grpc_transport: str = "native"
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
@@ -93,10 +85,6 @@ class RouterConfig:
     prefill_tokens_per_s: float = 15_000.0
     refresh_interval_s: float = 1.0
     priorities: tuple[tuple[str, int], ...] = ()
-    session_header: str = ""
-    session_cookie: str = ""
-    session_stay_s: float = 1.0
-    explain_header: bool = False
     tracing: bool = False
     request_lifetime_s: float = 600.0
     decisions_kept: int = 1000
@@ -145,8 +133,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,
         metrics_port=flags.metrics_port,
-        check_port=flags.check_port or None,
-        grpc_transport=flags.grpc_transport,
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,
@@ -157,10 +143,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         prefill_tokens_per_s=flags.prefill_tokens_per_s,
         refresh_interval_s=flags.refresh_metrics_interval,
         priorities=tuple(flags.objective),
-        session_header=flags.session_header.lower(),
-        session_cookie=flags.session_cookie,
-        session_stay_s=flags.session_stay,
-        explain_header=flags.explain_header,
         tracing=flags.tracing,
         request_lifetime_s=flags.request_lifetime,
         decisions_kept=flags.decisions_kept,
@@ -192,9 +174,7 @@ def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError(
-            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
-        )
+        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
     return compat
 
 

@@ -13,11 +13,9 @@ from indexer.repeated_log import RepeatedLog
 from router.body_guard import BodyGuard
 from router.decision import Decision
 from router.errors import RequestError
-from router.explain_header import explain_value
 from router.metrics import RouterMetrics
 from router.request import RouteRequest
 from router.route import Router
-from router.steps import GOES_ON, Steps, alone
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -29,7 +27,6 @@ class GatewayPick:
     Args:
         fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
             several.
-        explains: Whether responses carry the decision in a header.
         guard: Finds body fields that clients must not send; None: those of its defaults.
 
     Attributes:
@@ -42,17 +39,15 @@ class GatewayPick:
         metrics: RouterMetrics,
         fallback_endpoints: int = 0,
         *,
-        explains: bool = False,
         guard: BodyGuard | None = None,
     ) -> None:
         self.guard = guard or BodyGuard()
-        self._explains = explains
         self._router = router
         self._metrics = metrics
         self._destinations = 1 + fallback_endpoints
 
-    def pick(self, request: RouteRequest, is_active: Callable[[], bool]) -> tuple[str, Decision]:
-        """The destination header's value, and the decision behind it.
+    def decide(self, request: RouteRequest, is_active: Callable[[], bool]) -> Decision:
+        """Pick a pod.
 
         Args:
             is_active: Whether the client still waits.
@@ -60,15 +55,8 @@ class GatewayPick:
         Raises:
             RequestError: Counted already; 500 when routing tripped over something.
         """
-        decision = alone(self.deciding(request, is_active))
-        return self.destination(decision), decision
-
-    def deciding(self, request: RouteRequest, is_active: Callable[[], bool]) -> Steps[Decision]:
-        """The decision; see `pick`."""
-        # Behind what its door has read of the request.
-        yield GOES_ON
         try:
-            return (yield from self._router.routing(request, time.monotonic(), is_active))
+            return self._router.route(request, time.monotonic(), is_active)
         except RequestError:
             raise
         except Exception as error:
@@ -91,10 +79,6 @@ class GatewayPick:
         if self._destinations == 1:
             return decision.primary.pod
         return ",".join(pod.pod for pod in decision.ranked[: self._destinations])
-
-    def explained(self, decision: Decision) -> str | None:
-        """The value of the response's header that explains the decision; None: it carries none."""
-        return explain_value(decision) if self._explains else None
 
     def pass_unseen(self) -> None:
         """Let a request pass whose body goes on before the router could see it.

@@ -11,7 +11,6 @@ EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 CHECK_SERVICE = "envoy.service.auth.v3.Authorization"
 ACCESS_LOG_SERVICE = "envoy.service.accesslog.v3.AccessLogService"
 PICK_SERVICE = endpoint_picker_pb2.DESCRIPTOR.services_by_name["EndpointPicker"].full_name
-EXPLAIN_SERVICE = endpoint_picker_pb2.DESCRIPTOR.services_by_name["DecisionLog"].full_name
 
 _FOLLOW_READINESS = ("", "readiness", "inference-extension", EXT_PROC_SERVICE, CHECK_SERVICE, PICK_SERVICE)
 _ALWAYS_SERVING = "liveness"

@@ -13,20 +13,20 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
+from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.gateway_pick import GatewayPick
-from router.h2.methods import SteppedHandler
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
-from router.pick_answers import PickAnswers
-from router.pods import PodSet
+from router.pods import PodSet, PodSnapshot
 from router.request import RequestKind, RouteRequest, api_request
-from router.steps import Steps
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
+# A gateway tries few of them; /debug/decisions has all.
+_ENDPOINTS_MAX = 16
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     404: grpc.StatusCode.NOT_FOUND,
@@ -48,11 +48,11 @@ class PickDoor:
         self._picks = picks
         self._outcomes = outcomes
         self._metrics = metrics
-        self._answers = PickAnswers(pods)
+        self._pods = pods
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
-        pick: Any = SteppedHandler(_with_size, self._pick)
+        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
             request_deserializer=pb.ReportOutcomeRequest.FromString,
@@ -61,7 +61,7 @@ class PickDoor:
         methods = {"PickEndpoint": pick, "ReportOutcome": report}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
-    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> Steps[bytes]:
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
@@ -69,10 +69,11 @@ class PickDoor:
             except RequestError as error:
                 _abort(context, self._picks.refused(error))
             try:
-                decision = yield from self._picks.deciding(asked, context.is_active)
+                decision = self._picks.decide(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
-            return self._answers.answer(decision)
+            limit = sized[0].max_endpoints or _ENDPOINTS_MAX
+            return answer(decision, self._pods.snapshot(), limit).SerializeToString()
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
@@ -133,6 +134,46 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
                 headers=headers,
             )
     return api_request(request_id, kind, body, size_bytes, candidates, headers)
+
+
+def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
+    """Translates a decision.
+
+    Args:
+        pods: Where names are looked up; an endpoint that is gone has none.
+        endpoints_max: The best so many are answered.
+    """
+    ranked = decision.ranked
+    # From the arrays: to make a Candidate of each would cost as much again.
+    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    for place in ranked.order[:endpoints_max].tolist():
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        pod = pods.get(ranked.pods[place])
+        endpoints.append(
+            {
+                "address": _text(ranked.pods[place]),
+                "pod_name": _text(pod.name) if pod is not None else "",
+                "cost_s": cost_s,
+                "queued_prefill_s": queued_prefill_s,
+                "own_prefill_s": own_prefill_s,
+                "copy_s": copy_s,
+                "kv_pressure_s": kv_pressure_s,
+                "cached_tokens": cached_tokens.item(place),
+                "view": views[place],
+            }
+        )
+    return pb.PickEndpointResponse(
+        request_id=decision.request_id,
+        endpoints=endpoints,
+        reason=_text(decision.reason),
+        prompt_tokens=decision.prompt_tokens,
+        degraded=decision.degraded or "",
+    )
+
+
+def _text(text: str) -> str:
+    """Return text that protobuf takes: a pods file may name a pod by half a surrogate pair."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:

@@ -7,6 +7,7 @@ there is. The same of its metrics source.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -38,12 +39,23 @@ _EVENT_FIELDS = (
     "podDiscoveryConfig",
 )
 _POD_FIELDS = ("podLabelSelector", "podNamespace", "socketPort", "replaySocketPort", "engineType")
+_INDEX_FIELDS = ("kvBlockIndexConfig", "kvCacheBackendConfigs", "tokenizersPoolConfig")
+_BLOCK_INDEX_FIELDS = (
+    *("inMemoryConfig", "costAwareMemoryConfig", "redisConfig", "valkeyConfig"),
+    *("enableMetrics", "metricsLoggingInterval"),
+)
 _BACKENDS: Mapping[str, str] = {
     "redisConfig": "--backend redis and --redis-url",
     "valkeyConfig": "--backend redis and --redis-url",
-    "costAwareMemoryConfig": "--backend cost and --capacity-bytes",
 }
 _ENGINES = ("vllm", "sglang")
+_MEMORY_BYTES = 2 << 30
+_MEMORY_UNITS = {"": 1} | {
+    f"{letter}{infix}": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kmgt", 1)
+}
+_MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
 _PORT_MAX = 65_535 - RANKS_MAX
 
 
@@ -126,6 +138,7 @@ def _precise(
             speculative_ttl_s=known.duration_s("speculativeTTL", index.speculative_ttl_s),
             speculative_entries=index.speculative_entries if speculates else 0,
             tier_weights=_weights(known, index),
+            capacity_bytes=_memory_bytes(known, index.capacity_bytes),
             topic_prefix=events.text("topicFilter") if "topicFilter" in events else index.topic_prefix,
             events_bind=events.text("zmqEndpoint") if "zmqEndpoint" in events else index.events_bind,
         )
@@ -134,21 +147,31 @@ def _precise(
     return index, _ports(events.fields("podDiscoveryConfig", _POD_FIELDS), kube)
 
 
-def _weights(known: Fields, index: IndexerConfig) -> Mapping[str, float]:
-    config = known.fields(
-        "indexerConfig", ("kvBlockIndexConfig", "kvCacheBackendConfigs", "tokenizersPoolConfig")
-    )
-    if "tokenizersPoolConfig" in config:
-        config.fail("tokenizersPoolConfig", "is not understood; give --tokenizer MODEL=SOURCE")
-    blocks = config.fields(
-        "kvBlockIndexConfig", ("inMemoryConfig", "enableMetrics", "metricsLoggingInterval", *_BACKENDS)
-    )
+def _memory_bytes(known: Fields, default: int) -> int:
+    """Return the index's memory ceiling: that of `costAwareMemoryConfig`, or the default without one."""
+    blocks = known.fields("indexerConfig", _INDEX_FIELDS).fields("kvBlockIndexConfig", _BLOCK_INDEX_FIELDS)
     for name, instead in _BACKENDS.items():
         if name in blocks:
             blocks.fail(name, f"is not understood; give {instead}")
     memory = blocks.fields("inMemoryConfig", ("size", "podCacheSize"))
     memory.whole("size", 1, least=1)
     memory.whole("podCacheSize", 10, least=1)
+    if "costAwareMemoryConfig" not in blocks:
+        return default
+    ceiling = blocks.fields("costAwareMemoryConfig", ("size",))
+    if "size" not in ceiling:
+        return _MEMORY_BYTES
+    found = _MEMORY.fullmatch(ceiling.text("size"))
+    unit = found and _MEMORY_UNITS.get(found[2].lower())
+    if not found or not unit:
+        ceiling.fail("size", f"must be a size such as 2GiB or 500MB, is {ceiling.text('size')[:100]!r}")
+    return int(float(found[1]) * unit)
+
+
+def _weights(known: Fields, index: IndexerConfig) -> Mapping[str, float]:
+    config = known.fields("indexerConfig", _INDEX_FIELDS)
+    if "tokenizersPoolConfig" in config:
+        config.fail("tokenizersPoolConfig", "is not understood; give --tokenizer MODEL=SOURCE")
     weights = {
         item.text("name"): item.number("weight", 1.0, most=1.0)
         for item in config.each("kvCacheBackendConfigs", ("name", "weight"))

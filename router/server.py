@@ -27,7 +27,6 @@ from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.flags.reference import told_in_vain
 from router.health import Health
-from router.home_core import keep_home_core
 from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
@@ -126,11 +125,6 @@ class RouterServer:
         self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
-    def keep_home_core(self) -> None:
-        """Keeps this process' Python threads on one core from now on; after `start`."""
-        if (home := keep_home_core()) is not None:
-            self._metrics.keeps_to(home)
-
     def drain(self) -> None:
         """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
         self._stop_housekeeping()
@@ -215,7 +209,6 @@ class RouterServer:
                 outcomes=self._outcomes,
                 metrics=self._metrics,
                 pods=self.pods,
-                explain=self.explain,
                 health=self.health,
                 rewrites=self._rewrites,
                 distrust=self.watch.distrust,
@@ -245,7 +238,6 @@ class RouterServer:
 
     def _tidy(self, now_s: float) -> None:
         self._outcomes.expire(now_s)
-        self._doors.relieve()
         self._reconciler.look(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
@@ -332,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = StopSignals()
         raise_open_files()
         use_one_heap()
-        return _serve(RouterServer(config), stop, home_core=flags.home_core)
+        return _serve(RouterServer(config), stop)
     except (ConfigError, IndexerConfigError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
         return 2
@@ -341,11 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _serve(server: RouterServer, stop: StopSignals, *, home_core: bool) -> int:
+def _serve(server: RouterServer, stop: StopSignals) -> int:
     server.start()
     calm_collector()
-    if home_core:
-        server.keep_home_core()
     stop.wait()
     _log.info("draining")
     server.drain()

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PickEndpointRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "chat", "token_ids", "headers", "candidates", "cache_salt")
+    __slots__ = ("request_id", "model", "prompt", "chat", "token_ids", "headers", "candidates", "cache_salt", "max_endpoints")
     class HeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class PickEndpointRequest(_message.Message):
     HEADERS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -32,7 +33,8 @@ class PickEndpointRequest(_message.Message):
     headers: _containers.ScalarMap[str, str]
     candidates: _containers.RepeatedScalarFieldContainer[str]
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., headers: _Optional[_Mapping[str, str]] = ..., candidates: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    max_endpoints: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., headers: _Optional[_Mapping[str, str]] = ..., candidates: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., max_endpoints: _Optional[int] = ...) -> None: ...
 
 class ChatInput(_message.Message):
     __slots__ = ("messages_json", "tools_json", "options_json")
@@ -113,107 +115,3 @@ class ReportOutcomeResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     known: bool
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
-
-class ExplainRequest(_message.Message):
-    __slots__ = ("request_id", "count")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    count: int
-    def __init__(self, request_id: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
-
-class ExplainResponse(_message.Message):
-    __slots__ = ("decisions",)
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    decisions: _containers.RepeatedCompositeFieldContainer[ExplainedDecision]
-    def __init__(self, decisions: _Optional[_Iterable[_Union[ExplainedDecision, _Mapping]]] = ...) -> None: ...
-
-class ExplainedDecision(_message.Message):
-    __slots__ = ("request_id", "time", "kind", "model", "reason", "degraded", "priority", "session_pod", "prompt_tokens", "predicted_cached_tokens", "best_cached_tokens", "delivered_cached_tokens", "candidates", "excluded", "prefill_end", "end", "prefill_pod", "partial")
-    class ExcludedEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TIME_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    DEGRADED_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    SESSION_POD_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BEST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DELIVERED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
-    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_END_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_POD_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    time: float
-    kind: str
-    model: str
-    reason: str
-    degraded: str
-    priority: int
-    session_pod: str
-    prompt_tokens: int
-    predicted_cached_tokens: int
-    best_cached_tokens: int
-    delivered_cached_tokens: int
-    candidates: _containers.RepeatedCompositeFieldContainer[ExplainedCandidate]
-    excluded: _containers.ScalarMap[str, str]
-    prefill_end: ExplainedEnd
-    end: ExplainedEnd
-    prefill_pod: str
-    partial: str
-    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., reason: _Optional[str] = ..., degraded: _Optional[str] = ..., priority: _Optional[int] = ..., session_pod: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_cached_tokens: _Optional[int] = ..., best_cached_tokens: _Optional[int] = ..., delivered_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., excluded: _Optional[_Mapping[str, str]] = ..., prefill_end: _Optional[_Union[ExplainedEnd, _Mapping]] = ..., end: _Optional[_Union[ExplainedEnd, _Mapping]] = ..., prefill_pod: _Optional[str] = ..., partial: _Optional[str] = ...) -> None: ...
-
-class ExplainedCandidate(_message.Message):
-    __slots__ = ("endpoint", "own_weight", "extra_s", "slowdown", "uncached_tokens", "host_tokens", "cached_tokens_by_tier", "awaiting", "decoding", "load_age_s", "score")
-    class CachedTokensByTierEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    OWN_WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    EXTRA_S_FIELD_NUMBER: _ClassVar[int]
-    SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
-    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
-    AWAITING_FIELD_NUMBER: _ClassVar[int]
-    DECODING_FIELD_NUMBER: _ClassVar[int]
-    LOAD_AGE_S_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    endpoint: RankedEndpoint
-    own_weight: float
-    extra_s: float
-    slowdown: float
-    uncached_tokens: int
-    host_tokens: int
-    cached_tokens_by_tier: _containers.ScalarMap[str, int]
-    awaiting: int
-    decoding: int
-    load_age_s: float
-    score: float
-    def __init__(self, endpoint: _Optional[_Union[RankedEndpoint, _Mapping]] = ..., own_weight: _Optional[float] = ..., extra_s: _Optional[float] = ..., slowdown: _Optional[float] = ..., uncached_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ..., awaiting: _Optional[int] = ..., decoding: _Optional[int] = ..., load_age_s: _Optional[float] = ..., score: _Optional[float] = ...) -> None: ...
-
-class ExplainedEnd(_message.Message):
-    __slots__ = ("source", "after_s", "failed")
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    AFTER_S_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    source: str
-    after_s: float
-    failed: bool
-    def __init__(self, source: _Optional[str] = ..., after_s: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...

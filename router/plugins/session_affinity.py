@@ -13,10 +13,9 @@ from typing import Protocol
 
 from router.config_fields import Fields
 from router.plugins.api import Endpoint, PluginRequest
-from router.sessions import SessionParameters, Sessions
+from router.sessions import SESSION_ID_HEADER, Sessions
 
 TOKEN_HEADER = "x-session-token"
-SESSION_ID_HEADER = "x-session-id"
 
 _TOKEN_CHARS_MAX = 1024
 _DESTINATION = ""
@@ -66,7 +65,7 @@ class SessionIds:
 
     def __init__(self, sources: Sequence[tuple[str, str]], ttl_s: float = 300.0) -> None:
         self._sources = tuple(sources)
-        self._sessions = Sessions(SessionParameters(ttl_s=ttl_s))
+        self._sessions = Sessions(ttl_s)
 
     def __len__(self) -> int:
         return len(self._sessions)

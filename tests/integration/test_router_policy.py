@@ -6,20 +6,16 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from msgspec.structs import replace
 
-from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.errors import SaturatedError
 from router.request import RequestKind, RouteRequest
 from router.server import RouterServer
 from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
 from tests.unit.router_support import completion
-from tests.wire.router_wire_support import TIMEOUT_S, wait_until
+from tests.wire.router_wire_support import wait_until
 
 BATCH = {"x-llm-d-inference-objective": "batch"}
 
@@ -33,7 +29,7 @@ def test_a_session_without_tokens_stays_at_its_pod(tmp_path: Path) -> None:
     """Requests of an unknown API, whose cache nobody knows, follow their session's header."""
     with fake_pods(4) as pods:
         path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
-        with running_router(path, session_header="x-session-id") as router:
+        with running_router(path) as router:
             all_ready(router, 4)
             headers = {"x-session-id": "s"}
             asked = (RouteRequest(f"r{n}", RequestKind.PASSTHROUGH, headers=headers) for n in range(12))
@@ -56,17 +52,14 @@ def test_a_sheddable_request_is_refused_when_its_pods_are_full(tmp_path: Path) -
                 router.router.route(request, _now_s(router))
 
 
-def test_explain_is_served_beside_the_other_doors(tmp_path: Path) -> None:
-    """A decision of this router can be asked for on its gRPC port."""
+def test_a_decision_shows_the_age_of_the_load_it_was_made_by(tmp_path: Path) -> None:
+    """A candidate whose metrics were scraped has a load age on the page of decisions."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         all_ready(router, 1)
-        router.router.route(completion("r", "hello " * 40), 0.0)
-        with grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel:
-            stub: Any = pb_grpc.DecisionLogStub(channel)
-            answer = stub.Explain(pb.ExplainRequest(request_id="r"), timeout=TIMEOUT_S)
-        (decision,) = answer.decisions
-        assert decision.candidates[0].endpoint.address == pod.address
-        assert decision.candidates[0].HasField("load_age_s")
+        router.router.route(completion("r", "hello " * 40), _now_s(router))
+        (decision,) = json.loads(get(router, "/debug/decisions?request_id=r")[1])["decisions"]
+        assert decision["candidates"][0]["pod"] == pod.address
+        assert decision["candidates"][0]["load_age_s"] >= 0.0
 
 
 def test_a_pods_series_go_with_it(tmp_path: Path) -> None:

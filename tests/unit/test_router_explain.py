@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from router.config_file import parse_config
 from router.explain import Explain
 from router.outcomes import REPORT, RESPONSE
+from router.plugins.build import build_pipeline
+from router.plugins.labels import ROLE_LABEL
 from router.pods import Pod
 from router.request import RequestKind, RouteRequest
-from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
+from tests.unit.router_support import TINY, Bench, completion, entry, long_text, ready_pod
 
+DISAGGREGATED = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+  - {type: always-disagg-pd-decider}
+  - {type: disagg-profile-handler, parameters: {deciders: {prefill: always-disagg-pd-decider}}}
+  - {type: prefill-filter}
+  - {type: decode-filter}
+  - {type: queue-scorer}
+schedulingProfiles:
+  - {name: prefill, plugins: [{pluginRef: prefill-filter}]}
+  - {name: decode, plugins: [{pluginRef: decode-filter}, {pluginRef: queue-scorer}]}
+"""
 PODS = [ready_pod(f"10.0.0.{number}:8000") for number in range(1, 11)]
 TEXT, OTHER = long_text(100), long_text(100, 1)
 
@@ -121,3 +141,44 @@ def test_a_candidate_tells_everything_that_its_price_was_made_of() -> None:
     whole_s = sum(candidate[part] for part in parts) + candidate["own_weight"] * candidate["own_prefill_s"]
     assert candidate["cost_s"] == whole_s > 0.0
     assert (candidate["load_age_s"], candidate["view"], candidate["slowdown"]) == (None, "EXACT", 1.0)
+
+
+def test_a_decision_tells_its_whole_story() -> None:
+    """Candidates with tiers and prices, the excluded, prediction and delivery, and who told the end."""
+    held = PODS[1].address
+    bench = Bench().with_pods(*PODS[:2], ready_pod("10.0.1.1:8000", model="other"))
+    bench.index.hold(held, bench.keys(OTHER)[:4])
+    bench.index.hold(held, bench.keys(OTHER)[:6], host=True)
+    bench.router.route(completion("r", OTHER), 10.0)
+    bench.outcomes.ended("r", REPORT, 12.0, cached_tokens=40)
+    record = bench.explain.one("r")
+    assert record is not None
+    best, other = record["candidates"]
+    assert (best["pod"], best["pod_name"], best["cached_tokens"]) == (held, "pod-8000", 96)
+    assert best["cached_tokens_by_tier"] == {"gpu": 64, "cpu": 32}
+    assert (best["host_tokens"], best["uncached_tokens"]) == (32, record["prompt_tokens"] - 96)
+    assert best["cost_s"] < other["cost_s"]
+    assert other["cached_tokens_by_tier"] == {}
+    assert record["excluded"] == [{"pod": "10.0.1.1:8000", "reason": "does not serve the model"}]
+    assert (record["predicted_cached_tokens"], record["best_cached_tokens"]) == (96, 96)
+    assert record["delivered_cached_tokens"] == 40
+    assert (record["prefill_end"], record["end"]["source"], record["end"]["after_s"]) == (None, REPORT, 2.0)
+    assert record["reason"].startswith("longest cached prefix")
+
+
+def test_a_pipelines_decision_tells_scores_filters_and_who_prefills() -> None:
+    """A candidate has its score, a filtered pod the filter's name, and the pod that prefills is named."""
+    config = parse_config(DISAGGREGATED, "c.yaml", Path())
+    ranker = build_pipeline(config, block_tokens=16, strict=False, random=np.random.default_rng(3))
+    a, b = (pod.address for pod in PODS[:2])
+    pods = [
+        dataclasses.replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role}))
+        for pod, role in ((a, "prefill"), (b, "decode"))
+    ]
+    bench = Bench(ranker=ranker).with_pods(*pods)
+    bench.router.route(completion("r", TEXT), 0.0)
+    record = bench.explain.one("r")
+    assert record is not None
+    (candidate,) = record["candidates"]
+    assert (candidate["pod"], candidate["score"], record["prefill_pod"]) == (b, 1.0, a)
+    assert record["excluded"] == [{"pod": a, "reason": "removed by filter decode-filter"}]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,11 +15,9 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router._pb import endpoint_picker_pb2_grpc
 from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
-from router.explain_service import ExplainDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
@@ -62,16 +61,15 @@ _PATHS = (
     f"/{PICK_SERVICE}/PickEndpoint",
     f"/{PICK_SERVICE}/ReportOutcome",
 )
-INLINE: dict[str, dict[str, int] | None] = {
+INLINE: dict[str, dict[str, int]] = {
     "native": dict.fromkeys(_PATHS, 1 << 20),
     "threads": {},
-    "grpcio": None,
 }
 
 
 @contextmanager
 def served_by(name: str) -> Iterator[None]:
-    """All listeners made meanwhile are of this transport: "native", "threads" or "grpcio"."""
+    """All listeners made meanwhile are of this transport: "native" or "threads"."""
     token = _transport.set(name)
     try:
         yield
@@ -91,19 +89,17 @@ def doors(
     *,
     threads: int = 80,
     fallback_endpoints: int = 0,
-    explains: bool = False,
     guard: BodyGuard | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
-    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, explains=explains, guard=guard)
+    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, guard=guard)
     options = options or ExtProcOptions()
     ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
-    add_explain: Any = endpoint_picker_pb2_grpc.add_DecisionLogServicer_to_server
     server = listen(
         "--grpc-port",
         "127.0.0.1",
@@ -114,11 +110,10 @@ def doors(
         services=(
             lambda server: add_ext_proc(ext_proc, server),
             picks.add_to,
-            lambda server: add_explain(ExplainDoor(bench.explain), server),
             check.add_to,
             logs.add_to,
         ),
-        credentials=credentials,
+        tls=tls,
         inline=INLINE[transport()],
     )
     server.start()

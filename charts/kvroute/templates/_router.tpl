@@ -5,7 +5,6 @@
 - router
 - --grpc-port=9002
 - --grpc-health-port=9003
-- --check-port={{ ternary 9004 0 (eq .Values.mode "standalone") }}
 - --metrics-port=9090
 {{- if .Values.monitoring.auth }}
 - --metrics-endpoint-auth=true
@@ -28,15 +27,6 @@
 - --kv-connector=true
 {{- end }}
 - --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
-{{- if $router.explainHeader }}
-- --explain-header=true
-{{- end }}
-{{- with $router.session.header }}
-- --session-header={{ . }}
-{{- end }}
-{{- with $router.session.cookie }}
-- --session-cookie={{ . }}
-{{- end }}
 {{- if $router.tracing.enabled }}
 - --tracing=true
 {{- end }}
