@@ -2,9 +2,9 @@
 
 `python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
-over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run, `*_grpcio_floor_*` is
-grpcio's in the place of our own. `check` is Envoy's ext_authz over plain HTTP, `check_grpc` the same over
-gRPC, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see `pick_inside`.
+over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run. `check_grpc` is
+Envoy's ext_authz, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see
+`pick_inside`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.gateway_stack import (
     GatewayStack,
     StackSetting,
     Stretch,
-    Transport,
     bare_picker,
     gateway_stack,
 )
@@ -48,8 +47,7 @@ _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
 # Of --quick, and of its streams, some of which have to end.
 _QUICK_S, _QUICK_STREAMS_S = 0.1, 0.5
-_TRANSPORTS: tuple[Transport, ...] = ("native", "grpcio")
-_DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
+_DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
 def main() -> int:
@@ -101,7 +99,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         _door_figures(name, stack, setting, bodies, effort, report)
-    if name == "check":
+    if name == "check_grpc":
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
@@ -164,7 +162,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         _full_figures(stack, setting, bodies, effort, report)
-    setting = replace(setting, picker=bare_picker("native"))
+    setting = replace(setting, picker=bare_picker)
     with gateway_stack(setting, bodies["all"], directory) as stack:
         _chunks("chunk_floor_cpu_us", stack, setting, bodies, effort, report)
 
@@ -222,13 +220,11 @@ def _chunks(
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
     for name, door in list(_DOORS.items())[: 1 if effort.quick else None]:
-        for transport in _TRANSPORTS[: 1 if name == "check" else None]:
-            setting = StackSetting(door=door, picker=bare_picker(transport))
-            with gateway_stack(setting, bodies["all"], directory) as stack:
-                rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
-            cpu = [one.cpu_ms["router"] for one in rounds]
-            floor = "floor" if transport == "native" else "grpcio_floor"
-            report.figure(f"{name}_{floor}_cpu_ms", "ms", cpu, **_shown(setting, rounds))
+        setting = StackSetting(door=door, picker=bare_picker)
+        with gateway_stack(setting, bodies["all"], directory) as stack:
+            rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+        cpu = [one.cpu_ms["router"] for one in rounds]
+        report.figure(f"{name}_floor_cpu_ms", "ms", cpu, **_shown(setting, rounds))
 
 
 def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:

@@ -40,8 +40,6 @@ class RouterConfig:
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
         conversations_bytes: Most memory of each chat template for what is known of its conversations.
-        check_port: Of ext_authz in its HTTP form; None: there is none.
-        grpc_transport: "native" or "grpcio": who serves plaintext gRPC.
         responses_full: Whether responses pass through ext_proc too.
         forbidden_fields: Body fields that clients must not send, see body_guard.
         kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
@@ -54,7 +52,7 @@ class RouterConfig:
         compat: See config_file.COMPAT.
         emit_endpoint_scores: Whether ext_proc's metadata tells the scores of all candidates.
         resources_file: InferenceObjectives and InferenceModelRewrites; None for none.
-        tls: Of the gRPC port; None: plaintext.
+        tls: Of the gRPC port, beside plaintext; None: plaintext alone.
         metrics_tls: Of the metrics port; None: plaintext.
         metrics_auth: Whether readers of the metrics port must show the cluster's tokens.
         receive_bytes_max: Largest gRPC message that is taken; None: from max_request_bytes.
@@ -77,8 +75,6 @@ class RouterConfig:
     grpc_port: int = 9002
     grpc_health_port: int = 9003
     metrics_port: int = 9090
-    check_port: int | None = 9004
-    grpc_transport: str = "native"
     responses_full: bool = False
     fallback_endpoints: int = 0
     max_request_bytes: int = 8 << 20
@@ -137,8 +133,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,
         metrics_port=flags.metrics_port,
-        check_port=flags.check_port or None,
-        grpc_transport=flags.grpc_transport,
         responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
         fallback_endpoints=flags.fallback_endpoints,
         max_request_bytes=flags.max_request_bytes,

@@ -18,14 +18,6 @@ def add_serving_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
     number("--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection")
     number("--grpc-health-port", port, 9003, "gRPC health alone")
-    number("--check-port", port, 9004, "Envoy's ext_authz over plain HTTP, its cheapest way to ask; 0: off")
-    group.add_argument(
-        "--grpc-transport",
-        choices=("native", "grpcio"),
-        default="native",
-        help="who serves gRPC without TLS: the router itself, or the grpcio library at three times the cost; "
-        "with TLS it is always grpcio (default: %(default)s)",
-    )
     number("--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods")
     group.add_argument(
         "--responses",

@@ -27,15 +27,15 @@ def add_tls_flags(group: argparse._ArgumentGroup) -> None:
         "--tls-min-version",
         default="VersionTLS12",
         metavar="VERSION",
-        help="VersionTLS12; gRPC's Python server knows no other bound and takes 1.2 and 1.3",
+        help="VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: %(default)s)",
     )
     group.add_argument(
         "--tls-cipher-suites",
         type=names,
         default=(),
         metavar="NAME,...",
-        help="suites of TLS 1.2 by their IANA names; gRPC reads them from the environment only, so this flag "
-        "checks that GRPC_SSL_CIPHER_SUITES says the same",
+        help="suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
+        "(default: OpenSSL's own choice)",
     )
     group.add_argument(
         "--metrics-cert-dir", type=Path, metavar="DIR", help="tls.crt and tls.key: TLS on the metrics port"
