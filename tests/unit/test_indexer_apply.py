@@ -195,14 +195,3 @@ def test_a_cleared_cache_is_empty_in_all_tiers(pod: OnePod) -> None:
     assert pod.apply(AllBlocksCleared()).cleared
     assert (pod.index.stats().blocks, pod.view.orphans) == (0, 0)
     assert pod.apply(BlockRemoved([1])).skipped == {("BlockRemoved", "unknown_hash"): 1}
-
-
-def test_the_map_of_hashes_is_bounded() -> None:
-    """A hash that is given up takes its blocks out of the index, for its removal could not be followed."""
-    pod = OnePod(engine_hashes_per_pod=2, released_hashes_per_pod=1)
-    applied = pod.apply(stored([1, 2, 3], TOKENS[:12]))
-    assert applied.skipped == {("BlockStored", "too_many_hashes"): 1}
-    assert pod.index.stats().blocks == 2
-    assert pod.cached(TOKENS) == 0
-    pod.apply(BlockRemoved([1, 2, 3]))
-    assert pod.index.stats().blocks == 0

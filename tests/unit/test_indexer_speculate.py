@@ -251,4 +251,4 @@ def test_nothing_is_left_behind(history: list[tuple[tuple[object, ...], float]])
     assert not speculation._requests
     assert not speculation._awaited
     assert not speculation._stored_s
-    assert not [*speculation._fresh, *speculation._settled, *speculation._unordered]
+    assert not speculation._due
