@@ -23,7 +23,6 @@ from router.metrics_page import DEFAULT_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import MetricsTlsOptions, TlsOptions, metrics_tls_options, tls_options
 from tokenization import TINY_DIRECTORY
-from tokenization.tokenizer import CONVERSATIONS_BYTES
 
 _TINY_MODEL = "kvroute-tiny"
 
@@ -39,7 +38,6 @@ class RouterConfig:
         pool_name: Name of the pool in metrics.
         tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
         tokenize_deadline_s: How long a pick waits for its tokens.
-        conversations_bytes: Most memory of each chat template for what is known of its conversations.
         responses_full: Whether responses pass through ext_proc too.
         forbidden_fields: Body fields that clients must not send, see body_guard.
         kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
@@ -70,7 +68,6 @@ class RouterConfig:
     pool_name: str = "default"
     tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
     tokenize_deadline_s: float = 0.05
-    conversations_bytes: int = CONVERSATIONS_BYTES
     host: str = "0.0.0.0"
     grpc_port: int = 9002
     grpc_health_port: int = 9003
@@ -128,7 +125,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         pool_name=flags.pool_name or "default",
         tokenizers=_tokenizers(flags, picker),
         tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
-        conversations_bytes=flags.conversation_memory,
         host=flags.host,
         grpc_port=flags.grpc_port,
         grpc_health_port=flags.grpc_health_port,

@@ -145,7 +145,7 @@ class RouterServer:
         opened.callback(self._source.close)
         self._tokenizers = TokenizerRegistry.load(
             dict(config.tokenizers),
-            TokenizeOptions(config.tokenize_deadline_s, conversations_bytes=config.conversations_bytes),
+            TokenizeOptions(config.tokenize_deadline_s),
         )
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local))

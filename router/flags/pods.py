@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from router.flags.values import model_source, positive_duration, positive_number, size_bytes
-from tokenization.tokenizer import CONVERSATIONS_BYTES
+from router.flags.values import model_source, positive_duration, positive_number
 
 
 def add_pods_flags(group: argparse._ArgumentGroup) -> None:
@@ -47,14 +46,6 @@ def add_pods_flags(group: argparse._ArgumentGroup) -> None:
         default=50.0,
         metavar="N",
         help="a prompt not tokenized by then is picked by load alone (default: %(default)g)",
-    )
-    group.add_argument(
-        "--conversation-memory",
-        type=size_bytes,
-        default=CONVERSATIONS_BYTES,
-        metavar="SIZE",
-        help="most memory for what is known of conversations, for each chat template with tools and again "
-        "without (default: 256MiB); one of 10,000 tokens takes 40 to 120 KB",
     )
     group.add_argument(
         "--refresh-metrics-interval",

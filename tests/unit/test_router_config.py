@@ -86,10 +86,8 @@ def test_flags_are_read_with_their_units() -> None:
             "--refresh-metrics-interval=250ms",
             "--drain-timeout=1m30s",
             "--secure-serving=false",
-            "--conversation-memory=512MiB",
         ]
     )
-    assert config.conversations_bytes == 512 << 20
     assert config.responses_full
     assert dict(config.tokenizers) | {"kvroute-tiny": ""} == {
         "m": "/dir",
