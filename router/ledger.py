@@ -11,14 +11,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count, takewhile
 from threading import Lock
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from indexer.keys import Keys
 from router.adapters_sent import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Changes, Dispatch, Expired, InFlight
+from router.dispatch import Announced, Dispatch, Expired, InFlight
+
+if TYPE_CHECKING:
+    from router.replicas.journal import Journal
 
 _Key = TypeVar("_Key", int, str)
 
@@ -66,7 +69,7 @@ class Ledger:
 
     Attributes:
         adapters: See above.
-        changes: Who is told of every change; None: nobody. See `tell`.
+        journal: Is told of every change in its order, under the lock; None: nobody is. See `tell`.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Ledger:
         self._parameters = parameters
         self._board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
-        self.changes: Changes | None = None
+        self.journal: Journal | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, _Entry] = {}
         self._by_id: dict[str, list[_Entry]] = {}
@@ -102,19 +105,19 @@ class Ledger:
         """The pod's sums, in constant time."""
         return self._board.work(pod)
 
-    def tell(self, changes: Changes | None) -> None:
-        """Has somebody told of every change from now on, and of what is in flight now; None: nobody."""
+    def tell(self, journal: Journal | None) -> None:
+        """Has a journal told of every change from now on, and of what is in flight now; None: none."""
         with self._lock:
-            self.changes = changes
-            if changes is not None:
+            self.journal = journal
+            if journal is not None:
                 entries = self._entries.values()
-                changes.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
+                journal.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
 
         Args:
-            keys: Of the blocks that it will bring; for `changes` alone.
+            keys: Of the blocks that it will bring; for `journal` alone.
 
         Returns:
             The requests that had to go: the oldest when the ledger is full, or when its id has too many.
@@ -138,8 +141,8 @@ class Ledger:
                     confirming = self._confirming[pod] = {}
                 _add_to(confirming, confirm_key, entry)
             self._schedule(dispatch, number)
-            if (changes := self.changes) is not None:
-                changes.sent(number, dispatch, keys)
+            if (journal := self.journal) is not None:
+                journal.sent(number, dispatch, keys)
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
@@ -297,16 +300,16 @@ class Ledger:
         """Takes a request's prefill for ended, which nobody has told."""
         assert entry.slot is not None
         self._leave_queue(entry, entry.slot, now_s)
-        if self.changes is not None:
-            self.changes.overdue(entry.number)
+        if self.journal is not None:
+            self.journal.overdue(entry.number)
 
     def _end_prefill(self, entry: _Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
         # The clock may have guessed it before.
         if entry.slot is not None:
             self._leave_queue(entry, entry.slot, now_s)
-        if self.changes is not None:
-            self.changes.prefilled(entry.number)
+        if self.journal is not None:
+            self.journal.prefilled(entry.number)
 
     def _leave_queue(self, entry: _Entry, slot: int, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -332,8 +335,8 @@ class Ledger:
             self.adapters.ended(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
-        if self.changes is not None:
-            self.changes.ended(entry.number)
+        if self.journal is not None:
+            self.journal.ended(entry.number)
         return dispatch
 
     def _leave_pod(self, entry: _Entry) -> None:
