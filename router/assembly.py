@@ -72,7 +72,6 @@ def ranker(config: RouterConfig) -> Ranker | None:
     return build_pipeline(
         config.picker,
         block_tokens=config.index.block_tokens,
-        strict=config.compat == "strict",
         random=np.random.default_rng(),
     )
 

@@ -56,11 +56,9 @@ class CheckDoor:
                 decision = yield from self._picks.deciding(request, context.is_active)
             except RequestError as error:
                 return denied_answer(error)
-        destination, explained = self._picks.destination(decision), self._picks.explained(decision)
+        destination = self._picks.destination(decision)
         routing = decision.routing
         removed = system_owned(headers, () if routing is None else routing.request_headers)
-        if is_given and explained is None and routing is None:
+        if is_given and routing is None:
             return ok_answer(destination, None, removed)
-        return ok_answer.__wrapped__(
-            destination, None if is_given else request_id, removed, explained, routing
-        )
+        return ok_answer.__wrapped__(destination, None if is_given else request_id, removed, routing)

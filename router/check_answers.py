@@ -12,7 +12,6 @@ from http import HTTPStatus
 
 from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, error_headers
 from router.errors import RequestError
-from router.explain_header import EXPLAIN_HEADER
 from router.routing import Routing
 
 REMOVED_HEADER = "x-envoy-auth-headers-to-remove"
@@ -40,13 +39,11 @@ def routed_answer(
     made_request_id: str | None,
     removed: tuple[str, ...],
     closes: bool,
-    explained: str | None = None,
     routing: Routing | None = None,
 ) -> bytes:
     """The same with more headers.
 
     Args:
-        explained: What the response shall say of the decision; None: nothing.
         routing: Has further headers for request and response; None: there are none.
     """
     headers = {DESTINATION_HEADER: destination}
@@ -54,8 +51,6 @@ def routed_answer(
         headers[REQUEST_ID_HEADER] = made_request_id
     if removed:
         headers[REMOVED_HEADER] = ",".join(removed)
-    if explained is not None:
-        headers[EXPLAIN_HEADER] = explained
     if routing is not None:
         headers |= {**routing.request_headers, **routing.response_headers}
     return _answer(HTTPStatus.OK, headers, b"", closes)

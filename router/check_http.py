@@ -81,13 +81,13 @@ class CheckHttpDoor:
                 decision = yield from self._picks.deciding(routed, is_active)
             except RequestError as error:
                 return denied_answer(error, closes, has_body=request.method != "HEAD")
-        destination, explained = self._picks.destination(decision), self._picks.explained(decision)
+        destination = self._picks.destination(decision)
         routing = decision.routing
         removed = system_owned(headers, () if routing is None else routing.request_headers)
         made_request_id = None if is_given else request_id
-        if routing is None and is_given and explained is None:
+        if routing is None and is_given:
             return ok_answer(destination, None, removed, closes)
-        return routed_answer(destination, made_request_id, removed, closes, explained, routing)
+        return routed_answer(destination, made_request_id, removed, closes, routing)
 
     def _refuse(self, error: HttpRequestError) -> bytes:
         """Answers what is no request."""

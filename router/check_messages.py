@@ -11,7 +11,6 @@ from envoy.type.v3 import http_status_pb2
 
 from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, destination_metadata, error_headers
 from router.errors import RequestError
-from router.explain_header import EXPLAIN_HEADER
 from router.routing import Routing
 
 _CODES = {
@@ -35,22 +34,20 @@ def ok_answer(
     destination: str,
     made_request_id: str | None,
     removed: tuple[str, ...],
-    explained: str | None = None,
     routing: Routing | None = None,
 ) -> bytes:
     """The routing result, as header and as metadata; the same for most requests to one pod.
 
     Args:
-        explained: What the response shall say of the decision; None: nothing.
         routing: Has further headers for request and response; None: there are none.
     """
     headers = [_set(DESTINATION_HEADER, destination)]
     if made_request_id is not None:
         headers.append(_set(REQUEST_ID_HEADER, made_request_id))
-    response_headers = [] if explained is None else [_set(EXPLAIN_HEADER, explained)]
+    response_headers = []
     if routing is not None:
         headers += [_set(name, value) for name, value in routing.request_headers.items()]
-        response_headers += [_set(name, value) for name, value in routing.response_headers.items()]
+        response_headers = [_set(name, value) for name, value in routing.response_headers.items()]
     answer: bytes = external_auth_pb2.CheckResponse(
         status={"code": _code(grpc.StatusCode.OK)},
         ok_response=external_auth_pb2.OkHttpResponse(

@@ -51,7 +51,6 @@ class RouterConfig:
         session_cookie: Cookie that does; "" for none.
         session_stay_s: How much later an answer may come so that a session stays at its pod.
         index: What the index is made of, and where events come from.
-        explain_header: Whether responses say in a header why their pod was picked.
         tracing: Whether spans are sent to where the OTEL_* variables say.
         decisions_kept: Length of the ring behind /debug/decisions.
         picker: The EndpointPickerConfig; None: the cost policy picks.
@@ -96,7 +95,6 @@ class RouterConfig:
     session_header: str = ""
     session_cookie: str = ""
     session_stay_s: float = 1.0
-    explain_header: bool = False
     tracing: bool = False
     request_lifetime_s: float = 600.0
     decisions_kept: int = 1000
@@ -160,7 +158,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         session_header=flags.session_header.lower(),
         session_cookie=flags.session_cookie,
         session_stay_s=flags.session_stay,
-        explain_header=flags.explain_header,
         tracing=flags.tracing,
         request_lifetime_s=flags.request_lifetime,
         decisions_kept=flags.decisions_kept,
@@ -192,9 +189,7 @@ def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError(
-            "--compat off: our own answers do not carry what plugins set; choose answers or strict"
-        )
+        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
     return compat
 
 

@@ -30,8 +30,8 @@ _TOP = (
     "parser",
 )
 
-COMPAT = ("off", "answers", "strict")
-"""How far we are like the reference: in nothing, in what we answer, or also where it is known to be wrong."""
+COMPAT = ("off", "answers")
+"""Form of ext_proc's answers: our own, or the reference's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,6 @@ class Doors:
             parts.router,
             parts.metrics,
             config.fallback_endpoints,
-            explains=config.explain_header,
             guard=BodyGuard(
                 config.forbidden_fields,
                 lambda: connector_sign(config, parts.pods.snapshot()) is not None,

@@ -247,7 +247,6 @@ class _Exchange:
         self.is_routed = True
         decision = yield from self._picks.deciding(request, self._is_active)
         self._response.of(decision)
-        self._response.explained = self._picks.explained(decision)
         return self._picks.destination(decision)
 
     def _refuse(self, error: RequestError) -> NoReturn:

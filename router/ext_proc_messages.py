@@ -14,7 +14,6 @@ from envoy.type.v3 import http_status_pb2
 
 from router.envoy_headers import DESTINATION_HEADER, destination_metadata, error_headers, system_owned
 from router.errors import RequestError
-from router.explain_header import EXPLAIN_HEADER
 
 BodyMode = processing_mode_pb2.ProcessingMode
 
@@ -66,15 +65,9 @@ def request_body_routed_answer(
     )
 
 
-def response_headers_answer(explained: str | None = None) -> pb.ProcessingResponse:
-    """The answer to response headers, with the reference's mark that they passed here.
-
-    Args:
-        explained: What they shall say of the decision; None: nothing.
-    """
+def response_headers_answer() -> pb.ProcessingResponse:
+    """The answer to response headers, with the reference's mark that they passed here."""
     mutation = pb.HeaderMutation(set_headers=[_set("x-went-into-resp-headers", "true")])
-    if explained is not None:
-        mutation.set_headers.append(_set(EXPLAIN_HEADER, explained))
     return pb.ProcessingResponse(
         response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
     )

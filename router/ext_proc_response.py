@@ -27,7 +27,6 @@ class ResponsePhase:
     Attributes:
         request_id: The request that was picked for, as long as it is not over; None before and after, and
             for one that is no work.
-        explained: What the response says of the decision; None: nothing.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
@@ -35,7 +34,6 @@ class ResponsePhase:
         self.request_id: str | None = None
         self._pod: str | None = None
         self._sent_s: float | None = None
-        self.explained: str | None = None
         self._usage: UsageReader | None = None
         self._failed, self._refused = True, False
         self._sees_body = True
@@ -51,7 +49,7 @@ class ResponsePhase:
     def headers(self, message: pb.HttpHeaders, mode: int) -> Iterator[pb.ProcessingResponse]:
         """Answers the response's headers; `mode`: how the body will come here."""
         self.note_headers(message, mode)
-        yield response_headers_answer(self.explained)
+        yield response_headers_answer()
 
     def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterable[Answer]:
         """Echoes a chunk of the response's body."""

@@ -13,7 +13,6 @@ from indexer.repeated_log import RepeatedLog
 from router.body_guard import BodyGuard
 from router.decision import Decision
 from router.errors import RequestError
-from router.explain_header import explain_value
 from router.metrics import RouterMetrics
 from router.request import RouteRequest
 from router.route import Router
@@ -29,7 +28,6 @@ class GatewayPick:
     Args:
         fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
             several.
-        explains: Whether responses carry the decision in a header.
         guard: Finds body fields that clients must not send; None: those of its defaults.
 
     Attributes:
@@ -42,11 +40,9 @@ class GatewayPick:
         metrics: RouterMetrics,
         fallback_endpoints: int = 0,
         *,
-        explains: bool = False,
         guard: BodyGuard | None = None,
     ) -> None:
         self.guard = guard or BodyGuard()
-        self._explains = explains
         self._router = router
         self._metrics = metrics
         self._destinations = 1 + fallback_endpoints
@@ -91,10 +87,6 @@ class GatewayPick:
         if self._destinations == 1:
             return decision.primary.pod
         return ",".join(pod.pod for pod in decision.ranked[: self._destinations])
-
-    def explained(self, decision: Decision) -> str | None:
-        """The value of the response's header that explains the decision; None: it carries none."""
-        return explain_value(decision) if self._explains else None
 
     def pass_unseen(self) -> None:
         """Let a request pass whose body goes on before the router could see it.

@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 from indexer.tallies import Tallies
 from router.decision import Decision
 from router.errors import RequestError
-from router.home_core import HomeCore
 from router.ledger import Ledger
 from router.pods import Pod, PodSet
 from router.rates import PrefillRates
@@ -48,10 +47,6 @@ class RouterMetrics:
         self._make_picks(tallies)
         self._make_outcomes(tallies)
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
-        self._home_core = Gauge(
-            _OURS + "home_core", "Core that Python's threads keep to; -1: they run on any.", registry=registry
-        )
-        self._home_core.set(-1)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
         self._insides: dict[str, Inside] = {}
@@ -113,10 +108,6 @@ class RouterMetrics:
         with self._lock:
             for join, entries in joins.items():
                 self._logged.add((join,), entries)
-
-    def keeps_to(self, home: HomeCore) -> None:
-        """Shows where Python's threads run from now on."""
-        self._home_core.set_function(lambda: home.core if home.is_kept else -1)
 
     def inside(self, door: str) -> Inside:
         """Counts a request as inside a door while the context lasts."""

@@ -38,7 +38,6 @@ class Api:
         broken: How the complaint begins where the body is no JSON object.
         needs_model: Whether a model must be named.
         is_json: Whether its bodies are JSON, whose model can be rewritten.
-        is_answered: Whether the reference looks at the response; else it ends its stream with the request.
         is_opaque: Whether bodies have fields that no parser here reads.
     """
 
@@ -49,7 +48,6 @@ class Api:
     broken: str = "error unmarshaling request bodyMap: "
     needs_model: bool = True
     is_json: bool = True
-    is_answered: bool = True
     is_opaque: bool = False
 
     def prompt(self, body: Mapping[str, Any]) -> Any:
@@ -72,7 +70,7 @@ _GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, is_json=False, is_opaqu
 _VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, is_json=False)
 _VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, is_json=False)
 _PASSTHROUGH = Api(_OTHER, "passthrough", needs_model=False, is_json=False)
-_UNREAD = Api(_OTHER, "unread", needs_model=False, is_json=False, is_answered=False)
+_UNREAD = Api(_OTHER, "unread", needs_model=False, is_json=False)
 
 # By parser: its APIs by path suffix.
 _APIS: Mapping[str, Mapping[str, Api]] = {

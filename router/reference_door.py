@@ -61,8 +61,6 @@ class ReferenceOptions:
     Attributes:
         max_request_bytes: Larger bodies are answered with 413; so much of a response is held at most.
         responses_full: Whether the response passes here too; else the stream is closed after the request.
-        strict: Whether the reference's errors are reproduced: subsets by address without port, and a hint on
-            the headers' message not seen.
         emit_scores: Whether the metadata tells all scores.
         subset_filter: Whether the gateway's subset is looked at.
         tells_served: Whether responses name the endpoint that the gateway says it used, for its tests.
@@ -70,7 +68,6 @@ class ReferenceOptions:
 
     max_request_bytes: int = 8 << 20
     responses_full: bool = True
-    strict: bool = False
     emit_scores: bool = False
     subset_filter: bool = True
     tells_served: bool = False
@@ -254,8 +251,7 @@ class _Exchange:
             self._body_mode = message.protocol_config.request_body_mode
             self._response_body_mode = message.protocol_config.response_body_mode
         self._headers = header_values(message.request_headers.headers)
-        if not self._options.strict:
-            self._subset = subset_hint(message.metadata_context)
+        self._subset = subset_hint(message.metadata_context)
         if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
             yield self._any_endpoint(has_body=not message.request_headers.end_of_stream)
             self._finish_request()
@@ -310,7 +306,7 @@ class _Exchange:
             request_id, RequestKind.PASSTHROUGH, candidates=self._candidates(), headers=headers
         )
         try:
-            request, sent, api = self._resolved(request, body)
+            request, sent = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
         destination, decision = self._parts.picks.pick(request, self._is_active)
@@ -328,14 +324,14 @@ class _Exchange:
             yield request_headers_answer(destination, set_headers, scores, self._removed(set_headers))
             for answer in streamed(sent, end_of_stream=not has_trailers):
                 yield pb.ProcessingResponse(request_body=answer)
-        self._finish_request(is_answered=api.is_answered or not self._options.strict)
+        self._finish_request()
 
-    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes, Api]:
-        """The request with its model as the pod is asked for it, the body to send, and its API."""
+    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Return the request with its model as the pod is asked for it, and the body to send."""
         request, api = self._parts.parsers.parse(request, body)
         body = self._allowed(request, body, api)
         if not api.is_json:
-            return request, body, api
+            return request, body
         named = request.model
         asked = next((request.headers[name] for name in _MODEL_HEADERS if request.headers.get(name)), named)
         model = self._parts.rewrites.target(named) or asked
@@ -345,12 +341,12 @@ class _Exchange:
             # Rewritten, it is looked for nowhere, but kept with the decision.
             raise RequestError(400, f"model is longer than {MODEL_CHARS_MAX} characters", "model")
         if model is None or model == named:
-            return request, body, api
-        return replace(request, model=model, client_model=named or ""), with_model(body, model), api
+            return request, body
+        return replace(request, model=model, client_model=named or ""), with_model(body, model)
 
     def _removed(self, ours: Collection[str]) -> tuple[str, ...]:
-        """Return the client's headers to take off; the reference only leaves them as they are."""
-        return () if self._options.strict else system_owned(self._headers or {}, ours)
+        """Return the client's headers to take off."""
+        return system_owned(self._headers or {}, ours)
 
     def _allowed(self, request: RouteRequest, body: bytes, api: Api) -> bytes:
         """Return the body without the fields that clients must not send."""
@@ -368,11 +364,7 @@ class _Exchange:
         return guard.without(body)
 
     def _candidates(self) -> frozenset[str] | None:
-        if self._subset is None or not self._options.subset_filter:
-            return None
-        if not self._options.strict:
-            return self._subset
-        return frozenset(address.rpartition(":")[0] or address for address in self._subset)
+        return self._subset if self._options.subset_filter else None
 
     def _note(self, decision: Decision, request: RouteRequest) -> None:
         """Remembers what the response needs, and refuses what came to nothing."""
@@ -384,7 +376,6 @@ class _Exchange:
             self._response.models = (request.model or "", request.client_model)
         if decision.routing is not None:
             self._response.set_headers = decision.routing.response_headers
-        self._phase.explained = self._parts.picks.explained(decision)
         if request.body.get("stream") is True:
             self._response.streams()
         if decision.priority < 0 and decision.is_charged and self._parts.evictions is not None:
@@ -393,7 +384,5 @@ class _Exchange:
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._parts.picks.refused(error)
 
-    def _finish_request(self, *, is_answered: bool = True) -> None:
-        # The reference ends the stream of an API whose responses it does not look at. That cuts responses off
-        # at a gateway that awaits answers to them, so only strict does it.
-        self.finished = not (self._options.responses_full and is_answered)
+    def _finish_request(self) -> None:
+        self.finished = not self._options.responses_full

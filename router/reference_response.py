@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.attribute_reporter import AttributeReporter
-from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import Answer, ResponseChunk
 from router.ext_proc_messages import BodyMode, streamed
 from router.ext_proc_response import ResponsePhase
@@ -60,8 +59,6 @@ class ReferenceResponse:
         if "text/event-stream" in headers.get("content-type", ""):
             self._held = None
         told = {} if served is None else {_SERVED_HEADER: served}
-        if (explained := self._phase.explained) is not None:
-            told[EXPLAIN_HEADER] = explained
         yield response_headers_answer({**kept_headers(headers), **self.set_headers, **told})
 
     def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterator[Answer]:

@@ -50,7 +50,6 @@ def reference_door(
     options = ReferenceOptions(
         max_request_bytes=config.max_request_bytes,
         responses_full=config.responses_full,
-        strict=config.compat == "strict",
         emit_scores=config.emit_endpoint_scores,
         subset_filter=config.subset_filter,
         tells_served=picker is not None and any(one.type == _SERVED for one in picker.plugins.values()),

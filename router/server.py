@@ -27,7 +27,6 @@ from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.flags.reference import told_in_vain
 from router.health import Health
-from router.home_core import keep_home_core
 from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
@@ -125,11 +124,6 @@ class RouterServer:
         self._doors.start()
         self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
-
-    def keep_home_core(self) -> None:
-        """Keeps this process' Python threads on one core from now on; after `start`."""
-        if (home := keep_home_core()) is not None:
-            self._metrics.keeps_to(home)
 
     def drain(self) -> None:
         """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
@@ -331,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = StopSignals()
         raise_open_files()
         use_one_heap()
-        return _serve(RouterServer(config), stop, home_core=flags.home_core)
+        return _serve(RouterServer(config), stop)
     except (ConfigError, IndexerConfigError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
         return 2
@@ -340,11 +334,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _serve(server: RouterServer, stop: StopSignals, *, home_core: bool) -> int:
+def _serve(server: RouterServer, stop: StopSignals) -> int:
     server.start()
     calm_collector()
-    if home_core:
-        server.keep_home_core()
     stop.wait()
     _log.info("draining")
     server.drain()

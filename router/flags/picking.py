@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from router.flags.values import add_switch, duration, objective, positive, positive_duration, positive_number
+from router.flags.values import duration, objective, positive, positive_duration, positive_number
 
 
 def add_picking_flags(group: argparse._ArgumentGroup) -> None:
@@ -36,13 +36,6 @@ def add_picking_flags(group: argparse._ArgumentGroup) -> None:
         default="1s",
         metavar="DURATION",
         help="how much later an answer may come so that a session stays at its pod (default: %(default)s)",
-    )
-    add_switch(
-        group,
-        "--explain-header",
-        False,
-        "responses say in x-kvroute-explain why their pod was picked (not with ext_proc and "
-        "--responses skip)",
     )
     number("--decisions-kept", positive, 1000, "decisions behind /debug/decisions")
     group.add_argument(

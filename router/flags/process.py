@@ -22,12 +22,6 @@ def add_process_flags(group: argparse._ArgumentGroup) -> None:
         False,
         "send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
     )
-    add_switch(
-        group,
-        "--home-core",
-        True,
-        "keep the threads that need Python's lock on one core that others leave free (default: %(default)s)",
-    )
     group.add_argument("-v", "--v", type=count, default=0, metavar="LEVEL", help="1 and above: every detail")
     group.add_argument(
         "--zap-log-level",

@@ -38,8 +38,8 @@ def add_reference_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compat",
         choices=COMPAT,
-        help="off: our own answers; answers: ext_proc answers in the reference's form; strict: also "
-        "where it is known to be wrong (default: answers with a --config-file, else off)",
+        help="off: our own answers; answers: ext_proc answers in the reference's form (default: answers "
+        "with a --config-file, else off)",
     )
     switch("--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates")
     switch("--disable-endpoint-subset-filter", False, "the gateway's subset hint is not looked at")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, SUBSET_HEADER, SUBSET_NAMESPACE
-from router.explain_header import EXPLAIN_HEADER
 from router.local.envoy_replies import DOOR_FAILED, reply_mappers
 from router.local.envoy_routes import (
     gateway_routes,
@@ -147,7 +146,7 @@ def _check_over_http() -> dict[str, Any]:
                 "allowed_upstream_headers": _named(
                     DESTINATION_HEADER, REQUEST_ID_HEADER, *sorted(HANDLER_HEADERS)
                 ),
-                "allowed_client_headers_on_success": _named(EXPLAIN_HEADER, TOKEN_HEADER),
+                "allowed_client_headers_on_success": _named(TOKEN_HEADER),
             },
             "retry_policy": {"retry_on": "connect-failure,refused-stream,reset", **_tries()},
         },

@@ -77,21 +77,18 @@ class _Parts:
     handlers: dict[str, PluginEntry] = field(default_factory=dict)
 
 
-def build_pipeline(
-    config: PickerConfig, *, block_tokens: int, strict: bool, random: np.random.Generator
-) -> Pipeline:
+def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:
     """Makes every plugin and wires them.
 
     Args:
         block_tokens: Of the index.
-        strict: Whether the reference's errors are reproduced.
 
     Raises:
         ConfigError: Something is not understood, missing, or does not fit; names the place.
     """
-    parts = _make_all(config, block_tokens, strict)
+    parts = _make_all(config, block_tokens)
     for name, plugin in parts.plugins.items():
-        _provide(config, parts, name, getattr(plugin, "producer", None), block_tokens, strict)
+        _provide(config, parts, name, getattr(plugin, "producer", None), block_tokens)
     profiles = {entry.name: _profile(entry, parts, config) for entry in _profile_entries(config, parts)}
     handler = _handler(config, parts, profiles)
     observers = [(name, plugin) for name, plugin in parts.plugins.items() if isinstance(plugin, Observer)]
@@ -100,7 +97,6 @@ def build_pipeline(
         Producers(parts.prefixes, parts.attributes),
         observers,
         random,
-        strict=strict,
         types={name: entry.type for name, entry in config.plugins.items()},
         stateful={
             name: plugin
@@ -110,7 +106,7 @@ def build_pipeline(
     )
 
 
-def _make_all(config: PickerConfig, block_tokens: int, strict: bool) -> _Parts:
+def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
     parts = _Parts()
     for name, entry in config.plugins.items():
         kind, parameters = entry.type, entry.parameters
@@ -121,7 +117,7 @@ def _make_all(config: PickerConfig, block_tokens: int, strict: bool) -> _Parts:
         elif kind == APPROXIMATE:
             parts.prefixes[name] = ApproximatePrefix.read(parameters)
         elif kind in (PRECISE, _PRECISE_SCORER):
-            parts.prefixes[name] = PrecisePrefix(block_tokens, truncates=strict)
+            parts.prefixes[name] = PrecisePrefix(block_tokens)
             if kind == _PRECISE_SCORER:
                 parts.plugins[name] = PrefixScorer(name)
         elif kind in _HANDLERS:
@@ -147,9 +143,7 @@ def _check_built_in(entry: PluginEntry) -> None:
         known.fail("addEstimatedOutputTokens", "is not understood; prompt tokens count alone")
 
 
-def _provide(
-    config: PickerConfig, parts: _Parts, name: str, producer: object, block_tokens: int, strict: bool
-) -> None:
+def _provide(config: PickerConfig, parts: _Parts, name: str, producer: object, block_tokens: int) -> None:
     """Adds the producer that a plugin consumes, if it is one of the two that need not be declared."""
     if not isinstance(producer, str) or producer in parts.prefixes:
         return
@@ -160,7 +154,7 @@ def _provide(
     elif producer == APPROXIMATE:
         parts.prefixes[producer] = ApproximatePrefix()
     elif producer == PRECISE:
-        parts.prefixes[producer] = PrecisePrefix(block_tokens, truncates=strict)
+        parts.prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*parts.prefixes, APPROXIMATE, PRECISE})
         config.plugins[name].parameters.fail(

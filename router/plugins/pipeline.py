@@ -55,8 +55,6 @@ class Pipeline:
 
     Args:
         observers: Are told the picks, by name.
-        strict: Whether an exception in a filter, scorer or picker is answered as the reference answers it,
-            as if the pods were full.
         types: Of all plugins, by name.
         stateful: Those that show what they remember, by name.
     """
@@ -68,7 +66,6 @@ class Pipeline:
         observers: Sequence[tuple[str, Observer]],
         random: np.random.Generator,
         *,
-        strict: bool = False,
         types: Mapping[str, str] = MappingProxyType({}),
         stateful: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> None:
@@ -76,7 +73,6 @@ class Pipeline:
         self._producers = producers
         self._observers = tuple(observers)
         self._random = random
-        self._strict = strict
         self._types = types
         self._stateful = stateful
         self._approximate = [
@@ -108,11 +104,10 @@ class Pipeline:
         keys = {id(producer): producer.keys(situation.request) for producer in self._approximate}
         endpoints = _endpoints(situation)
         request = self._request(situation, keys)
-        with _costing_one_request(request.id, 429 if self._strict else 500):
+        with _costing_one_request(request.id):
             handled = self._handler.run(request, endpoints)
             if handled is None:
                 raise NoEndpointLeftError("no endpoints available for the given request")
-        with _costing_one_request(request.id, 500):
             response_headers = self._tell(request, handled)
         for producer in self._approximate:
             producer.keep(list(situation.pods))
@@ -170,22 +165,19 @@ class Pipeline:
 
 
 @contextmanager
-def _costing_one_request(request_id: str, status: int) -> Iterator[None]:
-    """Whatever a plugin trips over costs this request, and no other.
+def _costing_one_request(request_id: str) -> Iterator[None]:
+    """Turn whatever a plugin raises into an error of this one request.
 
     Raises:
-        RequestError: The plugin's own, or one of this status.
+        RequestError: The plugin's own, or 500.
     """
     try:
         yield
     except RequestError:
         raise
-    except PluginError as error:
-        _log.exception("request %s: a plugin failed", request_id)
-        raise RequestError(500, f"a plugin failed: {error}") from error
     except Exception as error:
         _log.exception("request %s: a plugin failed", request_id)
-        raise RequestError(status, f"a plugin failed: {error}") from error
+        raise RequestError(500, f"a plugin failed: {error}") from error
 
 
 def _endpoints(situation: Situation) -> list[Endpoint]:

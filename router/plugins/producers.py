@@ -30,24 +30,18 @@ class PrefixProducer(Protocol):
 
 
 class PrecisePrefix:
-    """What the pods themselves tell, by way of the index.
+    """What the pods themselves tell, by way of the index."""
 
-    Args:
-        truncates: Whether the weighted sum of blocks is cut to a whole number, as the reference does.
-    """
-
-    def __init__(self, block_tokens: int, *, truncates: bool = False) -> None:
+    def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._truncates = truncates
 
     def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
         """Sums over the prompts of a request."""
         found = {}
         for pod in pods:
             told = [match[pod] for match in prompt.matches]
-            weighted = sum(match.weighted_blocks for match in told)
             found[pod] = PrefixMatch(
-                float(int(weighted)) if self._truncates else weighted,
+                sum(match.weighted_blocks for match in told),
                 prompt.exact_blocks,
                 sum(match.cached_blocks for match in told),
                 self._block_tokens,

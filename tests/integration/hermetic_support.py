@@ -141,7 +141,7 @@ def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Sce
                 *("--pods-file", str(directory / "pods.yaml")),
                 *("--config-file", str(directory / "config.yaml")),
                 *("--resources-file", str(directory / "resources.yaml")),
-                *("--refresh-metrics-interval", "100ms", "--compat", "strict"),
+                *("--refresh-metrics-interval", "100ms", "--compat", "answers"),
                 *case.get("flags", ()),
                 *flags,
             ]

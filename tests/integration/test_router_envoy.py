@@ -182,15 +182,6 @@ def test_while_the_router_is_away_envoy_refuses_or_balances(
             assert {answer.status for answer in answers} <= {500, 503}
 
 
-@pytest.mark.parametrize("mode", ["check", "check_grpc"])
-def test_clients_are_told_why_their_pod_was_picked(tmp_path: Path, mode: Mode) -> None:
-    """With the explain header on, the response carries it to the client, and nothing of it to the pod."""
-    with gateway(tmp_path, mode, explain_header=True) as served:
-        response = served.post(BODY)
-        assert response.headers["x-kvroute-explain"].startswith(f"pod={response.headers['x-kvroute-pod']}; ")
-        assert not any("x-kvroute-explain" in seen for pod in served.pods for seen in pod.seen)
-
-
 def test_a_connection_that_ends_in_the_middle_is_tried_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

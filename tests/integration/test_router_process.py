@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,25 +68,6 @@ def test_sigterm_waits_for_the_request_inside_and_ends_with_0(tmp_path: Path) ->
             stream.receive()
             _drains(started, stream)
             assert started.wait(300) == 0
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
-    reason="needs Linux and two cores",
-)
-@pytest.mark.parametrize("keeps", ["true", "false"])
-def test_python_threads_keep_to_one_core_unless_told_otherwise(keeps: str, tmp_path: Path) -> None:
-    """The main thread, as every door's, is bound to one core; not with --home-core=false."""
-    pods_file = write_pods(tmp_path / "pods.yaml", [])
-    argv = ["--pods-file", str(pods_file), *FREE_PORTS, f"--home-core={keeps}"]
-    with process(*argv) as started:
-        grpc_port(started)
-        if keeps == "true":
-            wait_until(lambda: len(os.sched_getaffinity(started.pid)) == 1, "one core")
-        else:
-            # Long after it would have been bound.
-            time.sleep(2.0)
-            assert os.sched_getaffinity(started.pid) == os.sched_getaffinity(0)
 
 
 def test_a_router_without_requests_ends_at_once(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def disaggregated() -> Bench:
         made.ledger,
         np.random.default_rng(3),
         block_tokens=16,
-        ranker=build_pipeline(config, block_tokens=16, strict=False, random=np.random.default_rng(3)),
+        ranker=build_pipeline(config, block_tokens=16, random=np.random.default_rng(3)),
     )
     return made
 

@@ -231,7 +231,7 @@ def started(text: str) -> None:
     """As far as a router goes before it opens anything."""
     config, _ = parse_flags([*PODS, "--config-text", text])
     assert config.picker is not None
-    build_pipeline(config.picker, block_tokens=16, strict=False, random=np.random.default_rng())
+    build_pipeline(config.picker, block_tokens=16, random=np.random.default_rng())
     flow_of(config.picker, 1.0)
 
 
@@ -248,7 +248,7 @@ def complaint(text: str) -> str:
 def test_a_known_configuration_is_understood(name: str) -> None:
     """Every plugin is made, every profile wired, every section read."""
     config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml", Path())
-    made = build_pipeline(config, block_tokens=16, strict=True, random=np.random.default_rng())
+    made = build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
     flow = flow_of(config, 1.0)
     assert (flow is not None and flow[0].evicts) == (name == "flow control")

@@ -14,7 +14,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.body_guard import BodyGuard
-from router.explain_header import EXPLAIN_HEADER
 from router.ext_proc_bytes import add_ext_proc
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
@@ -66,7 +65,6 @@ class Served:
 def door(
     options: ReferenceOptions | None = None,
     *,
-    explains: bool = False,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
 ) -> Iterator[Served]:
@@ -74,7 +72,7 @@ def door(
     bench = Bench().with_pods(A, B)
     random = np.random.default_rng(1)
     parts = ReferenceParts(
-        picks=GatewayPick(bench.router, bench.metrics, explains=explains, guard=guard),
+        picks=GatewayPick(bench.router, bench.metrics, guard=guard),
         outcomes=bench.outcomes,
         metrics=bench.metrics,
         pods=bench.pods,
@@ -134,16 +132,15 @@ def test_forbidden_fields_are_removed_from_the_body(path: str) -> None:
         assert set_headers(got[1])["Content-Length"] == str(len(sent))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_clients_gateway_headers_are_removed(strict: bool) -> None:
-    """Ranks and hosts that a client names are taken off; in strict they are only not set again."""
+def test_a_clients_gateway_headers_are_removed() -> None:
+    """Ranks and hosts that a client names are removed."""
     told = {"x_data_parallel_rank": "1", "x_prefiller_host_port": "10.0.0.9:1"}
     buffered = (BodyMode.BUFFERED, BodyMode.BUFFERED)
-    with door(ReferenceOptions(strict=strict)) as served:
+    with door() as served:
         streamed = served.exchange(headers(**told), body(BODY))[0].request_headers.response
         whole = served.exchange(headers(config=buffered, **told), body(BODY))[1].request_body.response
         empty = served.exchange(headers(end=True, **told))[0].request_headers.response
-    expected = [] if strict else ["x-data-parallel-rank", "x-prefiller-host-port"]
+    expected = ["x-data-parallel-rank", "x-prefiller-host-port"]
     for common in (streamed, whole, empty):
         assert list(common.header_mutation.remove_headers) == expected
         assert not {one.header.key for one in common.header_mutation.set_headers}.intersection(expected)
@@ -251,16 +248,6 @@ def test_a_response_whose_body_does_not_come_here_is_done_by_its_status() -> Non
         assert len(served.bench.ledger) == 1
 
 
-@pytest.mark.parametrize("explains", [False, True])
-def test_a_response_carries_its_decision_if_asked_for(explains: bool) -> None:
-    """--explain-header holds for this door as for the others; a pod's own header of that name does not."""
-    with door(explains=explains) as served:
-        sent = (headers(), body(BODY), response_headers(status="200", end=True, x_kvroute_explain="mine"))
-        *_, answer = served.exchange(*sent)
-        told = set_headers(answer)[EXPLAIN_HEADER]
-        assert told.startswith("pod=10.0.0.") if explains else told == "mine"
-
-
 def test_events_are_renamed_one_by_one() -> None:
     """Each chunk of an event stream is echoed before the next one comes, under the client's name."""
     with door() as served:
@@ -295,15 +282,11 @@ def test_decoding_only_if_cached_is_refused_where_nothing_is() -> None:
         assert set_headers(served.exchange(*asked)[0])[DESTINATION] == B.address
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_subset_with_a_wrong_port_counts_only_in_strict(strict: bool) -> None:
-    """A port that is given is meant, except where the reference's error is asked for."""
-    with door(ReferenceOptions(strict=strict)) as served:
+def test_a_subset_with_a_wrong_port_allows_nobody() -> None:
+    """A subset names endpoints by address and port: another port is another endpoint."""
+    with door() as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.0.0.2:9"]))
-        if strict:
-            assert set_headers(first)[DESTINATION] == B.address
-        else:
-            assert first.immediate_response.status.code == 503
+        assert first.immediate_response.status.code == 503
 
 
 def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:

@@ -28,9 +28,6 @@
 - --kv-connector=true
 {{- end }}
 - --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
-{{- if $router.explainHeader }}
-- --explain-header=true
-{{- end }}
 {{- with $router.session.header }}
 - --session-header={{ . }}
 {{- end }}
