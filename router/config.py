@@ -223,6 +223,6 @@ def _discovery(
         )
     if kube is not None and kube.pool and flags.resources_file is not None:
         raise ConfigError("--resources-file: with --pool-name objectives and rewrites come from the cluster")
-    if discovery is not None:
-        return discovery.path, discovery.watch, None
+    if picker is not None and discovery is not None:
+        return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube

@@ -6,40 +6,118 @@ a plugin's parameters mean is the plugin's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from router.config_fields import Fields, documents, read_text
+from msgspec import field
+
+from router.config_fields import (
+    Duration,
+    Int32,
+    Number,
+    Quantity,
+    Section,
+    Settings,
+    Text,
+    documents,
+    read_text,
+)
 from router.errors import ConfigError
 
-_API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
-_KIND = "EndpointPickerConfig"
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
-_TOP = (
-    "apiVersion",
-    "kind",
-    "compat",
-    "featureGates",
-    "plugins",
-    "schedulingProfiles",
-    "dataLayer",
-    "requestHandler",
-    "flowControl",
-    "saturationDetector",
-    "parser",
-)
 
 COMPAT = ("off", "answers")
 """Form of ext_proc's answers: our own, or the reference's."""
 
+_BY_PEERS = "replicas of this router find each other by --peer"
 
-@dataclass(frozen=True, slots=True)
-class FileDiscovery:
-    """Parameters of the file-discovery plugin."""
 
-    path: Path
-    watch: bool
+class _Entry(Settings):
+    type: Text
+    name: Text = ""
+    parameters: Mapping[str, Any] = {}
+
+
+class _Plugin(Settings):
+    plugin_ref: Text
+
+
+class _Weighted(_Plugin):
+    weight: Number = 1.0
+
+
+class _Source(_Plugin):
+    extractors: tuple[_Plugin, ...] = ()
+
+
+class _Profile(Settings):
+    name: Text
+    plugins: tuple[_Weighted, ...] = ()
+
+
+class _DataLayer(Settings):
+    instead: ClassVar[Mapping[str, str]] = {
+        "peerDiscovery": _BY_PEERS,
+        "crossReplicaSyncerPluginRef": _BY_PEERS,
+        "crossReplicaSyncInterval": _BY_PEERS,
+    }
+
+    inject_defaults: bool = True
+    sources: tuple[_Source, ...] = ()
+    discovery: _Plugin | None = None
+
+
+class _Handler(Settings):
+    parsers: tuple[_Plugin, ...] = ()
+
+
+class BandSettings(Settings):
+    """One priority band of flow control."""
+
+    priority: Int32 = 0
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    fairness_policy_ref: Text | None = None
+    ordering_policy_ref: Text | None = None
+
+
+class FlowSettings(Settings):
+    """The section `flowControl`."""
+
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    default_request_ttl: Duration = field(default=Duration(60.0), name="defaultRequestTTL")
+    no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
+    default_priority_band: BandSettings = BandSettings()
+    default_negative_priority_band: BandSettings = BandSettings()
+    priority_bands: tuple[BandSettings, ...] = ()
+    usage_limit_policy_plugin_ref: Text | None = None
+    saturation_detector: _Plugin | None = None
+    enable_eviction: bool = False
+
+
+class _File(Settings):
+    api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    compat: Literal["off", "answers"] | None = None
+    feature_gates: tuple[Text, ...] = ()
+    plugins: tuple[_Entry, ...] = ()
+    scheduling_profiles: tuple[_Profile, ...] = ()
+    data_layer: _DataLayer = _DataLayer()
+    request_handler: _Handler = _Handler()
+    flow_control: FlowSettings = FlowSettings()
+    saturation_detector: _Plugin | None = None
+    parser: _Plugin | None = None
+
+
+class DiscoverySettings(Settings):
+    """Parameters of file-discovery."""
+
+    path: Text
+    watch_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +126,14 @@ class PluginEntry:
 
     Attributes:
         name: By which it is referred to.
-        fields: The entry itself, for errors.
+        section: The entry itself, for errors.
         parameters: Not checked yet.
     """
 
     name: str
     type: str
-    fields: Fields
-    parameters: Fields
+    section: Section
+    parameters: Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +141,7 @@ class Reference:
     """A pluginRef, with the place where it stands."""
 
     name: str
-    fields: Fields
+    section: Section
     weight: float = 1.0
 
 
@@ -73,7 +151,7 @@ class ProfileEntry:
 
     name: str
     references: tuple[Reference, ...]
-    fields: Fields
+    section: Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +164,20 @@ class PickerConfig:
         gates: Feature gates, defaults included.
         plugins: By name, in the file's order.
         parsers: In the file's order; empty: the default ones.
-        flow: The section `flowControl`; empty where there is none.
         detector: The saturation detector that is named; None: the default one.
     """
 
     source: str
     directory: Path
-    root: Fields
+    root: Section
     compat: str | None
     gates: dict[str, bool]
     plugins: dict[str, PluginEntry]
     profiles: tuple[ProfileEntry, ...]
     parsers: tuple[Reference, ...]
-    flow: Fields
+    flow: FlowSettings
     detector: Reference | None
-    discovery: FileDiscovery | None
-    data_references: tuple[Reference, ...] = field(default=())
+    discovery: DiscoverySettings | None
 
     @property
     def picks(self) -> bool:
@@ -132,77 +208,79 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
     nodes = documents(text, source)
     if len(nodes) != 1:
         raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
-    root = Fields(source, "", nodes[0], _TOP)
-    root.choice("apiVersion", _API_VERSIONS)
-    root.choice("kind", (_KIND,))
-    plugins = _plugins(root)
-    layer = root.fields(
-        "dataLayer",
-        (
-            "injectDefaults",
-            "sources",
-            "discovery",
-            "peerDiscovery",
-            "crossReplicaSyncerPluginRef",
-            "crossReplicaSyncInterval",
-        ),
-    )
-    handler = root.fields("requestHandler", ("parsers",))
-    parsers = [_reference(item.only("pluginRef"), plugins) for item in handler.each("parsers")]
-    if not parsers and "parser" in root:
-        parsers = [_reference(root.fields("parser", ("pluginRef",)), plugins)]
-    flow = root.fields("flowControl")
-    detector = flow if "saturationDetector" in flow else root
+    root = Section(source, "", nodes[0])
+    file = root.read(_File)
+    plugins = _plugins(root, file)
+    references = _References(root, plugins)
+    parsers = [
+        references.of(f"requestHandler.parsers[{at}]", parser.plugin_ref)
+        for at, parser in enumerate(file.request_handler.parsers)
+    ]
+    if not parsers and file.parser is not None:
+        parsers = [references.of("parser", file.parser.plugin_ref)]
+    detector, where = file.flow_control.saturation_detector, "flowControl.saturationDetector"
+    if detector is None:
+        detector, where = file.saturation_detector, "saturationDetector"
+    _check_sources(file.data_layer, references)
     return PickerConfig(
         source=source,
         directory=directory,
         root=root,
-        compat=root.choice("compat", COMPAT) if "compat" in root else None,
-        gates=_gates(root),
+        compat=file.compat,
+        gates=_gates(root, file.feature_gates),
         plugins=plugins,
-        profiles=_profiles(root, plugins),
+        profiles=_profiles(file, references),
         parsers=tuple(parsers),
-        flow=flow,
-        detector=_reference(detector.fields("saturationDetector", ("pluginRef",)), plugins)
-        if "saturationDetector" in detector
-        else None,
-        discovery=_discovery(layer, plugins, directory),
-        data_references=_data_references(layer, plugins),
+        flow=file.flow_control,
+        detector=references.of(where, detector.plugin_ref) if detector is not None else None,
+        discovery=_discovery(file.data_layer, references),
     )
 
 
-def _plugins(root: Fields) -> dict[str, PluginEntry]:
+def _plugins(root: Section, file: _File) -> dict[str, PluginEntry]:
     plugins: dict[str, PluginEntry] = {}
-    for entry in root.each("plugins", ("name", "type", "parameters")):
-        kind = entry.text("type")
-        name = entry.text("name", kind)
+    for at, entry in enumerate(file.plugins):
+        section = root.at(f"plugins[{at}]")
+        name = entry.name or entry.type
         if name in plugins:
-            entry.fail("name", f"there is a plugin {name!r} already; give this one a name of its own")
-        plugins[name] = PluginEntry(name, kind, entry, entry.fields("parameters"))
+            section.fail("name", f"there is a plugin {name!r} already; give this one a name of its own")
+        plugins[name] = PluginEntry(name, entry.type, section, section.at("parameters"))
     return plugins
 
 
-def _reference(fields: Fields, plugins: dict[str, PluginEntry], key: str = "pluginRef") -> Reference:
-    name = fields.text(key)
-    if name not in plugins:
-        fields.fail(key, f"no plugin is named {name!r}; plugins has {sorted(plugins)}")
-    return Reference(name, fields, fields.number("weight", 1.0) if key == "pluginRef" else 1.0)
+class _References:
+    """Makes references to plugins, and refuses those to none."""
+
+    def __init__(self, root: Section, plugins: dict[str, PluginEntry]) -> None:
+        self.root = root
+        self.plugins = plugins
+
+    def of(self, place: str, name: str, weight: float = 1.0) -> Reference:
+        """The reference at a place in the file."""
+        section = self.root.at(place)
+        if name not in self.plugins:
+            section.fail("pluginRef", f"no plugin is named {name!r}; plugins has {sorted(self.plugins)}")
+        return Reference(name, section, weight)
 
 
-def _profiles(root: Fields, plugins: dict[str, PluginEntry]) -> tuple[ProfileEntry, ...]:
+def _profiles(file: _File, references: _References) -> tuple[ProfileEntry, ...]:
     profiles: dict[str, ProfileEntry] = {}
-    for entry in root.each("schedulingProfiles", ("name", "plugins")):
-        name = entry.text("name")
-        if name in profiles:
-            entry.fail("name", f"there is a profile {name!r} already")
-        references = [_reference(item, plugins) for item in entry.each("plugins", ("pluginRef", "weight"))]
-        profiles[name] = ProfileEntry(name, tuple(references), entry)
+    for at, entry in enumerate(file.scheduling_profiles):
+        place = f"schedulingProfiles[{at}]"
+        section = references.root.at(place)
+        if entry.name in profiles:
+            section.fail("name", f"there is a profile {entry.name!r} already")
+        named = tuple(
+            references.of(f"{place}.plugins[{number}]", one.plugin_ref, one.weight)
+            for number, one in enumerate(entry.plugins)
+        )
+        profiles[entry.name] = ProfileEntry(entry.name, named, section)
     return tuple(profiles.values())
 
 
-def _gates(root: Fields) -> dict[str, bool]:
+def _gates(root: Section, texts: Iterable[str]) -> dict[str, bool]:
     gates = dict(_GATES)
-    for text in root.texts("featureGates"):
+    for text in texts:
         name, _, value = text.partition("=")
         if name not in gates or value not in ("", "true", "false"):
             root.fail("featureGates", f"{text!r} is not understood; there are {', '.join(_GATES)}")
@@ -210,25 +288,20 @@ def _gates(root: Fields) -> dict[str, bool]:
     return gates
 
 
-def _discovery(layer: Fields, plugins: dict[str, PluginEntry], directory: Path) -> FileDiscovery | None:
-    if "discovery" not in layer:
+def _discovery(layer: _DataLayer, references: _References) -> DiscoverySettings | None:
+    if layer.discovery is None:
         return None
-    reference = layer.fields("discovery", ("pluginRef",))
-    entry = plugins[_reference(reference, plugins).name]
+    reference = references.of("dataLayer.discovery", layer.discovery.plugin_ref)
+    entry = references.plugins[reference.name]
     if entry.type != _DISCOVERY:
-        reference.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-    parameters = entry.parameters.only("path", "watchFile")
-    return FileDiscovery(directory / parameters.text("path"), parameters.flag("watchFile", False))
+        reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
+    return entry.parameters.read(DiscoverySettings)
 
 
-def _data_references(layer: Fields, plugins: dict[str, PluginEntry]) -> tuple[Reference, ...]:
-    """Data sources and their extractors; what only several replicas or clusters need is refused."""
-    for name in ("peerDiscovery", "crossReplicaSyncerPluginRef", "crossReplicaSyncInterval"):
-        if name in layer:
-            layer.fail(name, "not understood; replicas of this router find each other by --peer")
-    layer.flag("injectDefaults", True)
-    references = []
-    for source in layer.each("sources", ("pluginRef", "extractors")):
-        references.append(_reference(source, plugins))
-        references += [_reference(item, plugins) for item in source.each("extractors", ("pluginRef",))]
-    return tuple(references)
+def _check_sources(layer: _DataLayer, references: _References) -> None:
+    """Data sources and their extractors are part of the router: named, they must be there."""
+    for at, source in enumerate(layer.sources):
+        place = f"dataLayer.sources[{at}]"
+        references.of(place, source.plugin_ref)
+        for number, extractor in enumerate(source.extractors):
+            references.of(f"{place}.extractors[{number}]", extractor.plugin_ref)

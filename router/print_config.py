@@ -85,6 +85,6 @@ def _picker(picker: PickerConfig) -> dict[str, Any]:
             for profile in picker.profiles
         ],
         "parsers": [reference.name for reference in picker.parsers],
-        "flow_control": picker.flow.value(),
+        "flow_control": picker.root.at("flowControl").value(),
         "saturation_detector": picker.detector.name if picker.detector is not None else None,
     }

@@ -62,6 +62,6 @@ def _parser_types(picker: PickerConfig) -> Sequence[str]:
     for reference in picker.parsers:
         kind = picker.plugins[reference.name].type
         if kind not in PARSERS:
-            reference.fields.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
+            reference.section.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
         types.append(kind)
     return types or DEFAULT_PARSERS

@@ -312,7 +312,7 @@ def test_the_metrics_sources_path_is_a_setting() -> None:
             {"kvEventsConfig": {"zmqEndpoint": "ipc://x"}},
             "events_bind: must begin with tcp://",
         ),
-        ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: must be a string"),
+        ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: is missing"),
         ("token-producer", {"udsTokenizerConfig": {"socket": "x"}}, "give --tokenizer MODEL=unix:PATH"),
         ("token-producer", {"vllm": {"port": 1}}, "port"),
         ("metrics-data-source", {"path": "metrics"}, "path: must be a path as /metrics, is 'metrics'"),
@@ -323,7 +323,7 @@ def test_the_metrics_sources_path_is_a_setting() -> None:
         ("topology-affinity-scorer", {}, "there is label-selector-filter"),
         ("burst-prefix-cache-producer", {}, "there is precise-prefix-cache-producer"),
         ("pd-profile-handler", {}, "needs the profiles decode and prefill"),
-        ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: must be a string"),
+        ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: is missing"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_at_its_place(
