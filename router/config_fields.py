@@ -37,7 +37,7 @@ Number = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 Positive = Annotated[float, Meta(ge=1e-6, le=sys.float_info.max)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class Settings(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     """Base of what a mapping may hold: a field for each key, with its type, bounds and default.
 
     A check over several fields is a `__post_init__` that raises ValueError("KEY: PROBLEM").
@@ -234,7 +234,8 @@ def _told(error: str, kind: Any) -> tuple[str, str, bool]:
 
 def _unknown_problem(info: inspect.Type, name: str) -> str:
     struct = _one_of(info, inspect.StructType)
-    if instead := struct.cls.instead.get(name):
+    kind = struct.cls
+    if issubclass(kind, Settings) and (instead := kind.instead.get(name)):
         return f"is not understood; {instead}"
     known = (field.encode_name for field in struct.fields)
     return f"not understood; here may be {', '.join(known) or 'nothing'}"

@@ -91,8 +91,8 @@ class FlowSettings(Settings):
     max_requests: Quantity | None = None
     default_request_ttl: Duration = field(default=Duration(60.0), name="defaultRequestTTL")
     no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
-    default_priority_band: BandSettings = BandSettings()
-    default_negative_priority_band: BandSettings = BandSettings()
+    default_priority_band: BandSettings = field(default_factory=BandSettings)
+    default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
     priority_bands: tuple[BandSettings, ...] = ()
     usage_limit_policy_plugin_ref: Text | None = None
     saturation_detector: _Plugin | None = None
@@ -106,9 +106,9 @@ class _File(Settings):
     feature_gates: tuple[Text, ...] = ()
     plugins: tuple[_Entry, ...] = ()
     scheduling_profiles: tuple[_Profile, ...] = ()
-    data_layer: _DataLayer = _DataLayer()
-    request_handler: _Handler = _Handler()
-    flow_control: FlowSettings = FlowSettings()
+    data_layer: _DataLayer = field(default_factory=_DataLayer)
+    request_handler: _Handler = field(default_factory=_Handler)
+    flow_control: FlowSettings = field(default_factory=FlowSettings)
     saturation_detector: _Plugin | None = None
     parser: _Plugin | None = None
 

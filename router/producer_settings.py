@@ -51,7 +51,7 @@ class _Blocks(Settings):
         "costAwareMemoryConfig": "give --backend cost and --capacity-bytes",
     }
 
-    in_memory_config: _Memory = _Memory()
+    in_memory_config: _Memory = field(default_factory=_Memory)
     enable_metrics: Any = None
     metrics_logging_interval: Any = None
 
@@ -64,7 +64,7 @@ class _Tier(Settings):
 class _Index(Settings):
     instead: ClassVar[Mapping[str, str]] = {"tokenizersPoolConfig": "give --tokenizer MODEL=SOURCE"}
 
-    kv_block_index_config: _Blocks = _Blocks()
+    kv_block_index_config: _Blocks = field(default_factory=_Blocks)
     kv_cache_backend_configs: tuple[_Tier, ...] = ()
 
 
@@ -83,13 +83,13 @@ class _Events(Settings):
     engine_type: _Engine = "vllm"
     tracing: bool = False
     discover_pods: bool = True
-    pod_discovery_config: _Pods = _Pods()
+    pod_discovery_config: _Pods = field(default_factory=_Pods)
 
 
 class _Precise(Settings):
-    token_processor_config: _TokenProcessor = _TokenProcessor()
-    indexer_config: _Index = _Index()
-    kv_events_config: _Events = _Events()
+    token_processor_config: _TokenProcessor = field(default_factory=_TokenProcessor)
+    indexer_config: _Index = field(default_factory=_Index)
+    kv_events_config: _Events = field(default_factory=_Events)
     speculative_indexing: bool = True
     speculative_ttl: Duration | None = field(default=None, name="speculativeTTL")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from router.config_fields import Int32, Section, Settings, Text, documents, read_text
@@ -39,7 +40,7 @@ class _ObjectiveSpec(Settings):
 
 
 class _Objective(_Resource):
-    spec: _ObjectiveSpec = _ObjectiveSpec()
+    spec: _ObjectiveSpec = msgspec.field(default_factory=_ObjectiveSpec)
 
     def __post_init__(self) -> None:
         if not self.metadata.name:
@@ -71,7 +72,7 @@ class _RewriteSpec(Settings):
 
 
 class _Rewrite(_Resource):
-    spec: _RewriteSpec = _RewriteSpec()
+    spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def read_resources(path: Path) -> Resources:
         ConfigError: It cannot be read, or something in it is not understood.
     """
     priorities: dict[str, int] = {}
-    rewrites: tuple[_Rewrite, ...] = ()
+    rewrites: list[_Rewrite] = []
     for node in documents(read_text(path), str(path)):
         section = Section(str(path), "", node)
         if section.read(_Kind).kind == "InferenceObjective":

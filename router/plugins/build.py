@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from router.attribute_reporter import TYPE as REPORTER
@@ -91,8 +92,8 @@ class _Deciders(Settings):
 
 class _Disaggregation(Settings):
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
-    profiles: _Stages = _Stages()
-    deciders: _Deciders = _Deciders()
+    profiles: _Stages = msgspec.field(default_factory=_Stages)
+    deciders: _Deciders = msgspec.field(default_factory=_Deciders)
 
 
 class _PrefillApart(Settings):

@@ -42,7 +42,7 @@ class PrefixScorer(Settings):
         return scores
 
 
-class NoHitLruScorer(Settings, frozen=False, dict=True):
+class NoHitLruScorer(Settings, dict=True):
     """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1.
 
     Attributes:

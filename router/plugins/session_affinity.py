@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from router.config_fields import Number, Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
@@ -108,7 +108,7 @@ class _SessionConfig(Settings):
     eviction_sweep_seconds: Number = 10.0
 
 
-class SessionAffinity(Settings, frozen=False, dict=True):
+class SessionAffinity(Settings, dict=True):
     """Keeps to the endpoint of the session, as long as it is among the candidates.
 
     Attributes:
@@ -117,8 +117,8 @@ class SessionAffinity(Settings, frozen=False, dict=True):
 
     strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
     profile_name: str = _DESTINATION
-    encoded_endpoint_header_config: _TokenConfig = _TokenConfig()
-    session_id_config: _SessionConfig = _SessionConfig()
+    encoded_endpoint_header_config: _TokenConfig = field(default_factory=_TokenConfig)
+    session_id_config: _SessionConfig = field(default_factory=_SessionConfig)
 
     def __post_init__(self) -> None:
         self._memory: TokenHeader | SessionIds
