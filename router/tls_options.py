@@ -1,4 +1,4 @@
-"""What the TLS flags mean: flags in, checked options out. Opens no port and makes no certificate."""
+"""TLS flags and what they mean: flags in, checked options out. Opens no port and makes no certificate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import ConfigError
+from router.flags import flag, names, switch
+
+TLS = "TLS"
+"""Title of these flags in the help."""
 
 # Go's names and OpenSSL's of the suites of TLS 1.2 that BoringSSL, which is gRPC's, has.
 _SUITES = {
@@ -29,6 +33,53 @@ _SUITES = {
 _SUITES_13 = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256")
 _SUITES_VARIABLE = "GRPC_SSL_CIPHER_SUITES"
 _LEAST_VERSIONS = ("VersionTLS12", "1.2")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFlags:
+    """Which ports have TLS, and with which certificates."""
+
+    secure_serving: bool = switch(
+        TLS,
+        "--secure-serving",
+        False,
+        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
+        "at start and signed by itself",
+    )
+    cert_path: Path | None = flag(
+        TLS, "--cert-path", Path, None, "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
+    )
+    enable_cert_reload: bool = switch(
+        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
+    )
+    tls_min_version: str = flag(
+        TLS,
+        "--tls-min-version",
+        str,
+        "VersionTLS12",
+        "VersionTLS12; gRPC's Python server knows no other bound and takes 1.2 and 1.3",
+        metavar="VERSION",
+    )
+    tls_cipher_suites: tuple[str, ...] = flag(
+        TLS,
+        "--tls-cipher-suites",
+        names,
+        (),
+        "suites of TLS 1.2 by their IANA names; gRPC reads them from the environment only, so this flag "
+        "checks that GRPC_SSL_CIPHER_SUITES says the same",
+        metavar="NAME,...",
+    )
+    metrics_cert_dir: Path | None = flag(
+        TLS, "--metrics-cert-dir", Path, None, "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+    )
+    metrics_client_ca_file: Path | None = flag(
+        TLS,
+        "--metrics-client-ca-file",
+        Path,
+        None,
+        "PEM: whoever reads the metrics port must show a certificate of this authority",
+        metavar="PATH",
+    )
 
 
 @dataclass(frozen=True, slots=True)

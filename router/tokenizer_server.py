@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from indexer.flags import CommandParser
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.flags.values import size_bytes
+from router.flags import size_bytes
 from router.prompt_media import PromptMedia
 from router.request import RequestKind, RouteRequest, read_fields
 from router.tokens import TokenizeOptions, TokenizerRegistry

@@ -1,0 +1,162 @@
+"""Settings that flags make: a dataclass's fields with their flags in, argparse's arguments and values out.
+
+Below it what flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from router.duration import seconds
+from router.quantity import quantity
+
+_BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+def flag(group: str, name: str, kind: Callable[[str], Any], default: Any, text: str, **options: Any) -> Any:
+    """A field of a dataclass that a flag sets.
+
+    Args:
+        group: Title in the help.
+        name: The flag, or several.
+        kind: From text to value.
+        text: Help; of numbers in N the default is added.
+        options: Further ones of `argparse`; with action="append" the values are a tuple.
+    """
+    options.setdefault("metavar", "N")
+    if options["metavar"] == "N" and default is not None:
+        text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    told = {"group": group, "names": name.split(), "options": {"type": kind, "help": text, **options}}
+    return dataclasses.field(default=default, metadata=told)
+
+
+def switch(group: str, name: str, default: bool, text: str, **options: Any) -> Any:
+    """A field that is true or false; its flag named without a value is true, as with Go's flags."""
+    options = {"nargs": "?", "const": True, "metavar": "BOOL", **options}
+    return flag(group, name, boolean, default, text, **options)
+
+
+def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
+    """Add the flags of some dataclasses; groups come in the order in which they are first named."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in (field for kind in settings for field in dataclasses.fields(kind)):
+        if told := field.metadata:
+            if told["group"] not in groups:
+                groups[told["group"]] = parser.add_argument_group(told["group"])
+            options = {"default": field.default, **told["options"]}
+            if options.get("action") == "append":
+                options["default"] = None
+            groups[told["group"]].add_argument(*told["names"], dest=field.name, **options)
+
+
+def said(kind: type, flags: argparse.Namespace) -> dict[str, Any]:
+    """The values of a dataclass's fields that have flags."""
+    values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind) if field.metadata}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return {name: value for name, value in {**values, **lists}.items() if value is not None}
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 lets the system choose."""
+    return _bounded(text, 0, 65_535)
+
+
+def count(text: str) -> int:
+    """A whole number from 0 up."""
+    return _bounded(text, 0, 1_000_000_000)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    return _bounded(text, 1, 1 << 40)
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return number
+
+
+def milliseconds(text: str) -> float:
+    """Milliseconds above 0, in seconds."""
+    return positive_number(text) / 1000
+
+
+def duration(text: str) -> float:
+    """A duration in Go's form (`1m30s`), in seconds."""
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive_duration(text: str) -> float:
+    """A duration longer than 0, in seconds."""
+    if not (value := duration(text)) > 0.0:
+        raise argparse.ArgumentTypeError("must be longer than 0")
+    return value
+
+
+def objective(text: str) -> tuple[str, int]:
+    """NAME=PRIORITY."""
+    name, equals, priority = text.rpartition("=")
+    digits = priority.removeprefix("-")
+    if not (name and equals and digits.isdecimal() and len(digits) < 10):
+        raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY with a whole number, not {text!r}")
+    return name, int(priority)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas; none where the text is empty."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def boolean(text: str) -> bool:
+    """true or false, or one of the short forms that Go's flags know."""
+    if text.lower() not in _BOOLEANS:
+        raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
+    return _BOOLEANS[text.lower()]
+
+
+def size_bytes(text: str) -> int:
+    """A size such as 4194304, 10MiB or 25MB; the B may be missing."""
+    try:
+        size = quantity(text.strip().removesuffix("B").removesuffix("b"))
+    except ValueError:
+        size = 0
+    if not 0 < size < 1 << 31:
+        raise argparse.ArgumentTypeError(f"must be a size below 2GiB, such as 10MiB or 25MB, not {text!r}")
+    return size
+
+
+def log_level(text: str) -> int:
+    """A level by zap's name or number, as one of `logging`."""
+    named = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+    if text.lower() in named:
+        return named[text.lower()]
+    if text.lower() == "panic":
+        return logging.CRITICAL
+    return logging.DEBUG if _bounded(text, 0, 127) else logging.INFO
+
+
+def model_source(text: str) -> tuple[str, str]:
+    """MODEL=SOURCE."""
+    model, equals, source = text.partition("=")
+    if not (model and equals and source):
+        raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
+    return model, source
+
+
+def _bounded(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r}")
+    return int(text)
