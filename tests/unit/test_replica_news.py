@@ -123,20 +123,20 @@ def test_an_older_routers_messages_are_read() -> None:
 
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("number", {"pod": "p"}),
-    (r"\.number", {"pod": "p", "number": -1}),
-    (r"\.number", {"pod": "p", "number": "1"}),
+    ("number", {"pod": "p", "number": -1}),
+    ("number", {"pod": "p", "number": "1"}),
     ("pod", {}),
-    (r"\.pod", {"pod": ""}),
-    (r"\.pod", {"pod": "p" * 513}),
+    ("pod", {"pod": ""}),
+    ("pod", {"pod": "p" * 513}),
     ("key_bytes", {"pod": "p", "key_bytes": b"1234567"}),
     ("key_bytes", {"pod": "p", "key_bytes": bytes(8 * (KEYS_MAX + 1))}),
-    (r"\.age_s", {"pod": "p", "age_s": float("nan")}),
-    (r"\.age_s", {"pod": "p", "age_s": -1.0}),
-    (r"\.age_s", {"pod": "p", "age_s": float("inf")}),
-    (r"\.request_id", {"pod": "p", "request_id": "r" * 513}),
-    (r"\.prefill_pod", {"pod": "p", "prefill_pod": "r" * 513}),
-    (r"\.adapter", {"pod": "p", "adapter": "a" * 513}),
-    (r"\.uncached_tokens", {"pod": "p", "uncached_tokens": (1 << 40) + 1}),
+    ("age_s", {"pod": "p", "age_s": float("nan")}),
+    ("age_s", {"pod": "p", "age_s": -1.0}),
+    ("age_s", {"pod": "p", "age_s": float("inf")}),
+    ("request_id", {"pod": "p", "request_id": "r" * 513}),
+    ("prefill_pod", {"pod": "p", "prefill_pod": "r" * 513}),
+    ("adapter", {"pod": "p", "adapter": "a" * 513}),
+    ("uncached_tokens", {"pod": "p", "uncached_tokens": (1 << 40) + 1}),
 ]
 
 
@@ -144,7 +144,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
 def test_a_request_that_is_out_of_bounds_is_refused(named: str, fields: dict[str, Any]) -> None:
     """A number, text or list that no router tells voids the message, with the field's name."""
     sent = fields if named == "number" else {"number": 1, **fields}
-    with pytest.raises(PeerError, match=rf"^broken: .*{named}.*\$\.sent"):
+    with pytest.raises(PeerError, match=rf"^broken: (.*{named}.*\$\.sent|.*\$\.sent\[0\]\.{named})"):
         read_news(msgspec.msgpack.encode({"sent": [sent]}))
 
 
@@ -152,15 +152,15 @@ def test_a_request_that_is_out_of_bounds_is_refused(named: str, fields: dict[str
     ("named", "fields"),
     [
         ("event", {"request_id": "r", "source": "report"}),
-        (r"\.event", {"request_id": "r", "source": "report", "event": 9}),
-        (r"\.request_id", {"request_id": "r" * 513, "source": "report", "event": DONE}),
-        (r"\.late_s", {"request_id": "r", "source": "report", "event": DONE, "late_s": float("nan")}),
-        (r"\.cached_tokens", {"request_id": "r", "source": "report", "event": DONE, "cached_tokens": -1}),
+        ("event", {"request_id": "r", "source": "report", "event": 9}),
+        ("request_id", {"request_id": "r" * 513, "source": "report", "event": DONE}),
+        ("late_s", {"request_id": "r", "source": "report", "event": DONE, "late_s": float("nan")}),
+        ("cached_tokens", {"request_id": "r", "source": "report", "event": DONE, "cached_tokens": -1}),
     ],
 )
 def test_an_outcome_that_is_out_of_bounds_is_refused(named: str, fields: dict[str, Any]) -> None:
     """What was heard is checked as what was sent is."""
-    with pytest.raises(PeerError, match=rf"^broken: .*{named}.*\$\.heard"):
+    with pytest.raises(PeerError, match=rf"^broken: (.*{named}.*\$\.heard|.*\$\.heard\[0\]\.{named})"):
         read_news(msgspec.msgpack.encode({"heard": [fields]}))
 
 
