@@ -69,7 +69,7 @@ class Ledger:
 
     Attributes:
         adapters: See above.
-        journal: Is told of every change in its order, under the lock; None: nobody is. See `tell`.
+        changes: Is told of every change in its order, under the lock; None: nobody is. See `tell`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Ledger:
         self._parameters = parameters
         self._board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
-        self.journal: Journal | None = None
+        self.changes: Journal | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, _Entry] = {}
         self._by_id: dict[str, list[_Entry]] = {}
@@ -108,7 +108,7 @@ class Ledger:
     def tell(self, journal: Journal | None) -> None:
         """Has a journal told of every change from now on, and of what is in flight now; None: none."""
         with self._lock:
-            self.journal = journal
+            self.changes = journal
             if journal is not None:
                 entries = self._entries.values()
                 journal.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
@@ -117,7 +117,7 @@ class Ledger:
         """Enters a request.
 
         Args:
-            keys: Of the blocks that it will bring; for `journal` alone.
+            keys: Of the blocks that it will bring; for `changes` alone.
 
         Returns:
             The requests that had to go: the oldest when the ledger is full, or when its id has too many.
@@ -141,7 +141,7 @@ class Ledger:
                     confirming = self._confirming[pod] = {}
                 _add_to(confirming, confirm_key, entry)
             self._schedule(dispatch, number)
-            if (journal := self.journal) is not None:
+            if (journal := self.changes) is not None:
                 journal.sent(number, dispatch, keys)
             return displaced
 
@@ -300,16 +300,16 @@ class Ledger:
         """Takes a request's prefill for ended, which nobody has told."""
         assert entry.slot is not None
         self._leave_queue(entry, entry.slot, now_s)
-        if self.journal is not None:
-            self.journal.overdue(entry.number)
+        if self.changes is not None:
+            self.changes.overdue(entry.number)
 
     def _end_prefill(self, entry: _Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
         # The clock may have guessed it before.
         if entry.slot is not None:
             self._leave_queue(entry, entry.slot, now_s)
-        if self.journal is not None:
-            self.journal.prefilled(entry.number)
+        if self.changes is not None:
+            self.changes.prefilled(entry.number)
 
     def _leave_queue(self, entry: _Entry, slot: int, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -335,8 +335,8 @@ class Ledger:
             self.adapters.ended(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
-        if self.journal is not None:
-            self.journal.ended(entry.number)
+        if self.changes is not None:
+            self.changes.ended(entry.number)
         return dispatch
 
     def _leave_pod(self, entry: _Entry) -> None:

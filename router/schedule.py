@@ -299,7 +299,7 @@ class Scheduler:
         loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
         coming = [match.whole_blocks(works.pod, each) for match, each in zip(matches, keys, strict=True)]
         # Only other routers need them, where there are any.
-        brought = None if self._ledger.journal is None else self._brought(coming, works, prefill)
+        brought = None if self._ledger.changes is None else self._brought(coming, works, prefill)
         return self._ledger.dispatch(
             Dispatch(
                 decision.request_id,

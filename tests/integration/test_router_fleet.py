@@ -190,7 +190,7 @@ def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
         _, page = get(alone, "/metrics")
         assert shown(alone) == []
         assert b'kvroute_router_ledger_peers{state="followed"} 0.0' in page
-        assert alone._ledger.journal is None
+        assert alone._ledger.changes is None
 
 
 def test_routers_meet_over_tls(tmp_path: Path) -> None:

@@ -220,12 +220,12 @@ def test_what_is_over_before_it_was_told_is_not_told() -> None:
 def test_nothing_is_noted_while_nobody_follows() -> None:
     """A router alone pays nothing: before anybody joins, and when the last one has left."""
     teller = Teller()
-    assert teller.ledger.journal is None
+    assert teller.ledger.changes is None
     readers = [teller.journal.join(), teller.journal.join()]
-    assert teller.ledger.journal is teller.journal
+    assert teller.ledger.changes is teller.journal
     for reader in readers:
         teller.journal.leave(reader)
-    assert teller.ledger.journal is None
+    assert teller.ledger.changes is None
 
 
 def test_one_that_takes_nothing_is_given_up() -> None:
