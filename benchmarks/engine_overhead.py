@@ -111,7 +111,7 @@ def _take_arithmetic_out(engine: Engine) -> None:
         # Sampling changes its logits.
         return made.copy_(logits)[: len(rows)]
 
-    engine._runner.shard.model.forward = ready_made  # type: ignore[attr-defined]
+    engine.runner.shard.model.forward = ready_made  # type: ignore[attr-defined]
 
 
 def _submit(engine: Engine, sampling: SamplingParams) -> None:
@@ -125,8 +125,8 @@ def _step_s(
 ) -> float:
     """Return the seconds of one decode step of all requests together, its events sent."""
     _submit(engine, sampling)
-    while len(engine._scheduler.running) < _BATCH or any(
-        live.pending > 1 for live in engine._scheduler.running
+    while len(engine.scheduler.running) < _BATCH or any(
+        live.pending > 1 for live in engine.scheduler.running
     ):
         engine.step()
     sink.wait()  # the prefill's events are no part of it

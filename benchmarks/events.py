@@ -4,7 +4,7 @@ From the bytes of ZMQ payloads to blocks in the index, by the subscriber's own s
 the socket. Blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
 blocks again, so the index's memory exists already; `*_first_fill` is a new index, whose memory the system
 hands out page by page meanwhile. `*_slow_path` decodes and applies event by event, which is what unusual
-events take; `*_reference` does so on the plain-dict index.
+events take.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ from indexer.apply import PodView
 from indexer.config import IndexerConfig
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
-from indexer.index import Index
 from indexer.keys import BlockHasher
-from indexer.pod_cache import MappedCache, PodCache
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 from indexer.warm import warm_kernels
 
@@ -60,7 +57,6 @@ def main() -> int:
         _first_fill(options, shape, blocks)
         slow = make_payloads(shape, min(blocks, _SLOW_BLOCKS), seed=blocks_per_event)
         _slow(options, "_slow_path", shape, slow, _flat(slow.blocks))
-        _slow(options, "_reference", shape, slow, ReferenceIndex(2 * slow.blocks, Tiers()))
     if options.rivals:
         measure_rival(options, "events")
     return 0
@@ -84,12 +80,8 @@ def _first_fill(options: Options, shape: Shape, blocks: int) -> None:
     options.report.figure(name, "blocks/s", rates, **setting)
 
 
-def _slow(options: Options, suffix: str, shape: Shape, payloads: Payloads, index: Index) -> None:
-    cache: PodCache
-    if isinstance(index, FlatIndex):
-        cache = FlatCache(index, _POD, MODEL)
-    else:
-        cache = MappedCache(index, _POD, max_held=1 << 30, max_released=65_536)
+def _slow(options: Options, suffix: str, shape: Shape, payloads: Payloads, index: FlatIndex) -> None:
+    cache = FlatCache(index, _POD, MODEL)
     view = PodView(
         MODEL,
         cache_of=lambda _group: cache,

@@ -30,8 +30,6 @@ from benchmarks.index_stalls import measure_clear, measure_growth, measure_under
 from benchmarks.memory_limits import Chill, measure_memory
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, each_us, read_options
-from indexer.reference_index import ReferenceIndex
-from indexer.tiers import Tiers
 from indexer.warm import warm_kernels
 
 _SIZES = {"1M": 1_000_000, "10M": 10_000_000}
@@ -54,8 +52,6 @@ def main() -> int:
         few = fill(flat(4 * CHAIN_BLOCKS), 4 * CHAIN_BLOCKS, depths)
         _hot(options, f"{_NAME}_{shape}_us", few, pods_holding=shape, blocks=4 * CHAIN_BLOCKS)
         _cold(options, f"{_NAME}_{shape}_cold_us", few, chill, pods_holding=shape, blocks=4 * CHAIN_BLOCKS)
-    reference = fill(ReferenceIndex(10_000, Tiers()), 4 * CHAIN_BLOCKS, two_pods)
-    _hot(options, f"{_NAME}_reference_us", reference, pods_holding="two", index="reference")
     measure_under_events(options)
     measure_growth(options)
     measure_resident(options)

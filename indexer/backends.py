@@ -5,11 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig
-from indexer.cost_index import CostIndex
 from indexer.errors import ConfigError
 from indexer.flat_index import FlatIndex
 from indexer.index import Index
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 
 
@@ -27,15 +25,9 @@ def make_index(
     Raises:
         ConfigError: A setting does not suit the backend, or what it needs is not installed.
     """
-    match config.backend:
-        case "redis":
-            return _redis_index(config, tiers, fingerprint, registry)
-        case "cost":
-            return CostIndex(config.capacity_bytes, tiers)
-        case "reference":
-            return ReferenceIndex(config.capacity_blocks, tiers)
-        case _:
-            return FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
+    if config.backend == "redis":
+        return _redis_index(config, tiers, fingerprint, registry)
+    return FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
 
 
 def _redis_index(config: IndexerConfig, tiers: Tiers, fingerprint: int, registry: CollectorRegistry) -> Index:

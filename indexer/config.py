@@ -24,7 +24,7 @@ RANKS_MAX = 256
 _PORT_MAX = 65_535
 _MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence", "speculative_entries"})
 
-BACKENDS = ("flat", "reference", "cost", "redis")
+BACKENDS = ("flat", "redis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,11 @@ class IndexerConfig:
     """
 
     block_tokens: int = 16
-    # "flat" is the fast one; "reference" counts blocks only; "cost" keeps what is used often in few bytes;
-    # "redis" is shared by all routers that have the same namespace and hash seed.
+    # "flat" is in memory; "redis" is shared by all routers that have the same namespace and hash seed.
     backend: str = "flat"
-    # Unique blocks in the index; the least recently used go first. "cost" has no use for it.
+    # Unique blocks in the index; the least recently used go first.
     capacity_blocks: int = 8_000_000
-    # Memory of the "flat" and the "cost" index.
+    # Memory of the "flat" index.
     capacity_bytes: int = 512 * _MIB
     # redis://, rediss://, valkey://, valkeys:// or unix://; may hold a password.
     redis_url: str | None = field(default=None, repr=False)

@@ -77,7 +77,7 @@ def add_index_flags(flags: argparse._ActionsContainer) -> None:
     )
     number("--block-tokens", defaults.block_tokens, "tokens of a block of the index")
     number("--capacity-blocks", defaults.capacity_blocks, "most unique blocks in the index")
-    number("--capacity-bytes", defaults.capacity_bytes, "most memory of the flat and the cost backend")
+    number("--capacity-bytes", defaults.capacity_bytes, "most memory of the flat backend")
     _add_identity(flags)
 
 

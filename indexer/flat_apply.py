@@ -20,8 +20,7 @@ from indexer.flat_growth import for_blocks
 from indexer.flat_holders import held_tiers, hold
 from indexer.flat_layout import FlatArrays
 from indexer.flat_names import find_named, key_named
-from indexer.flat_naming import name_hashes, name_of
-from indexer.flat_remove import look_ahead_named, slot_held
+from indexer.flat_naming import name_of
 from indexer.flat_update import remove_slot, store_blocks
 from indexer.key_kernels import chain_keys
 
@@ -43,12 +42,7 @@ FURTHER_COPIES = 5
 RUNS = 6
 COPIED_BLOCKS = 7
 REMOVED_BLOCKS = 8
-AHEAD_START = 9
-AHEAD_STOP = 10
-COUNTS = 11
-
-# So many names are looked ahead for: what removing them reads still fits into the nearest caches.
-_AHEAD = 128
+COUNTS = 9
 
 
 class PlainPod(NamedTuple):
@@ -75,8 +69,8 @@ class Progress(NamedTuple):
     """Where the kernel writes.
 
     Attributes:
-        counts: int64 [COUNTS]: the row to go on with and how many of its hashes are removed already, sums of
-            what the last call did, and for which hashes it looked ahead.
+        counts: int64 [COUNTS]: the row to go on with, how many of its hashes are removed already, and sums of
+            what the last call did.
         keys: uint64 [room]: keys of all blocks stored.
         names: uint64 [room], overwritten.
         chain: int64 [room], overwritten.
@@ -165,7 +159,7 @@ def _apply_rows(
         first = event[rows.HASH_START]
         named = hashes[first : first + event[rows.HASH_COUNT]]
         if kind == rows.REMOVED:
-            ended = _remove(arrays, pod, tier, events, last, hashes, done)
+            ended = _remove(arrays, pod, tier, named, done)
             if ended != ALL_DONE:
                 return ended
             counts[HASHES_DONE] = 0
@@ -269,24 +263,18 @@ def _remove(
     arrays: FlatArrays,
     pod: PlainPod,
     tier: int,
-    events: NDArray[np.int64],
-    last: int,
-    hashes: NDArray[np.uint64],
+    named: NDArray[np.uint64],
     done: Progress,
 ) -> int:
     """Counts one copy less of each block that the row has left, up to one that is not held in the tier."""
     counts = done.counts
-    event = events[counts[ROW]]
-    if pod.split > len(done.names):
-        return NOT_PLAIN
-    for number in range(counts[HASHES_DONE], event[rows.HASH_COUNT]):
+    for number in range(counts[HASHES_DONE], len(named)):
         if counts[REMOVED_BLOCKS] + pod.split > len(done.keys):
-            return NO_ROOM
-        first_part = _look_ahead(arrays, pod, events, last, hashes, event[rows.HASH_START] + number, done)
+            return NO_ROOM if counts[REMOVED_BLOCKS] else NOT_PLAIN
         outcome = -1
-        for place in range(first_part, first_part + pod.split):
-            name = done.names[place]
-            slot = slot_held(arrays, name, pod.number, done.chain[place])
+        for part in range(pod.split):
+            name = name_of(named[number], pod.scope, part)
+            slot = find_named(arrays, name, pod.number)
             if outcome < 0 and (slot < 0 or (held_tiers(arrays, slot, pod.number) >> tier) & 1 == 0):
                 return NOT_PLAIN
             if slot >= 0:
@@ -295,33 +283,3 @@ def _remove(
         counts[REMOVED_BLOCKS] += pod.split
         counts[HASHES_DONE] += 1
     return ALL_DONE
-
-
-@inlined
-def _look_ahead(
-    arrays: FlatArrays,
-    pod: PlainPod,
-    events: NDArray[np.int64],
-    last: int,
-    hashes: NDArray[np.uint64],
-    block: int,
-    done: Progress,
-) -> int:
-    """Where in `done.names` and `done.chain` the name of a removal's hash and its guess are.
-
-    They are made for many hashes at a time, also those of the removals behind, and last until the next store.
-    """
-    counts = done.counts
-    if block < counts[AHEAD_START] or block >= counts[AHEAD_STOP]:
-        end = block + max(1, min(_AHEAD, len(done.names)) // pod.split)
-        stop = block
-        row = counts[ROW]
-        while row < last and stop < end and events[row, rows.KIND] == rows.REMOVED:
-            stop = events[row, rows.HASH_START] + events[row, rows.HASH_COUNT]
-            row += 1
-        counts[AHEAD_START] = block
-        counts[AHEAD_STOP] = min(stop, end)
-        named = hashes[block : counts[AHEAD_STOP]]
-        name_hashes(named, pod.scope, pod.split, done.names)
-        look_ahead_named(arrays, done.names, len(named) * pod.split, pod.number, done.chain, done.key)
-    return (block - counts[AHEAD_START]) * pod.split

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from compiled.direct import DirectKernel
 from compiled.jit import inlined, kernel
-from indexer.flat_ahead import look_ahead
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
 from indexer.flat_layout import (
     HOLDER,
@@ -94,7 +93,6 @@ def match_blocks(
     tiers = arrays.counters[TIERS_USED]
     # Nobody asked for uses no block.
     longest = len(keys) if _line_up(memory, pods, tiers) else 0
-    look_ahead(arrays, keys, chain)
     # -1: the race is run in bitsets.
     followers = -1
     guess = np.int64(-1)

@@ -6,6 +6,7 @@ Runs on the subscriber's thread only. Owns the publisher's link and when to open
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -13,8 +14,10 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.link import Link, LinkEvent
 from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, Recovery
 from indexer.replay import Batch
-from indexer.sink import StreamSink
-from indexer.sockets import Sockets
+
+if TYPE_CHECKING:
+    from indexer.ingest import Ingest
+    from indexer.subscribe import Subscriber
 
 _REOPEN_S = 0.1
 
@@ -29,7 +32,7 @@ class Follower:
         sockets: What it shares with others.
     """
 
-    def __init__(self, stream: PodStream, config: IndexerConfig, sink: StreamSink, sockets: Sockets) -> None:
+    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
         self.stream = stream
         self.recovery = Recovery(stream, config, sink, sockets, self)
         self._config = config
@@ -41,16 +44,16 @@ class Follower:
 
     @property
     def name(self) -> str:
-        """See `Owner.name`."""
+        """Who it is, for the log."""
         return self.stream.holder
 
     @property
     def due_s(self) -> float:
-        """See `Owner.due_s`."""
+        """When `tick` must be called next."""
         return min(self._open_s, self.recovery.due_s)
 
     def tick(self, now_s: float) -> None:
-        """See `Owner.tick`."""
+        """Does what is due."""
         if now_s >= self._open_s:
             self._open(now_s)
         self.recovery.tick(now_s)

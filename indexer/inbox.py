@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -22,9 +23,11 @@ from indexer.link import limit
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery
 from indexer.repeated_log import RepeatedLog
 from indexer.replay import Batch, Broken, parse_live
-from indexer.sink import StreamSink
-from indexer.sockets import Sockets
 from indexer.topic import Topic, batch_rank, parse_topic
+
+if TYPE_CHECKING:
+    from indexer.ingest import Ingest
+    from indexer.subscribe import Subscriber
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -59,8 +62,8 @@ class Publisher:
         self,
         stream: PodStream,
         config: IndexerConfig,
-        sink: StreamSink,
-        sockets: Sockets,
+        sink: Ingest,
+        sockets: Subscriber,
         *,
         declared: bool,
         now_s: float,
@@ -75,24 +78,24 @@ class Publisher:
 
     @property
     def name(self) -> str:
-        """See `Owner.name`."""
+        """Who it is, for the log."""
         return self.stream.holder
 
     @property
     def due_s(self) -> float:
-        """See `Owner.due_s`."""
+        """When `tick` must be called next."""
         return self.recovery.due_s
 
     def tick(self, now_s: float) -> None:
-        """See `Owner.tick`."""
+        """Does what is due."""
         self.recovery.tick(now_s)
 
     def close(self) -> None:
-        """See `Owner.close`."""
+        """Ends it."""
         self.recovery.stop()
 
     def reset(self, now_s: float) -> None:
-        """See `Owner.reset`; its next message brings it up again."""
+        """Begins anew after an error of our own; its next message brings it up again."""
         self.recovery.reset()
         self._set_connection(None, now_s)
 
@@ -140,7 +143,7 @@ class Inbox:
         ListenError: The address is in use, or not ours.
     """
 
-    def __init__(self, config: IndexerConfig, sink: StreamSink, sockets: Sockets) -> None:
+    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
         assert config.events_bind is not None
         self.publishers: dict[str, Publisher] = {}
         self._config = config
@@ -167,12 +170,12 @@ class Inbox:
 
     @property
     def name(self) -> str:
-        """See `Owner.name`."""
+        """Who it is, for the log."""
         return _NOBODY
 
     @property
     def due_s(self) -> float:
-        """See `Owner.due_s`; the publishers are owners themselves."""
+        """When `tick` must be called next; the publishers are owners themselves."""
         return -math.inf if self._lost else math.inf
 
     def tick(self, now_s: float) -> None:

@@ -1,6 +1,7 @@
 """Takes the streams of all pods: decodes their batches, applies them to the index, counts what happens.
 
-The sink of the subscriber; everything here runs on its thread.
+What the streams bring ends here; everything runs on the subscriber's thread. A `pod` is one engine, by its
+name in the index: `PodStream.holder`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from indexer.peer_metrics import PeerMetrics
 from indexer.pod_state import PodState, PodStates
 from indexer.repeated_log import RepeatedLog
 from indexer.roster import Roster
-from indexer.sink import Verdict
 from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
@@ -125,7 +125,7 @@ class Ingest:
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        """See `StreamSink.opened`."""
+        """A pod is followed from now on."""
         self._pods[stream.holder] = self._states.make(stream)
         self.roster.opened(stream)
         at = stream.events_endpoint or "our socket"
@@ -140,7 +140,7 @@ class Ingest:
         )
 
     def closed(self, pod: str) -> None:
-        """See `StreamSink.closed`."""
+        """A pod is not followed any more."""
         self._pods.pop(pod).view.clear()
         self._hybrid.learn(pod, None)
         self._strides.learn(pod, 1)
@@ -152,8 +152,8 @@ class Ingest:
         self._metrics.forget(pod)
         _repeated.event("stream_closed", pod, "%s is not followed any more", pod, level=logging.INFO)
 
-    def apply(self, pod: str, payloads: Sequence[bytes]) -> Verdict:
-        """See `StreamSink.apply`."""
+    def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
+        """Applies batches, in order."""
         state = self._pods[pod]
         serving = self.roster.pod(pod)
         outcome = state.applier.apply(payloads, with_runs=self._parity.waits_for(serving))
@@ -169,10 +169,10 @@ class Ingest:
             self._speculation.drop_pod(serving)
         if outcome.applied.stored:
             self._tell_stored(serving, keys, told)
-        return Verdict(outcome.emptied, outcome.damage, outcome.ends_empty)
+        return outcome
 
     def clear(self, pod: str, reason: str) -> None:
-        """See `StreamSink.clear`."""
+        """Drops the view of the pod."""
         self._pods[pod].view.clear()
         self._doubt(pod, "events", None)
         self._hybrid.learn(pod, None)
@@ -181,7 +181,7 @@ class Ingest:
         _repeated.event("view_dropped", pod, "view of %s dropped: %s", pod, reason)
 
     def link(self, pod: str, up: bool) -> None:
-        """See `StreamSink.link`."""
+        """The connection to the pod's publisher was made or lost."""
         changed = self.roster.link(pod, up)
         if not up:
             self._metrics.reconnections.labels(pod).inc()
@@ -198,7 +198,7 @@ class Ingest:
             _call(self._on_link, self.roster.pod(pod), changed)
 
     def state(self, pod: str, state: StreamState, reason: str) -> None:
-        """See `StreamSink.state`."""
+        """The state of the pod's stream changed."""
         self.roster.told(pod, state, reason)
         self._show_state(pod)
 
@@ -221,42 +221,46 @@ class Ingest:
         _repeated.event("stream_state", pod, "stream of %s is %s%s", pod, state, because, level=logging.INFO)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
-        """See `StreamSink.received`."""
+        """Live batches came in, and gaps were found between them."""
         with self._metrics.lock:
             self._metrics.messages.add((pod,), batches)
         if gaps:
             self._metrics.gaps.labels(pod).inc(gaps)
 
     def replay(self, pod: str, outcome: str) -> None:
-        """See `StreamSink.replay`."""
+        """A replay ended."""
         self._metrics.replays.labels(outcome).inc()
         _log.debug("replay of %s: %s", pod, outcome)
 
     def snapshot(self, pod: str, outcome: str) -> None:
-        """See `StreamSink.snapshot`."""
+        """A snapshot of the engine itself was applied, or could not be had."""
         self._metrics.snapshots.labels(outcome).inc()
         _repeated.event("snapshot", pod, "snapshot of %s: %s", pod, outcome, level=logging.INFO)
 
     def list_view(self, pod: str) -> ViewContent:
-        """See `StreamSink.list_view`."""
+        """Begins to list the view for a peer; until its last part the pod is told nothing.
+
+        Raises:
+            PeerError: The list would not be all of it.
+        """
         view = self._pods[pod].view
         if view.unlisted is not None:
             raise PeerError(view.unlisted, "what its events told cannot be listed now")
         return ViewContent(view.facts(), self._evicted_blocks(), view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
-        """See `StreamSink.restore_facts`."""
+        """Begins a new view from a peer's: what its events told."""
         self._pods[pod].view.restore_facts(facts)
         self._learn(pod, self._pods[pod].view)
 
     def restore(self, pod: str, part: ViewPart) -> None:
-        """See `StreamSink.restore`."""
+        """Adds a part of a peer's view."""
         self._pods[pod].view.restore(part)
         if part.group is None and isinstance(part.part, HeldBlocks):
             self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
-        """See `StreamSink.restored`."""
+        """A snapshot was applied, so long after it was asked for."""
         answer = fetched.answer
         source = "engine" if isinstance(answer, Snapshot) else "peer"
         self._peer_metrics.snapshot_bytes.labels(source).inc(fetched.size_bytes)
@@ -269,19 +273,24 @@ class Ingest:
             )
 
     def built(self, pod: str, source: str) -> None:
-        """See `StreamSink.built`."""
+        """A view settled.
+
+        Args:
+            pod: Whose.
+            source: Where it comes from: "engine", "peer" or "replay"; "none" where it lacks something.
+        """
         self._peer_metrics.bootstraps.labels(source).inc()
         _repeated.event(
             "view_built", pod, "view of %s was built; source: %s", pod, source, level=logging.INFO
         )
 
     def rejected(self, pod: str, reason: str) -> None:
-        """See `StreamSink.rejected`."""
+        """A message could not be read."""
         self._metrics.rejected.labels(reason).inc()
         _log.debug("message of %s rejected: %s", pod, reason)
 
     def socket_error(self, pod: str, operation: str) -> None:
-        """See `StreamSink.socket_error`."""
+        """A socket could not be used."""
         self._metrics.zmq_errors.labels(pod, operation).inc()
         _repeated.event("socket_error", pod, "cannot %s at %s", operation, pod)
 

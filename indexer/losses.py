@@ -29,14 +29,14 @@ class Losses:
         self.due_s = -math.inf
 
     def tick(self, now_s: float) -> None:
-        """See `Owner.tick`."""
+        """Does what is due."""
         self.due_s = now_s + _EVERY_S
         self._waiting |= {*self._take()}
         self._waiting = {name for name in self._waiting if not self._doubt(name, now_s)}
 
     def reset(self, now_s: float) -> None:
-        """See `Owner.reset`."""
+        """Begins anew after an error of our own."""
         self.due_s = now_s + _EVERY_S
 
     def close(self) -> None:
-        """See `Owner.close`."""
+        """Ends it."""

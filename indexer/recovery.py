@@ -10,19 +10,24 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import zmq
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.healing import Healing
 from indexer.replay import Batch, Broken, End, ReplayRequest
-from indexer.sink import StreamSink
 from indexer.snapshot import Fetched, Snapshot
-from indexer.sockets import Owner, Sockets
 from indexer.stream import StreamMachine, StreamState
 from indexer.stream_actions import Action, Apply, Clear, Fetch, Purpose, Replay
 from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import ViewPart, ViewSnapshot
+
+if TYPE_CHECKING:
+    from indexer.follower import Follower
+    from indexer.inbox import Publisher
+    from indexer.ingest import Ingest
+    from indexer.subscribe import Subscriber
 
 # What one source may take of the thread before the others have their turn.
 TURN_MESSAGES = 64
@@ -54,7 +59,12 @@ class Recovery:
     """
 
     def __init__(
-        self, stream: PodStream, config: IndexerConfig, sink: StreamSink, sockets: Sockets, owner: Owner
+        self,
+        stream: PodStream,
+        config: IndexerConfig,
+        sink: Ingest,
+        sockets: Subscriber,
+        owner: Follower | Publisher,
     ) -> None:
         self._stream = stream
         self._config = config

@@ -24,14 +24,16 @@ from indexer.config import PODS_MAX, IndexerConfig, PodStream
 from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
+from indexer.ingest import Ingest
 from indexer.losses import Losses
 from indexer.peer_client import PeerClient
 from indexer.repeated_log import RepeatedLog
-from indexer.sink import StreamSink
 from indexer.snapshot import Fetched
 from indexer.snapshot_fetch import SnapshotFetcher
-from indexer.sockets import Owner
 from indexer.view_parts import ViewSnapshot
+
+# Who has sockets watched and things to do at times; whoever fails is reset.
+Owner = Follower | Publisher | Inbox | Losses
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -67,7 +69,7 @@ class Subscriber:
     def __init__(
         self,
         config: IndexerConfig,
-        sink: StreamSink,
+        sink: Ingest,
         *,
         take_lost: Callable[[], Collection[str]] | None = None,
         peers: PeerClient | None = None,
@@ -201,19 +203,19 @@ class Subscriber:
         return told
 
     def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
-        """See `Sockets.watch`."""
+        """Calls back with the time whenever the socket can be read."""
         self._watched[watched] = (owner, on_readable)
         self._poller.register(watched, zmq.POLLIN)
 
     def unwatch(self, watched: zmq.Socket[bytes]) -> None:
-        """See `Sockets.unwatch`."""
+        """Ends that."""
         del self._watched[watched]
         self._poller.unregister(watched)
 
     def fetch(
         self, owner: Owner, stream: PodStream, deliver: Callable[[Fetched, float], None], *, peers: bool
     ) -> None:
-        """See `Sockets.fetch`."""
+        """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
 
         def fetched(answer: Fetched) -> None:
             self._post(lambda: self._guarded(owner, lambda now_s: deliver(answer, now_s)))

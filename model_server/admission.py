@@ -1,4 +1,4 @@
-"""The check that every request passes before the engine takes it, and which ones go together.
+"""The check that every request passes before the engine takes it.
 
 In: a request and the engine's limits. Out: nothing, or a RequestError that names the field at fault.
 """
@@ -33,12 +33,6 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
         raise RequestError(f"the prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
     _check_salt(request.cache_salt)
     _check_sampling(request.sampling, vocab_size)
-
-
-def same_prompt(one: GenerationRequest, other: GenerationRequest) -> bool:
-    """Tell whether two requests could share the blocks of their prompts."""
-    names = ("prompt_token_ids", "cache_salt", "lora_name")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _check_salt(salt: str | None) -> None:

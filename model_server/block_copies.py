@@ -37,9 +37,6 @@ class BlockCopies(Protocol):
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
         """Copy host slots into device blocks."""
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy device blocks to device blocks, before anything computed next."""
-
     def fence(self) -> None:
         """Let nothing computed next overtake a restore that is under way."""
 
@@ -79,11 +76,6 @@ class CpuCopies:
         for device, host in zip(self._device, self._host, strict=True):
             _copy_runs(host, slots, device, blocks)
         return Done()
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy device blocks to device blocks."""
-        for device in self._device:
-            _copy_runs(device, sources, device, targets)
 
     def fence(self) -> None:
         """Do nothing: no copy is ever under way."""
@@ -139,12 +131,6 @@ class CudaCopies:
             done = torch.cuda.Event()
             done.record(self._restores)
         return _CudaTransfer(done, staged)
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy device blocks to device blocks on the stream that computes."""
-        rows, places = (torch.tensor(numbers, device=self._on) for numbers in (sources, targets))
-        for tensor in self._device:
-            tensor.index_copy_(0, places, tensor.index_select(0, rows))
 
     def fence(self) -> None:
         """Let what is computed next wait, on the device, for the restores."""

@@ -42,7 +42,7 @@ class BlockManager:
         block_tokens: Tokens in one block.
         chunk_tokens: Most tokens of one request in a step.
         enable_prefix_caching: Whether requests find each other's blocks.
-        swap: Whether a preempted request's blocks wait in the host tier, where there is room.
+        swap: Whether a preempted request's full blocks are held in the host tier, where there is room.
 
     Attributes:
         pool: See above.
@@ -80,19 +80,30 @@ class BlockManager:
         """Return the most blocks that a request of this many tokens holds at any time."""
         return blocks_bound(self._needs, num_tokens, self._chunk_tokens, self.block_tokens)
 
-    def expect(self, live: LiveRequest) -> None:
-        """Look up how much of a waiting request is cached, from where the last look ended."""
-        if live.swapped is not None or not self._caching:
-            live.expected_tokens = live.swapped_tokens
-            return
+    def expect(self, live: LiveRequest, most: int) -> int:
+        """Look up how much of a waiting request is cached, from where the last look ended.
+
+        Args:
+            live: The request.
+            most: Blocks to look up at most; a later call goes on from there.
+
+        Returns:
+            How many were looked up.
+        """
+        if not self._caching:
+            return 0
         lead = self._needs.index(None) if self._selective else 0
-        digests = live.digests_of((live.num_tokens - 1) // self.block_tokens, self.block_tokens)
-        found = live.expected_blocks
-        if found and self._find((lead, digests[found - 1])) is None:
+        limit = (live.num_tokens - 1) // self.block_tokens
+        found, looked_up = live.expected_blocks, 1
+        if found and self._find((lead, live.digests[found - 1])) is None:
             found = 0
-        while found < len(digests) and self._find((lead, digests[found])) is not None:
+        while found < limit and looked_up < most:
+            looked_up += 1
+            if self._find((lead, live.digest(found, self.block_tokens))) is None:
+                break
             found += 1
         live.expected_blocks, live.expected_tokens = found, found * self.block_tokens
+        return looked_up
 
     def find_prefix(self, live: LiveRequest) -> Prefix:
         """Return the longest run of blocks that hold the request's first tokens already.
@@ -100,18 +111,22 @@ class BlockManager:
         The last token is never taken from the cache: it must be computed to get the next one. So a fully
         cached prompt that ends on a block boundary computes its last block anew.
         """
-        if not self._caching or live.swapped is not None:
+        if not self._caching:
             return Prefix(0, [[] for _ in self._groups], 0)
-        digests = live.digests_of((live.num_tokens - 1) // self.block_tokens, self.block_tokens)
+        if not all(block.ready for block in live.swapped):
+            self.offload.finish_stores()  # what is on its way would be computed again
+
+        def find(group: int, index: int) -> Block | HostBlock | None:
+            return self._find((group, live.digest(index, self.block_tokens)))
 
         def is_cached(group: int, index: int) -> bool:
-            return self._find((group, digests[index])) is not None
+            return find(group, index) is not None
 
-        full = full_prefix(len(digests), self._needs, is_cached)
+        full = full_prefix((live.num_tokens - 1) // self.block_tokens, self._needs, is_cached)
         length = resumable_prefix(full, self._needs, is_cached)
         entries = [
             [
-                None if need is not None and index < length - need else self._find((group, digests[index]))
+                None if need is not None and index < length - need else find(group, index)
                 for index in range(length)
             ]
             for group, need in enumerate(self._needs)
@@ -140,9 +155,6 @@ class BlockManager:
         """Start a request's block tables with what was found for it; host blocks begin their way back."""
         assert not live.tables
         live.tables = [BlockTable() for _ in self._groups]
-        if live.swapped is not None:
-            self._swap_in(live)
-            return
         live.computed = prefix.length * self.block_tokens
         if self._selective:
             live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self.block_tokens}
@@ -150,41 +162,8 @@ class BlockManager:
         for table, need in zip(live.tables, self._needs, strict=True):
             table.registered = prefix.length
             table.rolled = 0 if need is None else max(0, prefix.length - need)
-
-    def can_fork(self, live: LiveRequest) -> bool:
-        """Tell whether the request's leader has the blocks of their prompt, and one is free to copy into."""
-        leader, last = live.leader, len(live.request.prompt_token_ids) - 1
-        if leader is None or leader.restore is not None or leader.computed <= last:
-            return False
-        kept = all(
-            self._first_needed(group, last) >= table.rolled for group, table in enumerate(leader.tables)
-        )
-        return kept and len(self._groups) <= self.pool.num_free
-
-    def fork(self, live: LiveRequest) -> None:
-        """Share the leader's blocks of their prompt but for its last token, which is computed again.
-
-        The block that this token is in would be written by both, so the request gets its own copy.
-        """
-        leader, last = live.leader, len(live.request.prompt_token_ids) - 1
-        assert leader is not None
-        shared = last // self.block_tokens
-        live.tables = [BlockTable() for _ in self._groups]
-        live.computed = last
-        for group, (table, theirs) in enumerate(zip(live.tables, leader.tables, strict=True)):
-            first = self._first_needed(group, last)
-            table.extend([None] * first)
-            for block in theirs.blocks[first:shared]:
-                assert block is not None, "can_fork looked at it"
-                self.pool.touch(block)
-            table.extend(theirs.blocks[first:shared])
-            table.rolled, table.registered = first, shared
-            if last % self.block_tokens:
-                source = theirs.blocks[shared]
-                assert source is not None
-                (copy,) = self.pool.allocate(1)
-                self.offload.copy(source, copy)
-                table.extend([copy])
+        if live.restore is None:
+            self.let_go(live)
 
     def grow(self, live: LiveRequest, num_tokens: int) -> bool:
         """Give the request blocks for its first `num_tokens` tokens. Returns False if too few are free."""
@@ -224,16 +203,26 @@ class BlockManager:
     def finish_restore(self, live: LiveRequest) -> None:
         """Make findable what has come back for a request."""
         assert live.restore is not None
-        pairs = [(source.content, target) for source, target in live.restore.pairs]
+        targets = {id(source.content): target for source, target in live.restore.pairs}
+        contents = [source.content for source, _ in live.restore.pairs]
         live.restore = None
-        targets = {id(content): target for content, target in pairs if content is not None}
-        for run in runs([content for content, _ in pairs if content is not None]):
+        for run in runs(contents):
             self.pool.register([targets[id(content)] for content in run], run, computed=True)
+        self.let_go(live)
 
     def preempt(self, live: LiveRequest) -> None:
-        """Take all blocks from a request that will run again, into the host tier where that is wanted."""
-        if self._swap and live.restore is None and live.computed:
-            self._swap_out(live)
+        """Take all blocks from a request that will run again.
+
+        With swap what it has computed is held in the host tier until it is back, as far as there is room. So
+        at most what is in a block that is not full is computed again.
+        """
+        if self._swap and live.restore is None:
+            self._register_tail(live)
+            kept = [self.offload.keep(block) for table in live.tables for block in table.held()]
+            for block in kept:
+                if block is not None:
+                    self._host.hold(block)
+                    live.swapped.append(block)
         self.release(live)
 
     def release(self, live: LiveRequest) -> None:
@@ -241,7 +230,7 @@ class BlockManager:
         if live.restore is not None:
             self.offload.abandon()
             live.restore = None
-        elif live.tables and self._caching:
+        else:
             self._register_tail(live)
         for table in live.tables:
             held = table.held()
@@ -251,13 +240,11 @@ class BlockManager:
         live.tables = []
         live.computed = 0
 
-    def forget_swapped(self, live: LiveRequest) -> None:
-        """Let go of what a request that will not run again has in the host tier."""
-        for entries in live.swapped or ():
-            for entry in entries:
-                if entry is not None:
-                    self._host.release(entry)
-        live.swapped = None
+    def let_go(self, live: LiveRequest) -> None:
+        """Hold nothing more in the host tier for a request that was swapped out."""
+        for block in live.swapped:
+            self._host.release(block)
+        live.swapped.clear()
 
     def _find(self, key: ContentKey) -> Block | HostBlock | None:
         return self.pool.find(key) or self._host.find(key)
@@ -284,10 +271,8 @@ class BlockManager:
         everything = [entry for group in entries for entry in group]
         sources = [entry for entry in everything if isinstance(entry, HostBlock)]
         for source in sources:
-            # A swapped block is the request's own already.
-            if source.content is not None:
-                self._host.hold(source)
-                self._host.touch(source.content.key)
+            self._host.hold(source)
+            self._host.touch(source.content.key)
         for entry in everything:
             if isinstance(entry, Block):
                 self.pool.touch(entry)
@@ -298,30 +283,11 @@ class BlockManager:
         for table, group in zip(live.tables, entries, strict=True):
             table.extend([next(rest) if isinstance(entry, HostBlock) else entry for entry in group])
 
-    def _swap_in(self, live: LiveRequest) -> None:
-        assert live.swapped is not None
-        entries, live.swapped = live.swapped, None
-        live.computed, live.swapped_tokens = live.swapped_tokens, 0
-        self._bring_back(live, entries)
-        for table, group in zip(live.tables, entries, strict=True):
-            table.rolled = next((index for index, entry in enumerate(group) if entry is not None), len(group))
-
-    def _swap_out(self, live: LiveRequest) -> None:
-        """Copy the blocks that hold computed tokens to the host tier, if it has room for all of them."""
-        filled = -(-live.computed // self.block_tokens)
-        tables = [table.blocks[:filled] for table in live.tables]
-        slots = self.offload.swap_out([block for table in tables for block in table if block is not None])
-        if slots is None:
-            return
-        rest = iter(slots)
-        live.swapped = [[None if block is None else next(rest) for block in table] for table in tables]
-        live.swapped_tokens = live.computed
-
     def _register_tail(self, live: LiveRequest) -> None:
         """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
         full = live.computed // self.block_tokens
         for group, need in enumerate(self._needs):
-            if need is not None and self._selective:
+            if need is not None and self._selective and self._caching and live.tables:
                 self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
 
     def _register(
@@ -343,12 +309,11 @@ class BlockManager:
         ]
         if not fresh:
             return
-        digests = live.digests_of(stop, self.block_tokens)
         start = min(start, fresh[0][0])
         self.pool.register(
             [block for _, block in fresh],
             [self._content(live, group, index) for index, _ in fresh],
-            parent=digests[start - 1] if start else None,
+            parent=live.digest(start - 1, self.block_tokens) if start else None,
             token_ids=live.token_ids[start * self.block_tokens : stop * self.block_tokens],
             computed=computed,
         )
@@ -357,8 +322,8 @@ class BlockManager:
         start = index * self.block_tokens
         return BlockContent(
             group=group,
-            digest=live.digests[index],
-            parent=live.digests[index - 1] if index else None,
+            digest=live.digest(index, self.block_tokens),
+            parent=live.digest(index - 1, self.block_tokens) if index else None,
             token_ids=tuple(live.token_ids[start : start + self.block_tokens]),
             extra_keys=live.extra_keys(index),
             lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),

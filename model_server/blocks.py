@@ -4,7 +4,7 @@ In: how many blocks are wanted, given back or became full. Out: blocks, and the 
 from it, in order. Knows neither tensors nor requests; a block here is a number with bookkeeping.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from model_server.block_content import Announcer, BlockContent, ContentKey
 from model_server.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEvent
@@ -23,13 +23,15 @@ class BlockPool:
 
     Attributes:
         on_evict: Told of a block that is about to lose its content, while it still has it.
+        blocks: All blocks, by their number.
+        free: Those that nobody holds, in the order of their reuse; many of them can still be found.
     """
 
     def __init__(self, num_blocks: int, announcer: Announcer) -> None:
-        self.on_evict: Callable[[Block], None] | None = None
+        self.on_evict: Callable[[Block], object] | None = None
         self._announcer = announcer
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = FreeQueue(self._blocks)
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free = FreeQueue(self.blocks)
         self._cached: dict[ContentKey, dict[int, Block]] = {}
         self._events: list[KVEvent] = []
         # Since the last take_events: content that may not be computed yet, and what announced it.
@@ -39,12 +41,12 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """All blocks, free or not."""
-        return len(self._blocks)
+        return len(self.blocks)
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds; many of them can still be found."""
-        return len(self._free)
+        return len(self.free)
 
     def find(self, key: ContentKey) -> Block | None:
         """Return a block with this content, if there is one."""
@@ -54,13 +56,13 @@ class BlockPool:
     def touch(self, block: Block) -> None:
         """Hold a block that was found, free or held by others already."""
         if block.ref_count == 0:
-            self._free.remove(block)
+            self.free.remove(block)
         block.ref_count += 1
 
     def allocate(self, count: int) -> list[Block]:
         """Take the blocks that have been free for longest; what they held can no longer be found."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        taken = [self._free.pop() for _ in range(count)]
+        assert count <= len(self.free), f"{count} blocks wanted, {len(self.free)} free"
+        taken = [self.free.pop() for _ in range(count)]
         for block in taken:
             self._evict(block)
             block.ref_count = 1
@@ -77,9 +79,9 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.content is None:
-                    self._free.prepend(block)
+                    self.free.prepend(block)
                 else:
-                    self._free.append(block)
+                    self.free.append(block)
 
     def register(
         self,
@@ -136,9 +138,9 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Forget all content. Returns False, and does nothing, while any block is held."""
-        if len(self._free) < len(self._blocks):
+        if len(self.free) < len(self.blocks):
             return False
-        for block in self._blocks:
+        for block in self.blocks:
             block.content = None
         self._cached.clear()
         self._events.append(AllBlocksCleared())
@@ -147,30 +149,6 @@ class BlockPool:
     def cached_copies(self) -> dict[ContentKey, int]:
         """Return how many blocks hold each content: what a listener's mirror must hold."""
         return {key: len(copies) for key, copies in self._cached.items()}
-
-    def check_invariants(self, tables: Iterable[Sequence[Block]]) -> None:
-        """Assert that every block is either free once or held as often as its count says.
-
-        Args:
-            tables: The block tables of all requests that hold blocks.
-        """
-        held = [0] * len(self._blocks)
-        for table in tables:
-            for block in table:
-                held[block.block_id] += 1
-        free = list(self._free)
-        assert len(free) == len(self._free), "the free queue's length is wrong"
-        assert len({block.block_id for block in free}) == len(free), "a block is in the free queue twice"
-        for block in self._blocks:
-            assert block.ref_count == held[block.block_id], f"{block} is held {held[block.block_id]} times"
-            is_free = block.next is not None
-            assert is_free == (block.ref_count == 0), f"{block} leaked or is free while held"
-            if block.content is not None:
-                assert self._cached[block.content.key][block.block_id] is block, f"{block} cannot be found"
-        assert sum(block.ref_count == 0 for block in self._blocks) == len(free)
-        full = sum(block.content is not None for block in self._blocks)
-        assert full == sum(map(len, self._cached.values())), "a content points to a block that lost it"
-        assert all(self._cached.values()), "a content without a block"
 
     def _evict(self, block: Block) -> None:
         content = block.content

@@ -152,11 +152,6 @@ def _add_engine_flags(group: argparse._ArgumentGroup, *, fit_prompt: bool = Fals
     _add_scheduling_flags(group, defaults)
     _number(group, "--torch-threads", None, "threads of one CPU operation (default: torch's choice)")
     _number(group, "--seed", defaults.seed, "seeds requests that bring no seed")
-    group.add_argument(
-        "--check-invariants",
-        action="store_true",
-        help="check all KV books after each step and die if they are wrong (slow, for debugging)",
-    )
 
 
 def _add_model_flags(group: argparse._ArgumentGroup, defaults: EngineConfig) -> None:
@@ -290,7 +285,6 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_loras=args.max_loras,
         torch_threads=args.torch_threads,
         seed=args.seed,
-        check_invariants=args.check_invariants,
     )
 
 

@@ -44,7 +44,6 @@ class EngineConfig:
         max_loras: Most LoRA adapters loaded at once; 0 for none.
         torch_threads: Threads of one CPU operation; None leaves torch's choice.
         seed: Seeds requests that bring none.
-        check_invariants: Check all books after each step, and die if they are wrong; for debugging.
     """
 
     model: str = TINY_MODEL
@@ -66,7 +65,6 @@ class EngineConfig:
     max_loras: int = 4
     torch_threads: int | None = None
     seed: int = 0
-    check_invariants: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -119,4 +117,9 @@ class EngineConfig:
         if self.preemption_mode == "swap" and not (self.cpu_blocks or self.cpu_gib):
             raise ConfigError(
                 "preemption_mode is 'swap', but there is no host tier; give cpu_blocks or cpu_gib"
+            )
+        if self.preemption_mode == "swap" and not self.enable_prefix_caching:
+            raise ConfigError(
+                "preemption_mode is 'swap', but enable_prefix_caching is off, by which swapped blocks are "
+                "found again; leave one out"
             )

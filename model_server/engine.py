@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from model_server.admission import check_request, same_prompt
+from model_server.admission import check_request
 from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
-from model_server.invariants import check_invariants
 from model_server.kv_cache import KvCache
 from model_server.live_request import LiveRequest
 from model_server.lora_registry import LoraRegistry
@@ -46,6 +45,9 @@ class Engine:
         max_model_len: Most tokens of prompt and answer together.
         block_tokens: Tokens in one KV block.
         loras: The adapters that requests can name; None where there can be none.
+        runner: Computes the steps.
+        cache: Both tiers of KV blocks.
+        scheduler: Knows all requests.
     """
 
     def __init__(
@@ -61,17 +63,16 @@ class Engine:
         self.loras = loras
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
-        self._runner = runner
+        self.runner = runner
         self._events = events
-        self._cache = KvCache(config, runner, max_model_len)
-        self._scheduler = Scheduler(
-            self._cache.manager,
+        self.cache = KvCache(config, runner, max_model_len)
+        self.scheduler = Scheduler(
+            self.cache.manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
         )
         self._rate = PrefillRate()
-        self._checking = config.check_invariants
         self._asleep = False
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -99,7 +100,7 @@ class Engine:
             QueueFullError: Too many requests wait already.
             EngineClosedError: The engine takes nothing more.
         """
-        check_request(request, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
+        check_request(request, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len)
         adapter = None
         if request.lora_name is not None:
             if self.loras is None:
@@ -110,7 +111,7 @@ class Engine:
                 raise EngineClosedError("the engine is closed")
             if request.request_id in self._live:
                 raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-            if len(self._live) - len(self._scheduler.running) >= self._max_waiting:
+            if len(self._live) - len(self.scheduler.running) >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
             seed = request.sampling.seed
             live = LiveRequest(
@@ -119,10 +120,9 @@ class Engine:
                 adapter,
                 arrived_s=time.monotonic(),
                 serial=next(self._serials),
-                leader=self._leader(request),
             )
             self._live[request.request_id] = (live, sink)
-            self._post(lambda: self._scheduler.add(live))
+            self._post(lambda: self.scheduler.add(live))
 
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are free before the next step. Unknown ids are ignored."""
@@ -157,7 +157,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self._runner.vocab_size
+        return self.runner.vocab_size
 
     @property
     def is_sleeping(self) -> bool:
@@ -166,7 +166,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the counters; callable from any thread."""
-        scheduler, cache = self._scheduler, self._cache
+        scheduler, cache = self.scheduler, self.cache
         pool, host, offload = cache.pool, cache.host, cache.offload
         running = len(scheduler.running)
         return EngineStats(
@@ -208,45 +208,34 @@ class Engine:
             self._thread.join()
         else:
             self._end_all("abort", None)
-        self._runner.close()
+        self.runner.close()
 
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
         self._drain_inbox()
         if self._asleep:
             return False
-        chunks = self._scheduler.schedule(self._rate.seconds_per_token)
-        if not chunks:
-            return self._idle()
-        self._steps += 1
+        chunks: list[Chunk] = []
         try:
+            chunks = self.scheduler.schedule(self._rate.seconds_per_token)
+            if not chunks:
+                return self._idle()
             tokens = self._compute(chunks)
         except WorkerError:
             raise
         except Exception as error:
-            logger.exception("step %d failed; its %d requests end with an error", self._steps, len(chunks))
-            never_computed = self._cache.pool.forget_registered()
-            self._scheduler.distrust(never_computed, [chunk.live for chunk in chunks])
-            self._publish()
-            for chunk in chunks:
-                self._finish(chunk.live, "error", f"the model failed: {error}")
+            self._fail([chunk.live for chunk in chunks], error)
         else:
             self._publish()
             self._deliver(chunks, tokens)
         self._publish()  # what requests that ended leave in windowed groups
-        if self._checking:
-            self.check_invariants()
         return True
-
-    def check_invariants(self) -> None:
-        """Assert that the books of both tiers agree with the requests'; call it between steps."""
-        check_invariants(self._scheduler, self._cache.pool, self._cache.host, self.block_tokens)
 
     def _loop(self) -> None:
         try:
             while not self._closing:
                 self._turned_s = time.monotonic()
-                self._runner.check()
+                self.runner.check()
                 if not self.step():
                     with self._wake:
                         if not self._inbox and not self._closing:
@@ -260,26 +249,39 @@ class Engine:
 
     def _idle(self) -> bool:
         """Settle copies when there is nothing to compute; returns whether there may be something now."""
-        waits = self._cache.offload.restoring
+        waits = self.cache.offload.restoring
         if waits:
-            self._cache.offload.wait()
+            self.cache.offload.wait()
         self._publish()
         return waits
 
+    def _fail(self, computed: Sequence[LiveRequest], error: Exception) -> None:
+        """End the requests that a failed step was for; what it was to compute is cached nowhere.
+
+        Args:
+            computed: Those that were scheduled; none if scheduling failed, which may have been for any.
+            error: What went wrong.
+        """
+        scheduler = self.scheduler
+        # Some end in any case, so that an error that always comes again does not come for ever.
+        failed = computed or list(scheduler.running) or list(scheduler.waiting)
+        logger.error("step failed: step=%d requests=%d", self._steps, len(failed), exc_info=error)
+        scheduler.distrust(self.cache.pool.forget_registered(), failed)
+        self._publish()
+        what = "the model failed" if computed else "the step could not be scheduled"
+        for live in failed:
+            self._finish(live, "error", f"{what}: {error}")
+
     def _compute(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+        self._steps += 1
         decodes = sum(chunk.length == 1 for chunk in chunks)
         started_s = time.monotonic()
         for chunk in chunks:
             chunk.live.started_s = chunk.live.started_s or started_s
-        tokens = self._runner.run(chunks)
+        tokens = self.runner.run(chunks)
         prefills = sum(chunk.length for chunk in chunks) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
-
-    def _leader(self, request: GenerationRequest) -> LiveRequest | None:
-        """Return the live request whose blocks this one may share; the caller holds the lock."""
-        leader, _ = self._live.get(request.fork_of or "", (None, None))
-        return leader if leader is not None and same_prompt(leader.request, request) else None
 
     def _ask(self, action: Callable[[], bool]) -> bool:
         """Have the stepping thread do something between two steps; returns False once the engine closes."""
@@ -318,7 +320,7 @@ class Engine:
 
     def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
         sampling = live.request.sampling
-        is_eos = token in self._runner.eos_token_ids and not sampling.ignore_eos
+        is_eos = token in self.runner.eos_token_ids and not sampling.ignore_eos
         if is_eos or token in sampling.stop_token_ids:
             return "stop"
         if live.num_generated >= sampling.max_tokens or live.num_tokens >= self.max_model_len:
@@ -340,7 +342,7 @@ class Engine:
             del self._live[live.request_id]
             self._aborting.discard(live.request_id)
         try:
-            self._scheduler.remove(live)
+            self.scheduler.remove(live)
         finally:
             try:
                 sink(live.output(token, reason, error))
@@ -356,7 +358,7 @@ class Engine:
             self._finish(live, "abort")
 
     def _publish(self) -> None:
-        events = self._cache.pool.take_events()
+        events = self.cache.pool.take_events()
         if not events:
             return
         try:
@@ -365,7 +367,7 @@ class Engine:
             logger.exception("the event sink raised; %d cache events are lost", len(events))
 
     def _reset_pool(self) -> bool:
-        done = self._cache.reset()
+        done = self.cache.reset()
         self._publish()
         return done
 
@@ -373,15 +375,15 @@ class Engine:
         if self._asleep or not self._reset_pool():
             return self._asleep
         self._asleep = True
-        self._cache.offload.detach()
-        self._runner.free_kv()
+        self.cache.offload.detach()
+        self.runner.free_kv()
         return True
 
     def _wake_up(self) -> bool:
         if not self._asleep:
             return False
-        self._runner.allocate_kv()
-        self._cache.offload.attach(self._runner.block_copies(self._cache.host.num_blocks))
+        self.runner.allocate_kv()
+        self.cache.offload.attach(self.runner.block_copies(self.cache.host.num_blocks))
         self._asleep = False
         return True
 

@@ -50,10 +50,10 @@ class KvCache:
     def reset(self) -> bool:
         """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""
         self.offload.drain()
-        done = self.pool.reset()
-        if done:
-            self.host.clear()
-        return done
+        if self.host.is_held or not self.pool.reset():  # held: by requests that are swapped out
+            return False
+        self.host.clear()
+        return True
 
 
 def _host_blocks(config: EngineConfig, runner: Runner) -> int:

@@ -66,15 +66,12 @@ class LiveRequest:
         arrived_s: When it came, on the engine's clock.
         started_s: When its first step began, on the same clock; None before.
         serial: Rises from request to request.
-        leader: The live request whose prompt it has and whose blocks it may share; None for none.
         takes_best: Whether the largest logit alone decides on each of its tokens.
-        ended: Whether it has left the scheduler.
         token_ids: Prompt and generated tokens.
         computed: How many of them have their KV in its blocks.
         tables: Its block tables, one per KV cache group; empty while it holds no blocks.
         restore: Its blocks that come from the host tier; None when all are there.
-        swapped: Its blocks in the host tier, per group, while it is swapped out.
-        swapped_tokens: How many of its tokens have their KV there.
+        swapped: Blocks of the host tier that are held for it since it was preempted, until they are back.
         digests: Hashes of its full blocks, as far as they were needed.
         retained_ends: Lengths in blocks at which groups with a window keep what a later request needs to
             resume there.
@@ -89,10 +86,8 @@ class LiveRequest:
         "cached_tokens",
         "computed",
         "digests",
-        "ended",
         "expected_blocks",
         "expected_tokens",
-        "leader",
         "request",
         "restore",
         "retained_ends",
@@ -100,7 +95,6 @@ class LiveRequest:
         "serial",
         "started_s",
         "swapped",
-        "swapped_tokens",
         "tables",
         "takes_best",
         "token_ids",
@@ -114,7 +108,6 @@ class LiveRequest:
         *,
         arrived_s: float = 0.0,
         serial: int = 0,
-        leader: "LiveRequest | None" = None,
     ) -> None:
         self.request = request
         self.sampling_seed = sampling_seed
@@ -122,15 +115,12 @@ class LiveRequest:
         self.arrived_s = arrived_s
         self.started_s: float | None = None
         self.serial = serial
-        self.leader = leader
         self.takes_best = request.constraint is None and request.sampling.takes_best
-        self.ended = False
         self.token_ids = list(request.prompt_token_ids)
         self.computed = 0
         self.tables: list[BlockTable] = []
         self.restore: Restore | None = None
-        self.swapped: list[list[HostBlock | None]] | None = None
-        self.swapped_tokens = 0
+        self.swapped: list[HostBlock] = []
         self.digests: list[bytes] = []
         self.retained_ends: set[int] = set()
         self.expected_blocks = 0
@@ -174,14 +164,14 @@ class LiveRequest:
             return salt
         return lora_keys(self.adapter.name, self.adapter.content_hash) + (salt or ())
 
-    def digests_of(self, num_blocks: int, block_tokens: int) -> list[bytes]:
-        """Return the hashes of its first `num_blocks` blocks, all of whose tokens are known."""
-        for index in range(len(self.digests), num_blocks):
-            parent = self.digests[index - 1] if index else ROOT_DIGEST
-            tokens = self.token_ids[index * block_tokens : (index + 1) * block_tokens]
+    def digest(self, index: int, block_tokens: int) -> bytes:
+        """Return the hash of one of its full blocks, all of whose tokens are known."""
+        for number in range(len(self.digests), index + 1):
+            parent = self.digests[number - 1] if number else ROOT_DIGEST
+            tokens = self.token_ids[number * block_tokens : (number + 1) * block_tokens]
             assert len(tokens) == block_tokens, "only full blocks have a hash"
-            self.digests.append(hash_block(parent, tokens, self.extra_keys(index)))
-        return self.digests[:num_blocks]
+            self.digests.append(hash_block(parent, tokens, self.extra_keys(number)))
+        return self.digests[index]
 
     def output(
         self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None

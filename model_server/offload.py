@@ -6,7 +6,6 @@ effect at once or behind streams: nothing is found, read or announced before its
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model_server.block_copies import BlockCopies, Transfer
@@ -34,7 +33,6 @@ class _Batch:
 
     stores: list[tuple[int, HostBlock]] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Offload:
@@ -80,24 +78,15 @@ class Offload:
         """Use this memory from now on."""
         self._attached = copies
 
-    def keep(self, block: Block) -> None:
-        """See that the content of a block is in the host tier, if there is room."""
+    def keep(self, block: Block) -> HostBlock | None:
+        """See that the content of a block is in the host tier; returns its place there, None without room."""
         content = block.content
         if content is None or not self.host.num_blocks:
-            return
-        if self.host.keeps(content.key):
-            self.host.touch(content.key)
-        elif (kept := self.host.add(content)) is not None:
+            return None
+        kept = self.host.touch(content.key)
+        if kept is None and (kept := self.host.add(content)) is not None:
             self._batch.stores.append((block.block_id, kept))
-
-    def swap_out(self, blocks: Sequence[Block]) -> list[HostBlock] | None:
-        """Copy a request's blocks, full or not, to slots of its own; None if there is no room."""
-        slots = self.host.reserve(len(blocks))
-        if slots is not None:
-            self._batch.stores.extend(
-                (block.block_id, slot) for block, slot in zip(blocks, slots, strict=True)
-            )
-        return slots
+        return kept
 
     def restore(self, pairs: list[tuple[HostBlock, Block]]) -> Restore:
         """Bring back host blocks, each held by the caller; they are let go when that is done."""
@@ -106,10 +95,6 @@ class Offload:
         self.restores += 1
         return restore
 
-    def copy(self, source: Block, target: Block) -> None:
-        """Give a block the content of another before the next step is computed."""
-        self._batch.copies.append((source.block_id, target.block_id))
-
     def abandon(self) -> None:
         """A request went whose restore is under way: its blocks are reused only behind that."""
         self._copies.fence()
@@ -117,24 +102,24 @@ class Offload:
     def flush(self) -> None:
         """Begin all that was asked for: first what reads blocks that are to be overwritten."""
         batch, self._batch = self._batch, _Batch()
-        if batch.stores:
-            kept = [slot for _, slot in batch.stores]
-            transfer = self._copies.store([block for block, _ in batch.stores], [slot.slot for slot in kept])
-            self._storing.append((transfer, kept))
-            self.swapped_out_blocks += len(kept)
-        if batch.restores:
-            pairs = [pair for restore in batch.restores for pair in restore.pairs]
-            # A swapped block may be wanted back before it has left: one stream must not overtake the other.
-            if not all(source.ready for source, _ in pairs):
-                self._finish_stores()
-            transfer = self._copies.restore(
-                [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
-            )
-            self._restoring.append((transfer, batch.restores))
-            self.swapped_in_blocks += len(pairs)
-        if batch.copies:
-            sources, targets = zip(*batch.copies, strict=True)
-            self._copies.copy(sources, targets)
+        stored = [kept for _, kept in batch.stores]
+        pairs = [pair for restore in batch.restores for pair in restore.pairs]
+        try:
+            if stored:
+                blocks, slots = [block for block, _ in batch.stores], [kept.slot for kept in stored]
+                self._storing.append((self._copies.store(blocks, slots), stored))
+                self.swapped_out_blocks += len(stored)
+            stored = []
+            if pairs:
+                slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
+                self._restoring.append((self._copies.restore(slots, blocks), batch.restores))
+                self.swapped_in_blocks += len(pairs)
+        except Exception:
+            for kept in stored:
+                self.host.discard(kept)
+            for source, _ in pairs:
+                self.host.release(source)
+            raise
 
     def poll(self) -> None:
         """Take note of copies that are done."""
@@ -158,7 +143,9 @@ class Offload:
             transfer.wait()
         self.poll()
 
-    def _finish_stores(self) -> None:
+    def finish_stores(self) -> None:
+        """Block until all that was to be stored can be found."""
+        self.flush()
         for transfer, _ in self._storing:
             transfer.wait()
         self.poll()

@@ -141,8 +141,6 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
             cache_salt=fields.cache_salt,
             lora_name=model.adapter_of(name),
             priority=fields.priority or 0,
-            # The copies of a prompt share its blocks with the first of them.
-            fork_of=f"{own_id}-{at * copies}" if copy else None,
             constraint=None if constraint is None else constraint.copy(),
         )
         for at, prompt in enumerate(prompts)

@@ -93,8 +93,6 @@ class GenerationRequest:
         lora_name: A loaded adapter; None is the base model.
         constraint: What the answer must be like; used by this request alone. None leaves it free.
         priority: Lower numbers run first where the engine schedules by priority.
-        fork_of: A request submitted before with the same prompt, salt and adapter, whose blocks this one may
-            share as soon as they are computed: the other choices of one prompt name the first.
     """
 
     request_id: str
@@ -104,7 +102,6 @@ class GenerationRequest:
     lora_name: str | None = None
     constraint: TokenConstraint | None = None
     priority: int = 0
-    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

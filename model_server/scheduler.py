@@ -16,6 +16,9 @@ from model_server.host_tier import HostBlock
 from model_server.live_request import LiveRequest
 from model_server.prefill_order import PARTIAL_PROMPTS_MAX, order_key
 
+# Blocks of waiting prompts that are looked up in a step, most of them hashed for it: 4 ms at the most.
+_LOOKUPS_PER_STEP = 512
+
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The next `length` tokens of one request, to be computed in this step.
@@ -66,6 +69,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
         self._key = order_key(policy, 0.0)
+        self._looked_up_to = 0
         self.running: list[LiveRequest] = []
         self.waiting: deque[LiveRequest] = deque()
         self.preemptions = 0
@@ -80,9 +84,8 @@ class Scheduler:
     def remove(self, live: LiveRequest) -> None:
         """Drop a request wherever it is; its blocks are free at once."""
         (self.running if live.tables else self.waiting).remove(live)
-        live.ended = True
         self._manager.release(live)
-        self._manager.forget_swapped(live)
+        self._manager.let_go(live)
 
     def schedule(self, seconds_per_token: float = 0.0) -> list[Chunk]:
         """Choose the next step: decodes, then prefills, begun or waiting, in their order.
@@ -187,42 +190,45 @@ class Scheduler:
             budget -= length
 
     def _queue(self, budget: int) -> Iterator[LiveRequest]:
-        """Waiting requests in their order, but for those whose leader has yet to compute their prompt."""
+        """Return waiting requests in their order; none where none could be admitted."""
         if not self.waiting or budget <= 0 or len(self.running) >= self._max_num_seqs:
             return iter(())
         if self._policy == "aged":
-            for live in self.waiting:
-                self._manager.expect(live)
-        return iter(sorted(filter(self._may_start, self.waiting), key=self._key))
+            self._look_up_waiting()
+        return iter(sorted(self.waiting, key=self._key))
 
-    def _may_start(self, live: LiveRequest) -> bool:
-        leader = live.leader
-        return leader is None or leader.ended or leader.computed >= len(live.request.prompt_token_ids)
+    def _look_up_waiting(self) -> None:
+        """Look again how much of waiting requests is cached, for as long as a step has time for.
+
+        Where many wait it goes on with the others in the next step.
+        """
+        left, first = _LOOKUPS_PER_STEP, self._looked_up_to % len(self.waiting)
+        waiting = list(self.waiting)
+        for live in waiting[first:] + waiting[:first]:
+            if left <= 0:
+                break
+            left -= self._manager.expect(live, left)
+            self._looked_up_to += 1
 
     def _admit(self, live: LiveRequest, budget: int, *, partial: int) -> bool:
         """Begin a waiting request, if it may and its blocks fit."""
         if len(self.running) >= self._max_num_seqs:
             return False
         manager = self._manager
-        if live.swapped is None and live.cached_tokens is None and manager.can_fork(live):
-            manager.fork(live)
-            self._count(live, live.computed, 0)
-        else:
-            prefix = manager.find_prefix(live)
-            computed = live.swapped_tokens or prefix.length * manager.block_tokens
-            if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - computed > budget:
-                return False
-            reserved = sum(manager.still_needed(other) for other in self.running if other.pending > 1)
-            if not manager.can_hold(live, prefix, reserved):
-                return False
-            manager.adopt(live, prefix)
-            in_host = {
-                index
-                for entries in prefix.entries
-                for index, entry in enumerate(entries)
-                if isinstance(entry, HostBlock)
-            }
-            self._count(live, live.computed, len(in_host) * manager.block_tokens)
+        prefix = manager.find_prefix(live)
+        if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - prefix.length * manager.block_tokens > budget:
+            return False
+        reserved = sum(manager.still_needed(other) for other in self.running if other.pending > 1)
+        if not manager.can_hold(live, prefix, reserved):
+            return False
+        manager.adopt(live, prefix)
+        in_host = {
+            index
+            for entries in prefix.entries
+            for index, entry in enumerate(entries)
+            if isinstance(entry, HostBlock)
+        }
+        self._count(live, live.computed, len(in_host) * manager.block_tokens)
         self.waiting.remove(live)
         self.running.append(live)
         return True

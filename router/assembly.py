@@ -21,7 +21,6 @@ from router.plugins.catalogue import is_own
 from router.pods import PodSet
 from router.routing import Ranker
 from router.schedule import Scheduler
-from router.sessions import SessionParameters, Sessions
 from router.tokens import TokenizerRegistry
 
 
@@ -82,19 +81,12 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker
     Args:
         ranker: Orders the pods; None: their cost does.
     """
-    sessions = None
-    if config.session_header or config.session_cookie:
-        parameters = SessionParameters(
-            config.session_header, config.session_cookie, stay_s=config.session_stay_s
-        )
-        sessions = Sessions(parameters)
     return Scheduler(
         pods.board,
         ledger,
         np.random.default_rng(),
         block_tokens=config.index.block_tokens,
         cost=CostParameters(load_age_max_s=_load_age_max_s(config)),
-        sessions=sessions,
         ranker=ranker,
     )
 

@@ -207,19 +207,6 @@ class RouterConfig:
         action="append",
         metavar="NAME=PRIORITY",
     )
-    session_header: str = flag(
-        _PICKING, "--session-header", str.lower, "", "header that carries a session's id", metavar="NAME"
-    )
-    session_cookie: str = flag(
-        _PICKING, "--session-cookie", str, "", "cookie that carries it", metavar="NAME"
-    )
-    session_stay_s: float = _duration(
-        _PICKING,
-        "--session-stay",
-        duration,
-        1.0,
-        "how much later an answer may come so that a session stays at its pod (default: 1s)",
-    )
     request_lifetime_s: float = _duration(
         _PICKING,
         "--request-lifetime",

@@ -77,4 +77,4 @@ class Decision(msgspec.Struct, frozen=True):
         """One sentence for a person."""
         if self.routing is not None:
             return self.routing.reason
-        return reason_for(self.ranked, self.prompt_tokens, self.degraded)
+        return reason_for(self.ranked, self.prompt_tokens, self.degraded, self.session_pod)

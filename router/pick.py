@@ -12,7 +12,9 @@ from compiled.jit import kernel_with_arrays
 from router.ranking import Candidate, Ranking
 
 
-def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str:
+def reason_for(
+    ranked: Ranking, prompt_tokens: int, degraded: str | None, session_pod: str | None = None
+) -> str:
     """One sentence for a person: why the first of `ranked`."""
     best = ranked.best
     if degraded is not None:
@@ -29,7 +31,8 @@ def reason_for(ranked: Ranking, prompt_tokens: int, degraded: str | None) -> str
     if holders == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
     if best.cost_s == ranked.cost_s(1):
-        return f"by chance among equals: {_cached(best, prompt_tokens)}"
+        chosen = "its session's pod" if best.pod == session_pod else "by chance"
+        return f"{chosen} among equals: {_cached(best, prompt_tokens)}"
     return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
 
 

@@ -13,6 +13,7 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
+from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.gateway_pick import GatewayPick
@@ -20,13 +21,15 @@ from router.h2.methods import SteppedHandler
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
-from router.pick_answers import PickAnswers
-from router.pods import PodSet
+from router.pods import PodSet, PodSnapshot
+from router.ranking import Candidate
 from router.request import RequestKind, RouteRequest, api_request
 from router.steps import Steps
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
+# A gateway tries few of them; /debug/decisions has all.
+_ENDPOINTS_MAX = 16
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     404: grpc.StatusCode.NOT_FOUND,
@@ -48,7 +51,7 @@ class PickDoor:
         self._picks = picks
         self._outcomes = outcomes
         self._metrics = metrics
-        self._answers = PickAnswers(pods)
+        self._pods = pods
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
@@ -72,7 +75,8 @@ class PickDoor:
                 decision = yield from self._picks.deciding(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
-            return self._answers.answer(decision)
+            limit = sized[0].max_endpoints or _ENDPOINTS_MAX
+            return answer(decision, self._pods.snapshot(), limit).SerializeToString()
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
@@ -133,6 +137,42 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
                 headers=headers,
             )
     return api_request(request_id, kind, body, size_bytes, candidates, headers)
+
+
+def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
+    """Translates a decision.
+
+    Args:
+        pods: Where names are looked up; an endpoint that is gone has none.
+        endpoints_max: The best so many are answered.
+    """
+    return pb.PickEndpointResponse(
+        request_id=decision.request_id,
+        endpoints=[_endpoint(candidate, pods) for candidate in decision.ranked[:endpoints_max]],
+        reason=_text(decision.reason),
+        prompt_tokens=decision.prompt_tokens,
+        degraded=decision.degraded or "",
+    )
+
+
+def _endpoint(candidate: Candidate, pods: PodSnapshot) -> pb.RankedEndpoint:
+    pod = pods.get(candidate.pod)
+    return pb.RankedEndpoint(
+        address=_text(candidate.pod),
+        pod_name=_text(pod.name) if pod is not None else "",
+        cost_s=candidate.cost_s,
+        queued_prefill_s=candidate.queued_prefill_s,
+        own_prefill_s=candidate.own_prefill_s,
+        copy_s=candidate.copy_s,
+        kv_pressure_s=candidate.kv_pressure_s,
+        cached_tokens=candidate.cached_tokens,
+        view=candidate.view,
+    )
+
+
+def _text(text: str) -> str:
+    """Return text that protobuf takes: a pods file may name a pod by half a surrogate pair."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:

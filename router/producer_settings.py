@@ -7,6 +7,7 @@ there is. The same of its metrics source.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,6 +26,12 @@ from router.metrics_page import DEFAULT_PATH
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _TOKENS = ("token-producer", "tokenizer")
 _PORT_MAX = 65_535 - RANKS_MAX
+_MEMORY_UNITS = {"": 1} | {
+    f"{letter}{infix}": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kmgt", 1)
+}
+_MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
 _BY_REDIS = "give --backend redis and --redis-url"
 
 _Engine = Literal["vllm", "sglang"]
@@ -44,14 +51,28 @@ class _Memory(Settings):
     pod_cache_size: Count = 10
 
 
+class _CostAware(Settings):
+    size: Text = "2GiB"
+
+    def __post_init__(self) -> None:
+        if not self.size_bytes:
+            raise ValueError(f"size: must be a size such as 2GiB or 500MB, is {self.size[:100]!r}")
+
+    @property
+    def size_bytes(self) -> int:
+        """The index's memory ceiling; 0: the size cannot be read."""
+        found = _MEMORY.fullmatch(self.size)
+        return int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
+
+
 class _Blocks(Settings):
     instead: ClassVar[Mapping[str, str]] = {
         "redisConfig": _BY_REDIS,
         "valkeyConfig": _BY_REDIS,
-        "costAwareMemoryConfig": "give --backend cost and --capacity-bytes",
     }
 
     in_memory_config: _Memory = field(default_factory=_Memory)
+    cost_aware_memory_config: _CostAware | None = None
     enable_metrics: Any = None
     metrics_logging_interval: Any = None
 
@@ -175,12 +196,14 @@ def metrics_path_of(picker: PickerConfig) -> str:
 def _index(told: _Precise, index: IndexerConfig) -> IndexerConfig:
     tokens, events = told.token_processor_config, told.kv_events_config
     weights = {tier.name: tier.weight for tier in told.indexer_config.kv_cache_backend_configs}
+    ceiling = told.indexer_config.kv_block_index_config.cost_aware_memory_config
     return replace(
         index,
         block_tokens=tokens.block_size_tokens or tokens.block_size or index.block_tokens,
         speculative_ttl_s=index.speculative_ttl_s if told.speculative_ttl is None else told.speculative_ttl,
         speculative_entries=index.speculative_entries if told.speculative_indexing else 0,
         tier_weights={**index.tier_weights, **weights},
+        capacity_bytes=index.capacity_bytes if ceiling is None else ceiling.size_bytes,
         topic_prefix=events.topic_filter or index.topic_prefix,
         events_bind=events.zmq_endpoint or index.events_bind,
     )

@@ -32,10 +32,3 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 def tag(number: int) -> bytes:
     """What stands in front of a field (number 1 to 15) that has a length: text, bytes or a message."""
     return bytes([number << 3 | 2])
-
-
-def field(number: int, data: bytes) -> bytes:
-    """Such a field."""
-    if len(data) < 0x80:
-        return bytes((number << 3 | 2, len(data))) + data
-    return tag(number) + varint(len(data)) + data

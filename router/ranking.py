@@ -25,7 +25,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     Attributes:
         own_prefill_s: Not yet multiplied by `own_weight`.
-        extra_s: Seconds to bring the request's adapter in, less what its session's stay is worth.
+        extra_s: Seconds to bring the request's adapter in.
         cached_tokens: Prompt tokens that the pod will serve from its cache, in any tier.
         host_tokens: Served tokens that must be copied from beyond the device first.
         slowdown: By how much decoding requests slow its prefill, 1 or more.
@@ -130,14 +130,6 @@ class Ranking(Sequence[Candidate]):
         cached_tokens = self.credits["cached_tokens"][self.order].tolist()
         most = max(cached_tokens)
         return cached_tokens.count(most), cached_tokens.index(most)
-
-    @property
-    def views(self) -> tuple[str, ...]:
-        """Of each pod, in the order of `pods`: what its Candidate says."""
-        known = tuple(filter(None, map(self._states.get, self.pods)))
-        if len(known) == len(self.pods):
-            return known
-        return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
     def cost_s(self, at: int) -> float:
         """The cost of the candidate of this rank."""

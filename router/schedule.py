@@ -33,7 +33,7 @@ from router.ranking import Candidate, Ranking
 from router.rates import Lesson
 from router.request import RouteRequest
 from router.routing import Ranker, Routing, Situation
-from router.sessions import Sessions
+from router.sessions import Sessions, session_of
 
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
@@ -90,7 +90,6 @@ class Scheduler:
     Args:
         board: The numbers of all pods.
         random: Breaks ties.
-        sessions: None: sessions do not count.
         ranker: Orders the candidates; None: their cost does.
     """
 
@@ -103,7 +102,6 @@ class Scheduler:
         block_tokens: int,
         cost: CostParameters | None = None,
         adapters: AdapterParameters | None = None,
-        sessions: Sessions | None = None,
         ranker: Ranker | None = None,
     ) -> None:
         self._board = board
@@ -115,7 +113,7 @@ class Scheduler:
         self._constants = np.array(cost)
         self._load_age_max_s = cost.load_age_max_s
         self._adapters = adapters or AdapterParameters()
-        self._sessions = sessions
+        self._sessions = Sessions()
         self._ranker = ranker
         self._tiers: Tiers | None = None
         self._device_tiers = np.zeros(0, np.int64)
@@ -138,16 +136,15 @@ class Scheduler:
         Returns:
             The decision, and requests that the ledger had to give up for it.
         """
-        request, candidates, sessions = prompted.request, lineup.candidates, self._sessions
-        session = sessions.id_of(request.headers) if sessions is not None else None
-        session_pod = None
-        if sessions is not None and session is not None:
-            session_pod = sessions.pod_of(session, now_s, candidates.base_model)
+        request, candidates = prompted.request, lineup.candidates
+        session, session_pod = session_of(request.headers), None
         adapters_s = self._adapters_s(lineup, pods, now_s)
-        extra_s = adapters_s if session_pod is None else self._less_stay(adapters_s, lineup, session_pod)
         prompt_tokens = prompted.prompt_tokens
         used = matches if prompted.degraded is None else ()
-        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, extra_s, now_s)
+        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, adapters_s, now_s)
+        if session is not None:
+            session_pod = self._sessions.pod_of(session, now_s, candidates.base_model)
+            order = _session_first(order, prices["cost_s"], lineup, session_pod)
         routing = None
         if self._ranker is not None:
             order, routing = self._rank(self._ranker, prompted, lineup, pods, used, prices, credits, now_s)
@@ -171,8 +168,8 @@ class Scheduler:
             prompted.partial,
             usage_tells_all(request, len(prompted.prompts)),
         )
-        if sessions is not None and session is not None:
-            sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
+        if session is not None:
+            self._sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
 
     def _rank(
@@ -269,16 +266,6 @@ class Scheduler:
                 adapters_s[place] = adapter_s(load.lora, adapter, self._adapters, sent)
         return adapters_s
 
-    def _less_stay(
-        self, adapters_s: NDArray[np.float64], lineup: Lineup, session_pod: str | None
-    ) -> NDArray[np.float64]:
-        """These seconds less what the session's stay is worth; empty when neither counts."""
-        if self._sessions is None or session_pod not in lineup.asked:
-            return adapters_s
-        extra_s = adapters_s.copy() if len(adapters_s) else np.zeros(len(lineup.rows))
-        extra_s[lineup.addresses.index(session_pod)] -= self._sessions.stay_s
-        return extra_s
-
     def _dispatch(
         self,
         decision: Decision,
@@ -371,6 +358,18 @@ def _weighed(
     for credit in credits["cached_tokens"]:
         most_cached_tokens = max(most_cached_tokens, credit)
     return prices, least_cost_first(prices["cost_s"], seed), most_cached_tokens
+
+
+def _session_first(
+    order: NDArray[np.int64], costs_s: NDArray[np.float64], lineup: Lineup, session_pod: str | None
+) -> NDArray[np.int64]:
+    """Return the order with the session's pod first, if no candidate costs less."""
+    if session_pod not in lineup.asked:
+        return order
+    place = lineup.addresses.index(session_pod)
+    if costs_s[place] > costs_s[order[0]]:
+        return order
+    return np.concatenate((np.array([place]), order[order != place]))
 
 
 def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:

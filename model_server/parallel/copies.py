@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from model_server.block_copies import BlockCopies, Done, Transfer
-from model_server.parallel.messages import Copy, Fence, Restore, Settle, Store, pack
+from model_server.parallel.messages import Fence, Restore, Settle, Store, pack
 from model_server.parallel.workers import Workers
 
 
@@ -38,11 +38,6 @@ class SharedCopies:
         number = next(self._numbers)
         self._workers.tell(Restore(number, pack(slots), pack(blocks)))
         return self._shared(number, self._own.restore(slots, blocks))
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy device blocks to device blocks."""
-        self._workers.tell(Copy(pack(sources), pack(targets)))
-        self._own.copy(sources, targets)
 
     def fence(self) -> None:
         """Let nothing computed next overtake a restore that is under way."""

@@ -102,13 +102,6 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks within the pool."""
-
-    sources: _Numbers
-    targets: _Numbers
-
-
 class Fence(msgspec.Struct, frozen=True, tag=True):
     """Let nothing computed next overtake a restore."""
 
@@ -165,7 +158,6 @@ Order = (
     | Store
     | Restore
     | Settle
-    | Copy
     | Fence
     | FreeKv
     | AllocateKv

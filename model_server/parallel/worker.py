@@ -20,7 +20,6 @@ from model_server.errors import ModelServerError
 from model_server.lora import LoraAdapter
 from model_server.parallel.messages import (
     AllocateKv,
-    Copy,
     Done,
     Failed,
     Fence,
@@ -70,7 +69,7 @@ class Worker:
                 for lora_id in order.dropped:
                     self._adapters.pop(lora_id, None)
                 self._shard.forward(order.step(self._adapters))
-            case Store() | Restore() | Copy() | Fence() | Settle():
+            case Store() | Restore() | Fence() | Settle():
                 self._move(order)
             case LoadAdapter():
                 # Beside the steps, which others' requests wait for.
@@ -78,7 +77,7 @@ class Worker:
             case _:
                 self._answer(order)
 
-    def _move(self, order: Store | Restore | Copy | Fence | Settle) -> None:
+    def _move(self, order: Store | Restore | Fence | Settle) -> None:
         copies = self._copies
         assert copies is not None, "there is no memory to copy"
         match order:
@@ -86,8 +85,6 @@ class Worker:
                 self._begun(number, copies.store(unpack(blocks), unpack(slots)))
             case Restore(number, slots, blocks):
                 self._begun(number, copies.restore(unpack(slots), unpack(blocks)))
-            case Copy(sources, targets):
-                copies.copy(unpack(sources), unpack(targets))
             case Fence():
                 copies.fence()
             case Settle(number):

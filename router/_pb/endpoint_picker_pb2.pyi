@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PickEndpointRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "chat", "token_ids", "headers", "candidates", "cache_salt")
+    __slots__ = ("request_id", "model", "prompt", "chat", "token_ids", "headers", "candidates", "cache_salt", "max_endpoints")
     class HeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class PickEndpointRequest(_message.Message):
     HEADERS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -32,7 +33,8 @@ class PickEndpointRequest(_message.Message):
     headers: _containers.ScalarMap[str, str]
     candidates: _containers.RepeatedScalarFieldContainer[str]
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., headers: _Optional[_Mapping[str, str]] = ..., candidates: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    max_endpoints: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., headers: _Optional[_Mapping[str, str]] = ..., candidates: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., max_endpoints: _Optional[int] = ...) -> None: ...
 
 class ChatInput(_message.Message):
     __slots__ = ("messages_json", "tools_json", "options_json")

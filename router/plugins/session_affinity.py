@@ -15,10 +15,9 @@ from msgspec import Meta, field
 
 from router.config_fields import Number, Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
-from router.sessions import SessionParameters, Sessions
+from router.sessions import SESSION_ID_HEADER, Sessions
 
 TOKEN_HEADER = "x-session-token"
-SESSION_ID_HEADER = "x-session-id"
 
 _TOKEN_CHARS_MAX = 1024
 _DESTINATION = ""
@@ -57,7 +56,7 @@ class SessionIds:
 
     def __init__(self, sources: Sequence[tuple[str, str]], ttl_s: float = 300.0) -> None:
         self._sources = tuple(sources)
-        self._sessions = Sessions(SessionParameters(ttl_s=ttl_s))
+        self._sessions = Sessions(ttl_s)
 
     def __len__(self) -> int:
         return len(self._sessions)

@@ -102,7 +102,6 @@ EVERYTHING: dict[str, Any] = {
             "plugins": [{"type": "ttft-cost-scorer"}],
         },
         "objectives": [{"name": "batch", "priority": -1}, {"name": "chat", "priority": 10}],
-        "session": {"header": "x-session-id"},
         "tracing": {"enabled": True, "endpoint": "http://collector.observability:4317"},
         "hubTokenSecret": {"name": "hub"},
     },

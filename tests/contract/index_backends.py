@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from indexer.cost_index import BLOCK_BYTES, HOLDER_BYTES, CostIndex
 from indexer.flat_index import FlatIndex
-from indexer.frequency import FrequencySketch
 from indexer.index import Index
 from indexer.keys import Keys
 from indexer.redis_index import RedisIndex, RedisSettings
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 from tests.contract.redis_server import RedisServer
+from tests.support.reference_index import ReferenceIndex
 
 TIERS = Tiers()
 
@@ -69,13 +67,6 @@ def close(index: Index) -> None:
         index.close()
 
 
-def _cost(capacity: int, _: RedisServer | None) -> Index:
-    blocks_bytes = capacity * (BLOCK_BYTES + HOLDER_BYTES)
-    # The frequencies take their part of the budget; how much depends on the budget.
-    sketch_bytes = FrequencySketch(2 * blocks_bytes // BLOCK_BYTES).used_bytes
-    return CostIndex(blocks_bytes + sketch_bytes, TIERS)
-
-
 def _redis(capacity: int, server: RedisServer | None) -> Index:
     assert server is not None
     return redis_index(server, capacity_blocks=capacity)
@@ -84,6 +75,5 @@ def _redis(capacity: int, server: RedisServer | None) -> Index:
 BACKENDS = {
     "reference": Backend(lambda capacity, _: ReferenceIndex(capacity, TIERS)),
     "flat": Backend(lambda capacity, _: FlatIndex(1 << 26, TIERS, capacity_blocks=capacity)),
-    "cost": Backend(_cost, exact_lru=False),
     "redis": Backend(_redis, uses_count_late=True, shares_speculation=False, needs_server=True),
 }

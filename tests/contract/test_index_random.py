@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 
 from indexer.index import Holding, Index
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import SPECULATIVE_TIER
 from tests.contract.index_backends import TIERS, Backend, close, keys
+from tests.support.reference_index import ReferenceIndex
 
 # More than a machine word has bits.
 PODS = tuple(f"10.0.0.{number}:8000" for number in range(80))

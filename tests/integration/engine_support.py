@@ -12,6 +12,7 @@ from model_server.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput
 from model_server.scheduler import Chunk
 from model_server.shapes import kv_groups
+from tests.support.engine_invariants import check_engine
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -127,11 +128,6 @@ class SlowCopies:
         self._restores.append(LateTransfer(write, self._polls))
         return self._restores[-1]
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy now."""
-        for source, target in zip(sources, targets, strict=True):
-            self._device[target] = dict(self._device[source])
-
     def fence(self) -> None:
         """Complete the restores."""
         for transfer in self._restores:
@@ -191,7 +187,7 @@ class EventLog:
 
 def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
     """Return what a listener's mirror must hold."""
-    tiers = {"GPU": engine._cache.pool.cached_copies(), "CPU": engine._cache.host.cached_copies()}
+    tiers = {"GPU": engine.cache.pool.cached_copies(), "CPU": engine.cache.host.cached_copies()}
     return {
         (medium, group, event_hash(digest)): copies
         for medium, tier in tiers.items()
@@ -245,7 +241,7 @@ def checking_engine(
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerationRequest:
     """Make a greedy request."""
-    own = {name: fields.pop(name) for name in ("cache_salt", "priority", "fork_of") if name in fields}
+    own = {name: fields.pop(name) for name in ("cache_salt", "priority") if name in fields}
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(name, tuple(prompt), sampling, **own)  # type: ignore[arg-type]
 
@@ -254,6 +250,6 @@ def run_to_end(engine: Engine) -> int:
     """Step until there is nothing left to do, checking the books after each step; returns the steps."""
     steps = 0
     while engine.step():
-        engine.check_invariants()
+        check_engine(engine)
         steps += 1
     return steps

@@ -15,6 +15,7 @@ from model_server.plan import PRESETS, Deployment
 from model_server.plan.pool import sequences_in
 from model_server.shapes import decoder_shape
 from tests.integration.engine_support import Outputs, checking_engine, request
+from tests.support.engine_invariants import check_engine
 from tests.unit.model_support import save_reference
 
 CONTEXT_TOKENS = 40
@@ -50,7 +51,7 @@ def preemptions(windows: tuple[int | None, ...], chunk_tokens: int, sequences: i
         prompt = [1 + (number + place) % 40 for place in range(CONTEXT_TOKENS // 2)]
         engine.submit(request(f"{number}", prompt, max_tokens=CONTEXT_TOKENS), outputs)
     while engine.step():
-        engine.check_invariants()
+        check_engine(engine)
     assert len(outputs.last) == sequences
     return engine.stats().preemptions
 

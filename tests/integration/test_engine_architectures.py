@@ -43,7 +43,6 @@ def test_answers_equal_transformers(tmp_path: Path, architecture: str) -> None:
         max_model_len=52,
         max_num_seqs=4,
         max_num_batched_tokens=11,
-        check_invariants=True,
     )
     engine, outputs = build_engine(config, EventLog()), Outputs()
     system = text_of(17)

@@ -16,11 +16,14 @@ from tests.integration.engine_support import (
     VOCAB_SIZE,
     EventLog,
     Outputs,
+    SlowCopies,
+    cached_copies,
     checking_engine,
     next_token,
     request,
     run_to_end,
 )
+from tests.support.engine_invariants import check_engine
 
 
 def generate(engine: Engine, item: GenerationRequest) -> tuple[list[int], TokenOutput]:
@@ -161,7 +164,7 @@ def test_abort_frees_the_blocks_before_the_next_step() -> None:
     assert [name for name, _, _ in runner.chunks[-1]] == ["b"]
     assert outputs.last["a"].finish_reason == "abort"
     assert engine.stats().kv_usage == 0
-    engine.check_invariants()
+    check_engine(engine)
 
 
 def test_a_name_can_be_used_and_aborted_again() -> None:
@@ -211,6 +214,28 @@ def test_preemption_changes_no_token() -> None:
     assert all(last.cached_tokens == 0 for last in outputs.last.values())
 
 
+def test_a_failing_copy_ends_what_runs_and_leaks_no_slot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that cannot be scheduled ends the running requests; the engine and both tiers go on."""
+    engine, _, events = checking_engine(gpu_blocks=12, cpu_blocks=12)
+    outputs = Outputs()
+    engine.submit(request("short", range(1, 10), max_tokens=1), outputs)
+    engine.submit(request("long", range(20, 26), max_tokens=9), outputs)
+    with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL):
+        patch.setattr(SlowCopies, "store", lambda *_: 1 / 0)
+        run_to_end(engine)
+    assert outputs.last["short"].finish_reason == "length"
+    assert outputs.last["long"].error == "the step could not be scheduled: division by zero"
+    check_engine(engine)
+    assert events.mirror == cached_copies(engine)
+    assert engine.stats().host_usage == 0
+    tokens, _ = generate(engine, request("next", range(1, 10), max_tokens=4))
+    assert tokens == continued(list(range(1, 10)), 4)
+    assert engine.stats().host_usage > 0
+    assert engine.stats().healthy
+
+
 def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogCaptureFixture) -> None:
     """A step that raises ends its requests with the reason and leaves no block that was never computed."""
     engine, runner, events = checking_engine()
@@ -222,7 +247,7 @@ def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogC
     last = outputs.last["a"]
     error = "the model failed: out of luck"
     assert last == TokenOutput("a", (), "error", 0, error, started_s=last.started_s)
-    engine.check_invariants()
+    check_engine(engine)
     assert (events.mirror, engine.stats().kv_usage) == ({}, 0)
     tokens, last = generate(engine, request("b", range(1, 10)))
     assert (tokens, last.cached_tokens) == (continued(list(range(1, 10)), 4), 0)

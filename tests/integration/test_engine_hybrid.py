@@ -21,6 +21,7 @@ from tests.integration.engine_support import (
     request,
     run_to_end,
 )
+from tests.support.engine_invariants import check_engine
 from tests.unit.indexer_support import OnePod
 from tests.unit.model_support import save_reference, text_of
 
@@ -126,8 +127,8 @@ def test_what_has_rolled_out_of_a_window_is_free() -> None:
     engine.submit(request("a", range(1, 41), max_tokens=40), Outputs())
     for _ in range(30):
         engine.step()
-        engine.check_invariants()
-    (live,) = engine._scheduler.running
+        check_engine(engine)
+    (live,) = engine.scheduler.running
     windowed, full = (len(table.held()) for table in live.tables)
     assert (full, windowed <= 4) == (-(-(live.num_tokens - 1) // 4), True)
 

@@ -15,6 +15,7 @@ from tests.integration.engine_support import (
     request,
     run_to_end,
 )
+from tests.support.engine_invariants import check_engine
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Submit:
     max_tokens: int = 4
     salt: str | None = None
     priority: int = 0
-    forks: int = 0
+    copies: int = 1
 
 
 SUBMIT = st.builds(
@@ -36,7 +37,7 @@ SUBMIT = st.builds(
     max_tokens=st.integers(1, 30),
     salt=st.sampled_from([None, None, None, "salt"]),
     priority=st.integers(0, 2),
-    forks=st.sampled_from([0, 0, 0, 2]),
+    copies=st.sampled_from([1, 1, 1, 3]),
 )
 STEPS = st.integers(1, 12)
 RARE = st.one_of(st.tuples(st.just("abort"), st.integers(0, 20)), st.just("fail"), st.just("reset"))
@@ -75,21 +76,19 @@ def test_books_hold_under_any_schedule(
     """At any time blocks have their right owners, a mirror equals both tiers, and tokens are right."""
     caplog.set_level(logging.CRITICAL + 1)
     chosen = dict(chosen, gpu_blocks=chosen["gpu_blocks"] + 12 * (len(set(windows)) - 1))
-    swap = chosen.pop("swap") and chosen["cpu_blocks"] > 0
+    swap = chosen.pop("swap") and chosen["cpu_blocks"] > 0 and chosen["enable_prefix_caching"]
     engine, runner, events = checking_engine(
         windows, polls_per_copy, preemption_mode="swap" if swap else "recompute", **chosen
     )
     outputs, prompts = Outputs(), {}
     for action in actions:
         if isinstance(action, Submit):
-            leader = f"r{len(prompts)}"
             prompt = [*range(1, action.shared + 1), *action.own, 9][-engine.max_model_len + 1 :]
-            for fork in range(action.forks + 1):
+            for _ in range(action.copies):
                 name = f"r{len(prompts)}"
                 prompts[name] = prompt
                 fields = {"cache_salt": action.salt, "priority": action.priority}
-                fork_of = leader if fork else None
-                engine.submit(request(name, prompt, action.max_tokens, fork_of=fork_of, **fields), outputs)
+                engine.submit(request(name, prompt, action.max_tokens, **fields), outputs)
         elif isinstance(action, tuple):
             engine.abort(f"r{action[1]}")
         elif action == "fail":
@@ -98,7 +97,7 @@ def test_books_hold_under_any_schedule(
             engine.reset_prefix_cache()
         for _ in range(action if isinstance(action, int) else 0):
             engine.step()
-            engine.check_invariants()
+            check_engine(engine)
             assert events.mirror == cached_copies(engine)
     run_to_end(engine)
     engine.reset_prefix_cache()

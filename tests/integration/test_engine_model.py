@@ -102,11 +102,11 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     first = generate(engine, [item])
     again = generate(engine, [item])
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
-    block = engine._cache.pool.find((0, _first_digest(item)))
+    block = engine.cache.pool.find((0, _first_digest(item)))
     assert block is not None
-    assert isinstance(engine._runner, TorchRunner)
-    assert isinstance(engine._runner.shard, Shard)
-    for tensor in engine._runner.shard.attention.block_tensors():
+    assert isinstance(engine.runner, TorchRunner)
+    assert isinstance(engine.runner.shard, Shard)
+    for tensor in engine.runner.shard.attention.block_tensors():
         tensor[:, block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 

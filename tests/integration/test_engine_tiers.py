@@ -8,6 +8,7 @@ import torch
 from model_server import cli
 from model_server.build import build_engine
 from model_server.config import EngineConfig
+from model_server.errors import ConfigError
 from model_server.events import AllBlocksCleared
 from tests.integration.engine_support import (
     EventLog,
@@ -18,6 +19,7 @@ from tests.integration.engine_support import (
     run_to_end,
 )
 from tests.integration.test_engine_model import conversation, generate
+from tests.support.engine_invariants import check_engine
 
 
 @pytest.fixture(autouse=True)
@@ -95,54 +97,84 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     assert engine.stats().kv_usage == 0
 
 
-def test_a_swapped_request_computes_nothing_twice() -> None:
-    """With swap every token is computed once; with recompute some are computed again."""
-    computed = {}
+def test_what_was_swapped_is_never_computed_again() -> None:
+    """With swap a preempted request computes again at most what was in its last block, however late it is."""
+    engine, runner, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode="swap", polls_per_copy=3)
+    outputs = Outputs()
+    for name in "ab":
+        engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+    # What else is stored meanwhile must not push out what is swapped.
+    for number in range(4):
+        engine.submit(request(f"other{number}", [30 + number] * 9, max_tokens=1), outputs)
+    run_to_end(engine)
+    preemptions = engine.stats().preemptions
+    assert preemptions > 0
+    assert {len(outputs.tokens[name]) for name in "ab"} == {16}
+    computed = sum(length for step in runner.chunks for name, _, length in step if name in "ab")
+    assert 2 * (3 + 15) <= computed < 2 * (3 + 15) + engine.block_tokens * preemptions
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cpu_blocks": 0}, "no host tier"),
+        ({"cpu_blocks": 4, "enable_prefix_caching": False}, "enable_prefix_caching is off"),
+    ],
+)
+def test_swap_needs_a_host_tier_and_prefix_caching(settings: dict, said: str) -> None:
+    """Where nothing could be found again, swap is refused at start."""
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(preemption_mode="swap", **settings)
+
+
+def test_a_swapped_block_is_stored_once() -> None:
+    """Both modes move the same blocks to the host tier: a block has one place there."""
+    stored = {}
     for mode in ("swap", "recompute"):
-        engine, runner, _ = checking_engine(
-            gpu_blocks=6, cpu_blocks=12, preemption_mode=mode, enable_prefix_caching=False
-        )
-        outputs = Outputs()
+        engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode=mode)
         for name in "ab":
-            engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+            engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), Outputs())
         run_to_end(engine)
         assert engine.stats().preemptions > 0
-        assert {len(tokens) for tokens in outputs.tokens.values()} == {16}
-        computed[mode] = sum(length for step in runner.chunks for _, _, length in step)
-    assert computed["swap"] == 2 * (3 + 15) < computed["recompute"]
+        stored[mode] = engine.stats().swapped_out_blocks
+    assert stored["swap"] == stored["recompute"]
+
+
+def test_the_cache_is_not_reset_under_a_swapped_request() -> None:
+    """What a preempted request holds in the host tier counts as held, until it is aborted."""
+    engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode="swap")
+    outputs = Outputs()
+    for name in "ab":
+        engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+    while not engine.stats().preemptions:
+        engine.step()
+    (swapped,), (running,) = engine.scheduler.waiting, engine.scheduler.running
+    assert swapped.swapped
+    engine.abort(running.request_id)
+    assert not engine.reset_prefix_cache()
+    engine.abort(swapped.request_id)
+    assert engine.reset_prefix_cache()
+    assert engine.stats().host_usage == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_choices_share_their_prompt(caching: bool) -> None:
-    """Forks of a prompt compute its last token only, share its full blocks, and copy the one they write."""
-    engine, runner, _ = checking_engine(gpu_blocks=12, enable_prefix_caching=caching)
+    """Copies of a prompt find its full blocks in the same step; without prefix caching each computes it."""
+    engine, runner, _ = checking_engine(
+        gpu_blocks=24, max_num_batched_tokens=64, enable_prefix_caching=caching
+    )
     outputs = Outputs()
-    prompt = range(1, 15)
-    engine.submit(request("first", prompt, max_tokens=8), outputs)
-    for name in ("second", "third"):
-        engine.submit(request(name, prompt, max_tokens=8, fork_of="first"), outputs)
+    names = ("first", "second", "third")
+    for name in names:
+        engine.submit(request(name, range(1, 15), max_tokens=8), outputs)
     engine.step()
-    engine.step()
-    engine.check_invariants()
-    assert runner.chunks[0] == [("first", 0, 14)]
-    assert sorted(runner.chunks[1]) == [("first", 14, 1), ("second", 13, 1), ("third", 13, 1)]
+    check_engine(engine)
+    begins = [0, 12, 12] if caching else [0, 0, 0]
+    assert runner.chunks == [[(name, begin, 14 - begin) for name, begin in zip(names, begins, strict=True)]]
     # 3 shared blocks, and for each of the three the one that is being written.
-    assert engine.stats().kv_usage == pytest.approx(6 / 12)
+    assert engine.stats().kv_usage == pytest.approx((6 if caching else 12) / 24)
     run_to_end(engine)
     assert outputs.tokens["first"] == outputs.tokens["second"] == outputs.tokens["third"]
-
-
-def test_a_fork_outlives_its_leader() -> None:
-    """When the first choice is aborted before its prompt is computed, the others run for themselves."""
-    engine, _, _ = checking_engine(max_num_batched_tokens=4)
-    outputs = Outputs()
-    engine.submit(request("first", range(1, 15)), outputs)
-    engine.submit(request("second", range(1, 15), fork_of="first"), outputs)
-    engine.submit(request("stranger", range(2, 15), fork_of="first"), outputs)
-    engine.step()
-    engine.abort("first")
-    run_to_end(engine)
-    assert outputs.last["second"].finish_reason == outputs.last["stranger"].finish_reason == "length"
 
 
 def test_sleep_clears_both_tiers_and_says_so() -> None:

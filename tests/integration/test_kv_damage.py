@@ -36,9 +36,9 @@ def _one_thread() -> None:
 
 def corrupt(engine: Engine, live: LiveRequest, kind: int) -> None:
     """Turn round the keys (0) or values (1) of one token in one layer, all heads."""
-    assert isinstance(engine._runner, TorchRunner)
-    assert isinstance(engine._runner.shard, Shard)
-    content = engine._runner.shard.attention.block_tensors()[0]
+    assert isinstance(engine.runner, TorchRunner)
+    assert isinstance(engine.runner.shard, Shard)
+    content = engine.runner.shard.attention.block_tensors()[0]
     plane = kind * (len(content) // 2)
     row = content[plane, live.block_ids[0][BLOCK_INDEX], :, 1]
     assert row.float().abs().max() > 0
@@ -89,7 +89,7 @@ def answer(
     engine.submit(GenerationRequest(request_id, tuple(text_of(PROMPT_TOKENS)), sampling), outputs.append)
     while engine.step():
         if damage is not None and len(outputs) == after:
-            damage(engine, engine._scheduler.running[0])
+            damage(engine, engine.scheduler.running[0])
     return [entry for output in outputs for entry in output.logprobs], outputs[-1].cached_tokens
 
 

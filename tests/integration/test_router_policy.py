@@ -29,7 +29,7 @@ def test_a_session_without_tokens_stays_at_its_pod(tmp_path: Path) -> None:
     """Requests of an unknown API, whose cache nobody knows, follow their session's header."""
     with fake_pods(4) as pods:
         path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
-        with running_router(path, session_header="x-session-id") as router:
+        with running_router(path) as router:
             all_ready(router, 4)
             headers = {"x-session-id": "s"}
             asked = (RouteRequest(f"r{n}", RequestKind.PASSTHROUGH, headers=headers) for n in range(12))

@@ -77,7 +77,6 @@ def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
         max_model_len=52,
         max_num_seqs=4,
         max_num_batched_tokens=11,
-        check_invariants=True,
     )
     system = text_of(17)
     prompts = {f"r{number}": system + text_of(3 + 5 * number, number + 1) for number in range(4)}
@@ -98,8 +97,8 @@ def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_tiers_forks_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) -> None:
-    """Swapped, restored, forked, aborted and woken from sleep, two ranks generate what one does."""
+def test_tiers_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) -> None:
+    """Swapped, restored, copied, aborted and woken from sleep, two ranks generate what one does."""
     config = EngineConfig(
         device=device,
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
@@ -108,14 +107,13 @@ def test_tiers_forks_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: s
         cpu_blocks=64,
         preemption_mode="swap",
     )
-    first = conversation()[1]  # whose last block is not full: a fork has to copy it
-    choices = [replace(first, request_id=name, fork_of="leader") for name in ("leader", "fork")]
+    choices = [replace(conversation()[1], request_id=name) for name in ("first", "second")]
     items = [*conversation(), request("gone", range(3, 60), 100)]
     got, bytes_of_block = {}, {}
     for size in (1, 2):
         events = EventLog()
         with engine_of(config, size, events) as engine:
-            forked = answers(engine, choices)
+            copied = answers(engine, choices)
             outputs = Outputs()
             for item in items:
                 engine.submit(item, outputs)
@@ -132,10 +130,10 @@ def test_tiers_forks_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: s
             assert engine.sleep()
             assert engine.wake_up()
             awake = answers(engine, conversation())
-            got[size] = [one.tokens for one in (forked, outputs, again, awake)]
+            got[size] = [one.tokens for one in (copied, outputs, again, awake)]
             bytes_of_block[size] = engine.stats().block_bytes
     assert got[2] == got[1]
-    assert got[2][0]["fork"] == got[2][0]["leader"]
+    assert got[2][0]["second"] == got[2][0]["first"]
     assert bytes_of_block[2] == bytes_of_block[1]
 
 

@@ -18,8 +18,8 @@ from indexer.hybrid import HybridMatcher, group_holder
 from indexer.index import Index, PrefixMatch
 from indexer.keys import BlockHasher, Keys
 from indexer.pod_cache import MappedCache, PodCache
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
+from tests.support.reference_index import ReferenceIndex
 
 DATA = Path(__file__).parents[1] / "data"
 POD = "10.0.0.1:8000"

@@ -9,33 +9,26 @@ import numpy as np
 
 from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
-from indexer.cost_index import CostIndex
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import group_holder
 from indexer.index import Index
 from indexer.keys import BlockHasher, Keys
 from indexer.peer_wire import FLAT_FORM, MAPPED_FORM, SnapshotReader, read_snapshot, snapshot_messages
 from indexer.pod_state import PodStates
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewSnapshot
+from tests.support.reference_index import ReferenceIndex
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")
 MODEL = "m"
 TIERS = Tiers()
 DIGEST = bytes(16)
-BACKENDS = ("flat", "reference", "cost")
+BACKENDS = ("flat", "reference")
 
 
 def make_index(backend: str) -> Index:
     """An index that nothing here fills up."""
-    match backend:
-        case "flat":
-            return FlatIndex(1 << 22, TIERS)
-        case "cost":
-            return CostIndex(1 << 24, TIERS)
-        case _:
-            return ReferenceIndex(100_000, TIERS)
+    return FlatIndex(1 << 22, TIERS) if backend == "flat" else ReferenceIndex(100_000, TIERS)
 
 
 class Views:

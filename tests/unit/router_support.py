@@ -26,7 +26,6 @@ from router.request import RequestKind, RouteRequest
 from router.route import Router
 from router.routing import Ranker
 from router.schedule import Scheduler
-from router.sessions import Sessions
 from router.tokens import TokenizerRegistry
 from router.traces import Traces
 from tokenization import TINY_DIRECTORY, PromptTokenizer
@@ -131,7 +130,6 @@ class Bench:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     tokenizers: TokenizerRegistry = field(default_factory=lambda: TokenizerRegistry({TINY: TOKENIZER}))
     seed: int = 7
-    sessions: Sessions | None = None
     ranker: Ranker | None = None
     admission: AdmissionParameters = field(default_factory=AdmissionParameters)
     traces: Traces | None = None
@@ -152,7 +150,6 @@ class Bench:
             self.ledger,
             np.random.default_rng(self.seed),
             block_tokens=self.index.block_tokens,
-            sessions=self.sessions,
             ranker=self.ranker,
         )
         self.router = Router(

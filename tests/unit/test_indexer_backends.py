@@ -10,12 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from indexer.backends import make_index
 from indexer.config import IndexerConfig
-from indexer.cost_index import CostIndex
 from indexer.errors import ConfigError
 from indexer.flat_index import FlatIndex
 from indexer.index import Index
 from indexer.redis_index import RedisIndex
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
 
 # Nobody listens at port 1.
@@ -31,12 +29,7 @@ def test_each_backend_can_be_chosen() -> None:
     """A name gives its index, with the configured sizes; flat is the default."""
     assert type(made()) is type(made(backend="flat")) is FlatIndex
     assert made(capacity_blocks=77).stats().capacity_blocks == 77
-    reference = made(backend="reference", capacity_blocks=77)
-    assert type(reference) is ReferenceIndex
-    assert reference.stats().capacity_blocks == 77
-    cost = made(backend="cost", capacity_bytes=1 << 20)
-    assert type(cost) is CostIndex
-    assert cost.stats().capacity_bytes == 1 << 20
+    assert made(capacity_bytes=1 << 20).stats().capacity_bytes == 1 << 20
 
 
 def test_redis_can_be_chosen() -> None:
@@ -50,13 +43,12 @@ def test_redis_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "mongo"}, r"backend: must be one of flat, reference, cost, redis, is 'mongo'"),
+        ({"backend": "mongo"}, r"backend: must be one of flat, redis, is 'mongo'"),
         ({**_REDIS, "redis_url": None}, "redis_url: must be given"),
         ({**_REDIS, "hash_seed": None}, "hash_seed: must be given for the backend 'redis'"),
         ({**_REDIS, "redis_namespace": "a{b}"}, "redis_namespace: must be"),
         ({**_REDIS, "redis_deadline_s": 0}, "redis_deadline_s: must be greater than 0"),
         ({**_REDIS, "redis_url": "http://h"}, r"redis_url: must begin with one of redis://"),
-        ({"backend": "cost", "capacity_bytes": 100}, "no block fits into 100 bytes"),
         ({"backend": "flat", "capacity_bytes": 1}, "room for 0 blocks"),
     ],
 )

@@ -24,8 +24,8 @@ from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.pod_cache import MappedCache
 from indexer.pod_state import PodStates
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
+from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import read_lines
 
 MODEL = "m"

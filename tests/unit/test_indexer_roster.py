@@ -6,10 +6,10 @@ import numpy as np
 
 from indexer.config import PodStream
 from indexer.keys import BlockHasher
-from indexer.reference_index import ReferenceIndex
 from indexer.roster import Roster
 from indexer.stream import StreamState
 from indexer.tiers import Tiers
+from tests.support.reference_index import ReferenceIndex
 
 POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"
 EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE

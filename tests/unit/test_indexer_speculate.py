@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer
 from indexer.keys import Keys
-from indexer.reference_index import ReferenceIndex
 from indexer.speculate import Speculation
 from indexer.tiers import Tiers
+from tests.support.reference_index import ReferenceIndex
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 

@@ -11,8 +11,8 @@ from indexer.decode import decode_batch
 from indexer.errors import PayloadError
 from indexer.extras import MultimodalItem, extras_of_prompt, pack
 from indexer.keys import Keys
-from indexer.reference_index import ReferenceIndex
 from indexer.tiers import Tiers
+from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import OnePod, read_json, read_lines
 
 VECTORS = {vector["id"]: vector for vector in read_json("llmd_event_vectors.json.gz")}

@@ -289,8 +289,32 @@ def test_the_metrics_sources_path_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ({}, 2 << 30),
+        ({"size": "2GiB"}, 2 << 30),
+        ({"size": "500MB"}, 500_000_000),
+        ({"size": "1.5 gib"}, 3 << 29),
+        ({"size": 1_000_000}, 1_000_000),
+    ],
+)
+def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], expected: int) -> None:
+    """The reference's cost-aware backend becomes the flat index with that ceiling of memory."""
+    parameters = {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": size}}}
+    producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
+    text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
+    index = parse_flags([*PODS, "--config-text", text])[0].index
+    assert (index.backend, index.capacity_bytes) == ("flat", expected)
+
+
+@pytest.mark.parametrize(
     ("kind", "parameters", "complaint"),
     [
+        (
+            "precise-prefix-cache-producer",
+            {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": {"size": "2 gallons"}}}},
+            "size: must be a size such as 2GiB",
+        ),
         ("precise-prefix-cache-producer", {"tokenizersPoolConfig": {}}, "tokenizersPoolConfig"),
         (
             "precise-prefix-cache-producer",

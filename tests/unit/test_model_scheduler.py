@@ -24,6 +24,21 @@ def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:
     )
 
 
+def new_manager(blocks: int, tokens: int, *, caching: bool = True) -> BlockManager:
+    """Make a manager of a pool with blocks of 4 tokens."""
+    announcer = Announcer(undivided(1), 4)
+    pool = BlockPool(blocks, announcer)
+    offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(1, blocks, 4)], 0))
+    return BlockManager(
+        pool,
+        offload,
+        undivided(1),
+        block_tokens=4,
+        chunk_tokens=tokens,
+        enable_prefix_caching=caching,
+    )
+
+
 def new_scheduler(
     blocks: int = 16,
     tokens: int = 8,
@@ -33,17 +48,7 @@ def new_scheduler(
     policy: SchedulingPolicy = "fcfs",
 ) -> Scheduler:
     """Make a scheduler over a pool with blocks of 4 tokens."""
-    announcer = Announcer(undivided(1), 4)
-    pool = BlockPool(blocks, announcer)
-    offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(1, blocks, 4)], 0))
-    manager = BlockManager(
-        pool,
-        offload,
-        undivided(1),
-        block_tokens=4,
-        chunk_tokens=tokens,
-        enable_prefix_caching=caching,
-    )
+    manager = new_manager(blocks, tokens, caching=caching)
     return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens, policy=policy)
 
 
@@ -152,3 +157,30 @@ def test_requests_of_one_step_share_blocks() -> None:
     scheduler.add(live_request("a", range(10)))
     scheduler.add(live_request("b", range(10)))
     assert step(scheduler) == [("a", 0, 10), ("b", 8, 2)]
+
+
+def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
+    """Many long prompts that wait take a step no longer than what of them is cached; the shortest is next."""
+    scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
+    prompts = [live_request(f"r{number}", [number] * (400 - number)) for number in range(5)]
+    for live in prompts:
+        scheduler.add(live)
+    step(scheduler, seconds_per_token=1.0)
+    begun, *others = reversed(prompts)
+    assert scheduler.running == [begun]
+    assert [len(live.digests) for live in others] == [1] * 4
+
+
+def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
+    """At most so many blocks of a waiting prompt are looked up at once; the next call takes the following."""
+    manager = new_manager(blocks=40, tokens=100)
+    scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=100)
+    scheduler.add(live_request("first", [7] * 100))
+    step(scheduler)
+    same = live_request("same", [7] * 100)
+    assert [(manager.expect(same, 10), same.expected_blocks) for _ in range(4)] == [
+        (10, 9),
+        (10, 18),
+        (7, 24),
+        (1, 24),
+    ]

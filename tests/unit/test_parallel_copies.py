@@ -4,7 +4,7 @@ from multiprocessing import Pipe
 
 from model_server.config import EngineConfig
 from model_server.parallel.copies import SharedCopies
-from model_server.parallel.messages import Copy, Fence, Order, Restore, Settle, Start, Store, pack
+from model_server.parallel.messages import Fence, Order, Restore, Settle, Start, Store, pack
 from model_server.parallel.worker import Worker
 from model_server.shapes import Division
 from tests.integration.engine_support import SlowCopies
@@ -36,16 +36,14 @@ def test_other_ranks_settle_what_rank_0_has_seen_done() -> None:
     restored = copies.restore([3], [0])
     restored.wait()
     restored.wait()
-    copies.copy([0], [1])
     copies.fence()
     assert told.orders[1:] == [
         Settle(0),
         Restore(1, pack([3]), pack([0])),
         Settle(1),
-        Copy(pack([0]), pack([1])),
         Fence(),
     ]
-    assert (blocks[0], blocks[1]) == ({0: (2,)}, {0: (2,)})
+    assert (blocks[0], blocks[1]) == ({0: (2,)}, {0: (1,)})
 
 
 def test_a_rank_waits_where_it_is_told_to_settle() -> None:

@@ -1,4 +1,4 @@
-"""PickEndpoint's hand-written answers: what protobuf reads in them."""
+"""PickEndpoint's answers: a decision in, the ranked endpoints out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.cost import CREDIT, PRICE
 from router.decision import Decision
-from router.pick_answers import PickAnswers
+from router.pick_service import answer
 from router.pods import PodSet
 from router.ranking import Ranking
 
@@ -56,9 +56,10 @@ def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None)
     return Decision(request_id, "chat", "m", ranked, {}, 100, degraded, 0.0)
 
 
-def read(answers: PickAnswers, decision: Decision) -> pb.PickEndpointResponse:
+def read(pods: PodSet, decision: Decision, endpoints_max: int = 40) -> pb.PickEndpointResponse:
     """An answer as clients read it."""
-    return pb.PickEndpointResponse.FromString(answers.answer(decision))
+    told = answer(decision, pods.snapshot(), endpoints_max)
+    return pb.PickEndpointResponse.FromString(told.SerializeToString())
 
 
 @given(
@@ -87,22 +88,22 @@ def test_protobuf_reads_what_was_decided(
     most = int(ranked.credits["cached_tokens"].max())
     ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, ranked.order, prompt_tokens, 16, [], most)
     decision = Decision(request_id, "chat", "m", ranked, {}, prompt_tokens, degraded, 0.0)
-    answer = read(PickAnswers(pods), decision)
-    assert [endpoint.address for endpoint in answer.endpoints] == [ranked.pods[at] for at in ranked.order]
-    for endpoint, candidate in zip(answer.endpoints, ranked, strict=True):
+    told = read(pods, decision)
+    assert [endpoint.address for endpoint in told.endpoints] == [ranked.pods[at] for at in ranked.order]
+    for endpoint, candidate in zip(told.endpoints, ranked, strict=True):
         assert endpoint.pod_name == pods.snapshot()[endpoint.address].name
         assert [getattr(endpoint, name) for name in SECONDS] == [getattr(candidate, name) for name in SECONDS]
         assert (endpoint.cached_tokens, endpoint.view) == (candidate.cached_tokens, candidate.view)
-    assert (answer.request_id, answer.reason) == (request_id, decision.reason)
-    assert (answer.prompt_tokens, answer.degraded) == (prompt_tokens, degraded or "")
+    assert (told.request_id, told.reason) == (request_id, decision.reason)
+    assert (told.prompt_tokens, told.degraded) == (prompt_tokens, degraded or "")
 
 
 def test_only_the_ranked_are_answered() -> None:
     """Candidates that a filter took out of the order are not among the endpoints."""
     ranked = ranking(("a:1", "b:1", "c:1"))
     ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, np.array([2, 0]), 100, 16, [], 0)
-    answer = read(PickAnswers(pod_set({"a:1": "a", "b:1": "b", "c:1": "c"})), decided(ranked))
-    assert [(endpoint.address, endpoint.pod_name) for endpoint in answer.endpoints] == [
+    told = read(pod_set({"a:1": "a", "b:1": "b", "c:1": "c"}), decided(ranked))
+    assert [(endpoint.address, endpoint.pod_name) for endpoint in told.endpoints] == [
         ("c:1", "c"),
         ("a:1", "a"),
     ]
@@ -110,7 +111,7 @@ def test_only_the_ranked_are_answered() -> None:
 
 def test_views_are_those_of_the_decision() -> None:
     """One pod's stream changes, or begins: the next answer says so, and an older decision's what was true."""
-    answers, pods = PickAnswers(pod_set({"a:1": "a", "b:1": "b"})), ("a:1", "b:1")
+    named, pods = pod_set({"a:1": "a", "b:1": "b"}), ("a:1", "b:1")
     exact, stale = StreamState.EXACT, StreamState.STALE
     before = decided(ranking(pods, {"a:1": exact, "b:1": exact}))
     asked = [
@@ -122,25 +123,26 @@ def test_views_are_those_of_the_decision() -> None:
         (before, ["EXACT", "EXACT"]),
     ]
     for decision, views in asked:
-        assert [endpoint.view for endpoint in read(answers, decision).endpoints] == views
+        assert [endpoint.view for endpoint in read(named, decision).endpoints] == views
 
 
 def test_a_replaced_pod_is_called_by_its_new_name() -> None:
     """Another pod at a known address has its own name in the next answer; one that is gone has none."""
     pods, ranked = pod_set({"a:1": "old", "b:1": "b"}), ranking(("a:1", "b:1"))
-    answers, decision = PickAnswers(pods), decided(ranked)
-    assert [endpoint.pod_name for endpoint in read(answers, decision).endpoints] == ["old", "b"]
+    decision = decided(ranked)
+    assert [endpoint.pod_name for endpoint in read(pods, decision).endpoints] == ["old", "b"]
     pods.declare([entry("a:1", "new")])
-    assert [endpoint.pod_name for endpoint in read(answers, decision).endpoints] == ["new", ""]
+    assert [endpoint.pod_name for endpoint in read(pods, decision).endpoints] == ["new", ""]
 
 
-def test_what_is_remembered_does_not_grow_with_the_asked_subsets() -> None:
-    """Any number of gateways' subsets are answered rightly."""
-    addresses = [f"{at}:1" for at in range(40)]
-    answers = PickAnswers(pod_set({address: f"pod {address}" for address in addresses}))
-    for size in range(1, 40):
-        for start in range(40 - size):
-            asked = tuple(addresses[start : start + size])
-            answer = read(answers, decided(ranking(asked)))
-            assert [endpoint.pod_name for endpoint in answer.endpoints] == [f"pod {one}" for one in asked]
-    assert answers.remembered <= 256
+def test_the_best_so_many_are_answered() -> None:
+    """No more endpoints are answered than asked for, and those are the best."""
+    addresses = tuple(f"{at}:1" for at in range(40))
+    told = read(pod_set(dict.fromkeys(addresses, "pod")), decided(ranking(addresses)), 3)
+    assert [endpoint.address for endpoint in told.endpoints] == ["0:1", "1:1", "2:1"]
+
+
+def test_a_name_that_is_no_text_costs_no_pick() -> None:
+    """Half a surrogate pair, which protobuf refuses, is answered as a question mark."""
+    told = read(pod_set({"a:1": "pod-\ud800"}), decided(ranking(("a:1",))))
+    assert [endpoint.pod_name for endpoint in told.endpoints] == ["pod-?"]

@@ -58,19 +58,10 @@ def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
         parse_flags(["--config-file", str(file), *selected])
 
 
-def test_priorities_and_sessions_are_read() -> None:
-    """Objectives have whole numbers, header names no case, a stay is a duration."""
-    config, _ = parse_flags(
-        [
-            *PODS,
-            "--objective=batch=-1",
-            "--objective=a=b=7",
-            "--session-header=X-Session",
-            "--session-stay=250ms",
-        ]
-    )
+def test_priorities_are_read() -> None:
+    """Objectives have whole numbers."""
+    config, _ = parse_flags([*PODS, "--objective=batch=-1", "--objective=a=b=7"])
     assert config.priorities == (("batch", -1), ("a=b", 7))
-    assert (config.session_header, config.session_stay_s) == ("x-session", 0.25)
     assert not config.tracing
 
 
@@ -291,7 +282,7 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         [
             *PODS,
             "--block-tokens=32",
-            "--backend=cost",
+            "--backend=flat",
             "--capacity-bytes=1000000",
             "--hash-seed=7",
             "--events-bind=tcp://*:5557",
@@ -301,7 +292,7 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         ]
     )
     index = config.index
-    assert (index.block_tokens, index.backend, index.capacity_bytes) == (32, "cost", 1_000_000)
+    assert (index.block_tokens, index.backend, index.capacity_bytes) == (32, "flat", 1_000_000)
     assert (index.hash_seed, index.events_bind, index.first_sequence) == (7, "tcp://*:5557", 1)
     assert (index.bootstrap_s, index.tier_weights["cpu"]) == (2.5, 0.5)
 

@@ -27,7 +27,6 @@ from tests.wire.peer_support import (
 from tests.wire.subscribe_support import MODEL, POD, Watched, block, stream
 
 EXACT, STALE = StreamState.EXACT, StreamState.STALE
-BACKENDS = ["flat", "reference", "cost"]
 
 
 def bootstraps(watched: Watched, source: str) -> float:
@@ -60,12 +59,11 @@ def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
     peer.settled(4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher, backend: str) -> None:
+def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher) -> None:
     """What the engine remembers no more, a peer tells; what comes after is applied to it, by hashes too."""
-    with indexer(backend=backend) as first:
+    with indexer() as first:
         publish_from_the_start(engine, first)
-        with serving(first) as address, indexer(address, backend=backend) as second:
+        with serving(first) as address, indexer(address) as second:
             second.follow(stream(engine))
             second.settled(4)
             assert bootstraps(second, "peer") == 1
@@ -151,14 +149,13 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
     [
         ({"hash_seed": 8}, "fingerprint"),
         ({"block_tokens": 8}, "fingerprint"),
-        ({"backend": "reference"}, "backend"),
         ({"tier_weights": {"gpu": 1.0, "cpu": 0.5, "tape": 0.1}}, "tiers"),
     ],
 )
 def test_a_peer_of_another_kind_is_told_nothing(
     engine: EnginePublisher, settings: dict[str, Any], reason: str
 ) -> None:
-    """Other seeds, block lengths, backends and tiers are refused by their reason."""
+    """Other seeds, block lengths and tiers are refused by their reason."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address, **settings) as second:

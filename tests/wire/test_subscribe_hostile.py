@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from indexer import PodStream, StreamState, follower
+from indexer.applier import Outcome
 from indexer.ingest import Ingest
-from indexer.sink import Verdict
 from tests.wire.engine_publisher import END, EnginePublisher, batch, wait_until
 from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
 
@@ -167,7 +167,7 @@ def test_an_error_of_our_own_costs_one_view(
     apply = Ingest.apply
     broken = [True]
 
-    def apply_once_broken(self: Ingest, pod: str, payloads: Sequence[bytes]) -> Verdict:
+    def apply_once_broken(self: Ingest, pod: str, payloads: Sequence[bytes]) -> Outcome:
         if any(b"boom" in payload for payload in payloads) and broken and broken.pop():
             raise RuntimeError("a bug")
         return apply(self, pod, payloads)

@@ -28,12 +28,6 @@
 - --kv-connector=true
 {{- end }}
 - --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
-{{- with $router.session.header }}
-- --session-header={{ . }}
-{{- end }}
-{{- with $router.session.cookie }}
-- --session-cookie={{ . }}
-{{- end }}
 {{- if $router.tracing.enabled }}
 - --tracing=true
 {{- end }}

@@ -1,0 +1,31 @@
+"""Why a pod was picked, in a response header, at the real doors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.ext_proc import ExtProcOptions
+from tests.unit.router_support import TINY, Bench, long_text, ready_pod
+from tests.wire.router_wire_support import (
+    body,
+    doors,
+    headers,
+    response_headers,
+    set_headers,
+)
+
+pytestmark = pytest.mark.usefixtures("each_transport")
+
+A = ready_pod("10.0.0.1:8000")
+BODY = json.dumps({"model": TINY, "prompt": long_text(200)}).encode()
+
+
+def test_responses_carry_nothing_of_the_decision() -> None:
+    """A response gets the mark that it passed here, and no other header."""
+    with doors(Bench().with_pods(A), ExtProcOptions(responses_full=True)) as served:
+        *_, answer = served.exchange(
+            headers(path="/v1/completions"), body(BODY), response_headers(status="200", end=True)
+        )
+        assert set_headers(answer) == {"x-went-into-resp-headers": "true"}
