@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 
@@ -36,8 +37,9 @@ class LedgerDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; messages are serialised once for all who follow."""
-        handlers = {_METHOD: grpc.unary_stream_rpc_method_handler(self._follow)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(LEDGER_SERVICE, handlers),))
+        follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
+        handler = grpc.method_handlers_generic_handler(LEDGER_SERVICE, {_METHOD: follow})
+        server.add_generic_rpc_handlers((handler,))
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:

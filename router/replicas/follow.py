@@ -236,7 +236,9 @@ class _Follower:
             raise PeerError("credentials", str(error)) from None
         try:
             self._asked_s = self._parts.clock()
-            self._call = channel.unary_stream(FOLLOW)(self._parts.request)
+            # Bytes in and bytes out, which its types do not know.
+            follow: Any = channel.unary_stream(FOLLOW)
+            self._call = follow(self._parts.request)
             for message in self._call:
                 now_s = self._parts.clock()
                 self._heard(now_s)

@@ -177,7 +177,11 @@ class Journal:
             [number for number in noted[kind] if number not in gone]
             for kind in ("overdue", "prefilled", "ended")
         )
-        sent = [sent_of(*one, now_s, prefilled=False) for one in noted["sent"] if one[0] not in gone]
+        sent = [
+            sent_of(number, dispatch, keys, now_s, prefilled=False)
+            for number, dispatch, keys in noted["sent"]
+            if number not in gone
+        ]
         heard = [heard_of(heard) for heard in noted["heard"]]
         messages = list(news_messages(News(sent, overdue, prefilled, ended, heard)))
         with self._lock:
