@@ -190,7 +190,7 @@ def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
         (
             "  discovery:",
             "  peerDiscovery: {}\n  discovery:",
-            r":10: dataLayer.peerDiscovery: not understood",
+            r":10: dataLayer.peerDiscovery: is not understood; .* --peer",
         ),
         ("dataLayer:", "featureGates: [magic]\ndataLayer:", r":9: featureGates: 'magic' is not understood"),
         (
