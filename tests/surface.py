@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import re
-import runpy
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,8 +69,6 @@ def flags() -> Iterator[str]:
             continue
         parser = _parser(lambda command=command: kvroute([command]))
         yield from (f"kvroute {command} {flag}" for flag in _options(parser))
-    decode = _parser(lambda: runpy.run_module("indexer.decode", run_name="__main__"))
-    yield from (f"python -m indexer.decode {flag}" for flag in _options(decode))
     for _, tree in _trees(("benchmarks",)):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
