@@ -150,7 +150,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return ModelServerError(f"rank {rank}: {self.message}") if known is None else known(self.message)
 
 
-Order = Start | Join | Run | NewCopies | Store | Restore | Settle | Fence | FreeKv | AllocateKv | LoadAdapter
+Order = (
+    Start
+    | Join
+    | Run
+    | NewCopies
+    | Store
+    | Restore
+    | Settle
+    | Fence
+    | FreeKv
+    | AllocateKv
+    | LoadAdapter
+)
 Answer = Done | Failed
 
 _ERRORS = {error.__name__: error for error in (ConfigError, ModelError, AdapterError)}
