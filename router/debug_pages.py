@@ -53,7 +53,6 @@ class DebugPages:
         self._routers = routers
 
     def pages(self) -> dict[str, Page]:
-        """Path to page."""
         return {
             "/healthz": self._alive,
             "/ready": self._is_ready,

@@ -51,7 +51,6 @@ class Explain:
         self._lock = Lock()
 
     def decided(self, decision: Decision) -> None:
-        """Keeps a decision."""
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
             if (old := self._records.pop(request_id, None)) is not None:
@@ -121,7 +120,6 @@ class Explain:
         return shown
 
     def one(self, request_id: str) -> dict[str, Any] | None:
-        """One decision, if it is still kept."""
         with self._lock:
             record = self._records.get(request_id)
         return self._shown(record) if record else None

@@ -47,7 +47,6 @@ class RouterMetrics:
         self._insides: dict[str, Inside] = {}
 
     def decided(self, decision: Decision, took_s: float) -> None:
-        """Counts a pick."""
         best, client = decision.ranked.best, decision.client_model
         model = self._models.admit(decision.model or "")
         named = model if client is None else self._models.admit(client)
@@ -84,7 +83,6 @@ class RouterMetrics:
             )
 
     def prefill_ended(self, source: str, after_s: float) -> None:
-        """Counts the end of a prefill."""
         with self._lock:
             self._prefill_ends.observe(after_s, (source,))
 
@@ -96,7 +94,6 @@ class RouterMetrics:
                 self._late.observe(max(0.0, late_s), ("end", source))
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
-        """Notes how late a source told of an event."""
         with self._lock:
             self._late.observe(max(0.0, late_s), (event, source))
 
@@ -107,7 +104,6 @@ class RouterMetrics:
             self._delivered.add(number=delivered_tokens)
 
     def dropped(self, door: str, reason: str) -> None:
-        """Counts a message that was ignored."""
         with self._lock:
             self._dropped.add((door, reason))
 
@@ -189,7 +185,6 @@ class RouterMetrics:
 
     @property
     def requests_inside(self) -> int:
-        """Requests inside the doors now."""
         return sum(inside.requests for inside in list(self._insides.values()))
 
 
@@ -204,7 +199,6 @@ class Inside:
 
     @property
     def requests(self) -> int:
-        """How many are inside now."""
         return len(self._within)
 
     def __enter__(self) -> None:
@@ -281,7 +275,6 @@ class StateCollector(Collector):
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
-        """Reads the state."""
         pods = self._pods.snapshot()
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that may be given requests.", labels=["name"]

@@ -29,7 +29,6 @@ class Profiling:
         self._running = threading.Lock()
 
     def pages(self) -> Mapping[str, Page]:
-        """Path to page."""
         return {
             "/debug/pprof/": self._index,
             "/debug/pprof/profile": self._profile,

@@ -41,7 +41,6 @@ class Subject:
     uid: str
 
     def reference(self) -> dict[str, str]:
-        """As an Event's involvedObject."""
         known = {
             "apiVersion": self.api_version,
             "kind": self.kind,
@@ -78,7 +77,6 @@ class EventPoster:
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ class Listing(Generic[_T]):
         self._capacity = capacity
 
     def add(self, items: Iterable[Raw]) -> None:
-        """Read a page."""
         for item in items:
             try:
                 self.put(read(item, Head).metadata.name, item)
@@ -72,7 +71,6 @@ class Listing(Generic[_T]):
         return name in self.objects or name in self.problems
 
     def copy(self) -> Listing[_T]:
-        """Return one with the same objects."""
         copied = Listing(self._kind, self._capacity)
         copied.objects, copied.problems = self.objects.copy(), self.problems.copy()
         copied.nameless, copied.left_out = self.nameless, self.left_out
@@ -110,11 +108,9 @@ class Mirror(Generic[_T]):
 
     @property
     def left_out(self) -> int:
-        """Objects for which there was no room."""
         return self._held.left_out
 
     def clear(self) -> None:
-        """Forget all."""
         self.replace(self.listing(), "")
 
     def listing(self) -> Listing[_T]:
@@ -122,7 +118,6 @@ class Mirror(Generic[_T]):
         return Listing(self._kind, self._capacity)
 
     def replace(self, listing: Listing[_T], version: str) -> None:
-        """Take a whole list, at once."""
         self._held, self.version = listing, version
 
     def apply(self, event: WatchEvent) -> bool:

@@ -91,7 +91,6 @@ class Reflector(Generic[_T]):
         self._thread = Thread(target=self._run, name=f"kube-{name}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:

@@ -33,7 +33,6 @@ class PrefixScorer(Settings):
     match_length_scale_tokens: Count = 8192
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         scores = []
         for endpoint in endpoints:
             match, weight = request.prefix(self.producer, endpoint), self.match_length_weight
@@ -72,7 +71,6 @@ class NoHitLruScorer(Settings, dict=True):
         return scores
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
-        """Remembers who got a cold request."""
         chosen = [targets[profile] for profile in ("", "prefill") if profile in targets]
         if not self._is_warm(request, chosen):
             for endpoint in chosen:
@@ -83,7 +81,6 @@ class NoHitLruScorer(Settings, dict=True):
         return {}
 
     def state(self) -> dict[str, int]:
-        """How many endpoints are remembered."""
         return {"endpoints": len(self._used)}
 
     def _is_warm(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> bool:
@@ -95,7 +92,6 @@ class LoraAffinityScorer(Settings):
     """1 where the adapter runs, 0.8 where there is room for it, 0.6 where it waits already, else 0."""
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [self._score(request.model or "", endpoint) for endpoint in endpoints]
 
     def _score(self, model: str, endpoint: Endpoint) -> float:
@@ -126,7 +122,6 @@ class ContextLengthAware(Settings):
         return [endpoint for endpoint in endpoints if self._may_stay(request.prompt_tokens, endpoint)]
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [self._score(request.prompt_tokens, endpoint) for endpoint in endpoints]
 
     def _may_stay(self, tokens: int, endpoint: Endpoint) -> bool:

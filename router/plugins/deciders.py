@@ -26,7 +26,6 @@ class AlwaysPd(Settings):
     """Every prefill."""
 
     def decide(self, _request: PluginRequest, _decoder: Endpoint | None) -> bool:
-        """Yes."""
         return True
 
 
@@ -34,7 +33,6 @@ class AlwaysMultimodal(Settings):
     """The encoding of whatever is not text."""
 
     def decide(self, request: PluginRequest, _decoder: Endpoint | None) -> bool:
-        """Whether there is such a thing."""
         return request.multimodal
 
 
@@ -52,7 +50,6 @@ class PrefixBasedPd(Settings):
     prompt_tokens: Whole = 0
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None) -> bool:
-        """Whether enough of the prompt is not held there."""
         tokens = request.prompt_tokens
         if not self.non_cached_tokens or tokens < max(self.prompt_tokens, self.non_cached_tokens):
             return False

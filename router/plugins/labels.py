@@ -31,7 +31,6 @@ class Expression(Settings):
             raise ValueError(f"values: {self.operator} {needs} values")
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Whether a pod's labels match."""
         if self.values:
             return (labels.get(self.key) in self.values) == (self.operator == "In")
         return (self.key in labels) == (self.operator == "Exists")
@@ -44,7 +43,6 @@ class LabelSelectorFilter(Settings):
     match_expressions: tuple[Expression, ...] = ()
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those whose labels match."""
         return [endpoint for endpoint in endpoints if self._matches(endpoint.labels)]
 
     def _matches(self, labels: Mapping[str, str]) -> bool:
@@ -78,7 +76,6 @@ class DecodeFilter(Settings):
     role: ClassVar[str] = "decode"
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those with the role."""
         allowed, other = _ROLES[self.role], "decode"
         return [endpoint for endpoint in endpoints if endpoint.labels.get(ROLE_LABEL, other) in allowed]
 

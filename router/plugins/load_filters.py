@@ -39,7 +39,6 @@ class PrefixAffinityFilter(Settings):
     in_flight_load_producer_name: Any = None
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """The holders, or everybody."""
         if len(endpoints) < 2 or self.affinity_threshold <= 0.0:
             return endpoints
         if self.exploration_probability and request.random.random() < self.exploration_probability:
@@ -76,7 +75,6 @@ class UtilizationFilter(Settings):
     fallback_on_empty: bool = False
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those within every cap."""
         caps = [(_METRICS[cap.metric], cap.max_value) for cap in self.conditions]
         kept = [endpoint for endpoint in endpoints if all(value(endpoint) <= most for value, most in caps)]
         return endpoints if self.fallback_on_empty and not kept else kept

@@ -16,7 +16,6 @@ class QueueScorer(Settings):
     """Shortest engine queue: (most - own) / (most - least); 1 where all are alike."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return _least_first([endpoint.waiting_requests for endpoint in endpoints])
 
 
@@ -24,7 +23,6 @@ class RunningRequestsScorer(Settings):
     """The same of the requests that are being computed."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return _least_first([endpoint.running_requests for endpoint in endpoints])
 
 
@@ -32,7 +30,6 @@ class KvUsageScorer(Settings):
     """Free share of the KV cache."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [1.0 - endpoint.kv_usage for endpoint in endpoints]
 
 
@@ -42,7 +39,6 @@ class LoadAwareScorer(Settings):
     threshold: Count = 128
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         most = self.threshold
         return [0.5 * (1.0 - min(endpoint.waiting_requests, most) / most) for endpoint in endpoints]
 
@@ -61,7 +57,6 @@ class ActiveRequestScorer(Settings):
     request_timeout: Any = None
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         counts = [endpoint.inflight_requests for endpoint in endpoints]
         most = max(counts, default=0)
         return [
@@ -76,7 +71,6 @@ class TokenLoadScorer(Settings):
     queue_threshold_tokens: Count = 4_194_304
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         most = self.queue_threshold_tokens
         return [
             1.0 - min(endpoint.inflight_tokens + endpoint.uncached_tokens, most) / most
@@ -88,7 +82,6 @@ class TtftCostScorer(Settings):
     """The default policy as a scorer: 1 for the least cost in seconds, the others in proportion to it."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         # A session's stay can make a cost negative; only differences matter then.
         least = min((endpoint.cost_s for endpoint in endpoints), default=0.0)
         offset_s = max(0.0, -least) + _COST_RESOLUTION_S

@@ -19,7 +19,6 @@ class _Picker(Settings):
     max_num_of_endpoints: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def pick(self, request: PluginRequest, scored: Sequence[Scored]) -> Sequence[Endpoint]:
-        """The chosen ones, best first."""
         scores = np.array([one.score for one in scored])
         order = self._order(scores, request.random)
         return [scored[place].endpoint for place in order[: self.max_num_of_endpoints]]

@@ -101,11 +101,9 @@ class ApproximatePrefix(Settings, dict=True):
         return found
 
     def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
-        """Longest unbroken prefix by pod."""
         return {pod: self._match(prompt.keys, self._held.get(pod, {})) for pod in pods}
 
     def sent(self, keys: Sequence[int], pod: str) -> None:
-        """A request with these keys was sent to the pod."""
         held = self._held.setdefault(pod, OrderedDict())
         for key in keys:
             held[key] = None
@@ -114,7 +112,6 @@ class ApproximatePrefix(Settings, dict=True):
             held.popitem(last=False)
 
     def state(self) -> dict[str, int]:
-        """Blocks remembered, by pod."""
         return {pod: len(held) for pod, held in self._held.copy().items()}
 
     def keep(self, pods: Sequence[str]) -> None:
@@ -142,7 +139,6 @@ class AgentIdentity(Settings):
     """The session of an agent, which is its fairness id, too."""
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
-        """The session's id."""
         return agent_session(headers)
 
 
@@ -157,7 +153,6 @@ class SessionIdProducer(Settings):
             raise ValueError("headerName: give either headerName or cookieName")
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
-        """The session's id."""
         if self.header_name is not None:
             return headers.get(self.header_name.lower())
         return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None

@@ -33,7 +33,6 @@ class TokenHeader:
         return 0
 
     def last(self, request: PluginRequest) -> str | None:
-        """Id of the session's endpoint."""
         token = request.headers.get(self._header, "")
         if not 0 < len(token) <= _TOKEN_CHARS_MAX:
             return None
@@ -62,7 +61,6 @@ class SessionIds:
         return len(self._sessions)
 
     def last(self, request: PluginRequest) -> str | None:
-        """Id of the session's endpoint."""
         session = self._session(request)
         return self._sessions.pod_of(session, request.now_s) if session else None
 
@@ -129,18 +127,15 @@ class SessionAffinity(Settings, dict=True):
             self._memory = SessionIds(sources, config.eviction_ttl_seconds)
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """The session's endpoint alone, or everybody."""
         last = self._memory.last(request)
         kept = [endpoint for endpoint in endpoints if endpoint.id == last]
         return kept or endpoints
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """1 for the session's endpoint, 0 for the others."""
         last = self._memory.last(request)
         return [float(endpoint.id == last) for endpoint in endpoints]
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
-        """Remembers where the session went."""
         endpoint = targets.get(self.profile_name)
         return {} if endpoint is None else self._memory.remember(request, endpoint)
 

@@ -64,7 +64,6 @@ class Fleet(Collector):
         self._followers = Followers(config, identity, self._take, self._others.lose)
 
     def start(self) -> None:
-        """Begins to tell, and to follow the others."""
         self._journal.start()
         if self._has_peers:
             self._followers.start()
@@ -75,11 +74,9 @@ class Fleet(Collector):
         self._journal.close()
 
     def heard(self, heard: Heard) -> None:
-        """See `OtherRouters`."""
         self._journal.heard(heard)
 
     def know(self, request_id: str) -> bool:
-        """See `OtherRouters`."""
         return request_id in self._others
 
     def shown(self, now_s: float) -> list[dict[str, Any]]:
@@ -99,7 +96,6 @@ class Fleet(Collector):
         return [*lines, *({"address": name, "state": "unknown_name"} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics."""
         yield GaugeMetricFamily(
             _NAME + "followers", "Other routers that follow this one's ledger.", value=self._journal.readers
         )

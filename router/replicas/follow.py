@@ -97,7 +97,6 @@ class Followers:
         return self._unknown
 
     def start(self) -> None:
-        """Begins to follow."""
         self._looker.start()
 
     def close(self) -> None:

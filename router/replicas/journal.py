@@ -60,7 +60,6 @@ class Journal:
 
     @property
     def readers(self) -> int:
-        """Who follow now."""
         return len(self._readers)
 
     def start(self) -> None:
@@ -112,11 +111,9 @@ class Journal:
         self._note("overdue", number)
 
     def prefilled(self, number: int) -> None:
-        """Note that somebody told that a prefill is over."""
         self._note("prefilled", number)
 
     def ended(self, number: int) -> None:
-        """Note that a request is over."""
         self._note("ended", number)
 
     def heard(self, heard: Heard) -> None:

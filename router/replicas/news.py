@@ -80,7 +80,6 @@ class Sent(Struct, frozen=True, omit_defaults=True):
 
     @property
     def keys(self) -> Keys:
-        """Keys of the blocks that it will bring."""
         return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64, copy=False)
 
 

@@ -46,11 +46,9 @@ class OthersWork:
         return len(self._ledger)
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id is in flight at another router."""
         return request_id in self._ids
 
     def requests(self, peer: str) -> int:
-        """How many this peer has in flight."""
         return len(self._by_peer.get(peer, ()))
 
     def take(self, peer: str, news: News, now_s: float) -> None:
