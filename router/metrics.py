@@ -223,11 +223,7 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
     ("awaiting", "Requests awaiting a first token.", lambda seen: seen.work.awaiting),
     ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
     ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
-    (
-        "prefill_tokens_per_second",
-        "Learnt speed.",
-        lambda seen: seen.rates.tokens_per_s(seen.pod.address),
-    ),
+    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.rates.tokens_per_s(seen.pod.address)),
     (
         "decode_slowdown",
         "By how much of itself a prefill gets slower per decoding request, learnt or believed.",
@@ -239,11 +235,7 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
         lambda seen: seen.pod.load.kv_usage if seen.pod.load else None,
     ),
     ("waiting", "Scraped queue length.", lambda seen: seen.pod.load.waiting if seen.pod.load else None),
-    (
-        "hides_load",
-        "1 if the pod answers, but its metrics tell no load.",
-        lambda seen: seen.pod.hides_load,
-    ),
+    ("hides_load", "1 if the pod answers, but its metrics tell no load.", lambda seen: seen.pod.hides_load),
     (
         "scrape_age_seconds",
         "Age of these.",
