@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,9 @@ from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.promises import Promises
 from router.rates import PrefillRates
+
+if TYPE_CHECKING:
+    from router.replicas.fleet import Fleet
 
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
@@ -61,16 +64,6 @@ class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
-class OtherRouters(Protocol):
-    """The other routers of the fleet."""
-
-    def heard(self, heard: Heard) -> None:
-        """Tells them; whose request it is takes note."""
-
-    def know(self, request_id: str) -> bool:
-        """Whether one of them has a request of this id in flight."""
-
-
 class Outcomes:
     """Keeps the accounts of dispatched requests.
 
@@ -99,9 +92,9 @@ class Outcomes:
         self._settle = settle
         self._drop = drop
         self._echoes = Echoes()
-        self._others: OtherRouters | None = None
+        self._others: Fleet | None = None
 
-    def join(self, others: OtherRouters) -> None:
+    def join(self, others: Fleet) -> None:
         """From now on other routers are told what is heard of requests that are none of ours."""
         self._others = others
 

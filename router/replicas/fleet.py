@@ -31,7 +31,7 @@ _NAME = "kvroute_router_ledger_"
 
 
 class Fleet(Collector):
-    """The other routers; see `OtherRouters`.
+    """The other routers of the fleet: what they are told of our requests, and what they tell of theirs.
 
     Args:
         config: Who they are.
