@@ -1,14 +1,15 @@
-"""The chart as Helm renders it, for the tests beside this file; skips with a reason without Helm."""
+"""The chart as Helm renders it, for the tests beside this file: the `helm` on PATH, else a library."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import helm_python
 import yaml
 
 from tests.chart.envoy_parts import manager
@@ -16,36 +17,65 @@ from tests.chart.envoy_parts import manager
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kvroute"
 RELEASE = "rel"
+NAMESPACE = "llm"
 FULLNAME = "rel-kvroute"
 # A Helm that was built without its release's flags takes the cluster for an ancient one.
 _KUBERNETES = "1.34"
+_INFORMATION = 1
 
 Manifest = dict[str, Any]
 
 
-def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs Helm; whether it went well is the caller's."""
-    program = shutil.which("helm")
-    if program is None:
-        pytest.skip("needs helm on PATH")
-    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What Helm made of values.
+
+    Attributes:
+        text: The manifests; "" where it refused the values.
+        error: What it refused them with; "" where it did not.
+    """
+
+    text: str
+    error: str
 
 
-def template(values: Mapping[str, Any] | None = None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`helm template` of the chart, with values as a file would give them."""
+def template(values: Mapping[str, Any] | None = None) -> Rendering:
+    """Render the chart, with values as a file would give them."""
     program = shutil.which("helm")
     if program is None:
-        pytest.skip("needs helm on PATH")
+        return _rendered_by_library(dict(values or {}))
     command = [program, "template", RELEASE, str(CHART), "--kube-version", _KUBERNETES]
-    command += ["--namespace", "llm", "--values", "-", *arguments]
-    return subprocess.run(command, input=yaml.safe_dump(dict(values or {})), capture_output=True, text=True)
+    command += ["--namespace", NAMESPACE, "--values", "-"]
+    done = subprocess.run(command, input=yaml.safe_dump(dict(values or {})), capture_output=True, text=True)
+    assert bool(done.returncode) == bool(done.stderr), done.stderr
+    return Rendering(done.stdout, done.stderr)
+
+
+def lint() -> list[str]:
+    """Return what `helm lint` warns of."""
+    program = shutil.which("helm")
+    if program is None:
+        found = helm_python.lint(CHART, strict=True)
+        return [each["error"] for each in found["messages"] if each["severity"] > _INFORMATION]
+    done = subprocess.run([program, "lint", "--strict", str(CHART)], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    return [line for line in lines if done.returncode or "[WARNING]" in line or "[ERROR]" in line]
+
+
+def _rendered_by_library(values: dict[str, Any]) -> Rendering:
+    with helm_python.Chart.load(CHART) as chart:
+        try:
+            files = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+        except helm_python.HelmError as error:
+            return Rendering("", str(error))
+    return Rendering("".join(f"---\n{text}\n" for name, text in files.items() if name.endswith(".yaml")), "")
 
 
 def text(values: Mapping[str, Any] | None = None) -> str:
     """What is rendered; an error fails the test."""
-    done = template(values)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    rendering = template(values)
+    assert not rendering.error
+    return rendering.text
 
 
 def manifests(values: Mapping[str, Any] | None = None) -> list[Manifest]:
