@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.config_fields import Section, Settings, Text
+from router.config_fields import Settings, Text
 from router.config_file import PickerConfig
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class AttributeReporter:
             ConfigError: An expression is wrong, or the extra is missing.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [attribute for entry in entries for attribute in _attributes(entry.parameters)]
+        attributes = [attribute for entry in entries for attribute in _attributes(entry.read(_Reporter))]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
@@ -96,26 +96,21 @@ def _in_one_form(usage: dict[str, Any]) -> dict[str, Any]:
     return usage
 
 
-def _attributes(parameters: Section) -> Iterator[_Attribute]:
-    for at, item in enumerate(parameters.read(_Reporter).attributes):
-        place = f"attributes[{at}]"
-        condition = item.condition
-        yield _Attribute(
-            item.key.namespace,
-            item.key.name,
-            _compiled(parameters, f"{place}.expression", item.expression),
-            None if condition is None else _compiled(parameters, f"{place}.condition", condition),
-        )
+def _attributes(reporter: _Reporter) -> Iterator[_Attribute]:
+    for item in reporter.attributes:
+        condition = None if item.condition is None else _compiled(item, "condition", item.condition)
+        expression = _compiled(item, "expression", item.expression)
+        yield _Attribute(item.key.namespace, item.key.name, expression, condition)
 
 
-def _compiled(parameters: Section, place: str, expression: str) -> Any:
+def _compiled(item: _Item, key: str, expression: str) -> Any:
     try:
         from celpy import Environment
         from celpy.celparser import CELParseError
     except ImportError:
-        parameters.fail(place, "needs CEL: pip install 'kvroute[cel]'")
+        item.section.fail(key, "needs CEL: pip install 'kvroute[cel]'")
     environment = Environment()
     try:
         return environment.program(environment.compile(expression))
     except CELParseError as error:
-        parameters.fail(place, f"is no CEL expression: {error}")
+        item.section.fail(key, f"is no CEL expression: {error}")

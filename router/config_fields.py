@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 import msgspec
 import yaml
@@ -26,6 +26,7 @@ _NODES_MAX = 200_000
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
 _Kind = TypeVar("_Kind")
+_Settings = TypeVar("_Settings", bound="Settings")
 
 Text = Annotated[str, Meta(min_length=1)]
 Whole = Annotated[int, Meta(ge=0, le=_WHOLE_MAX)]
@@ -37,7 +38,7 @@ Number = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 Positive = Annotated[float, Meta(ge=1e-6, le=sys.float_info.max)]
 
 
-class Settings(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="camel"):
     """Base of what a mapping may hold: a field for each key, with its type, bounds and default.
 
     A check over several fields is a `__post_init__` that raises ValueError("KEY: PROBLEM").
@@ -47,6 +48,34 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     """
 
     instead: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def section(self) -> Section:
+        """Where it stands in its file."""
+        section: Section = self.__dict__["section"]
+        return section
+
+    def located(self, section: Section) -> Self:
+        """Take a place, also all within; return itself."""
+        self.__dict__["section"] = section
+        for field in msgspec.structs.fields(self):
+            inner, place = getattr(self, field.name), section.at(field.encode_name)
+            if isinstance(inner, Settings):
+                inner.located(place)
+            elif isinstance(inner, tuple):
+                for at, item in enumerate(inner):
+                    if isinstance(item, Settings):
+                        item.located(place.at(f"[{at}]"))
+        return self
+
+    def inner(self) -> Iterator[Settings]:
+        """All settings within, at any depth."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Settings):
+                    yield one
+                    yield from one.inner()
 
 
 class Duration(float):
@@ -71,14 +100,15 @@ class Section:
         self._where = where
         self._node = node
 
-    def read(self, kind: type[_Kind]) -> _Kind:
+    def read(self, kind: type[_Settings]) -> _Settings:
         """Read and check all of it.
 
         Raises:
             ConfigError: Something is not as `kind` has it; names the place.
         """
         try:
-            return msgspec.convert(self._texts(self._node), kind, strict=False, dec_hook=_custom)
+            read = msgspec.convert(self._texts(self._node), kind, strict=False, dec_hook=_custom)
+            return read.located(self)
         except msgspec.ValidationError as error:
             place, problem, is_unknown = _told(str(error), kind)
         return self.fail(place, problem, at_key=is_unknown)
@@ -272,4 +302,4 @@ def _entry(node: yaml.Node | None, step: str) -> tuple[yaml.Node | None, yaml.No
 
 
 def _joined(where: str, place: str) -> str:
-    return f"{where}.{place}" if where and place else where or place
+    return f"{where}.{place}" if where and place and not place.startswith("[") else where + place

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from msgspec import field
 
@@ -26,6 +26,8 @@ from router.config_fields import (
 )
 from router.errors import ConfigError
 
+_Settings = TypeVar("_Settings", bound=Settings)
+
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
@@ -35,27 +37,56 @@ COMPAT = ("off", "answers")
 _BY_PEERS = "replicas of this router find each other by --peer"
 
 
-class _Entry(Settings):
+class PluginEntry(Settings):
+    """One entry of `plugins`.
+
+    Attributes:
+        name: By which it is referred to.
+        parameters: Not checked yet, see `read`.
+    """
+
     type: Text
     name: Text = ""
     parameters: Mapping[str, Any] = {}
 
+    def __post_init__(self) -> None:
+        self.name = self.name or self.type
 
-class _Plugin(Settings):
+    @property
+    def told(self) -> Section:
+        """Its parameters, for errors."""
+        return self.section.at("parameters")
+
+    def read(self, kind: type[_Settings]) -> _Settings:
+        """Read and check its parameters.
+
+        Raises:
+            ConfigError: Something is not as `kind` has it; names the place.
+        """
+        return self.told.read(kind)
+
+
+class Reference(Settings):
+    """A plugin by its name."""
+
     plugin_ref: Text
 
 
-class _Weighted(_Plugin):
+class WeightedReference(Reference):
+    """The same in a profile."""
+
     weight: Number = 1.0
 
 
-class _Source(_Plugin):
-    extractors: tuple[_Plugin, ...] = ()
+class ProfileEntry(Settings):
+    """One of `schedulingProfiles`."""
 
-
-class _Profile(Settings):
     name: Text
-    plugins: tuple[_Weighted, ...] = ()
+    plugins: tuple[WeightedReference, ...] = ()
+
+
+class _Source(Reference):
+    extractors: tuple[Reference, ...] = ()
 
 
 class _DataLayer(Settings):
@@ -67,11 +98,11 @@ class _DataLayer(Settings):
 
     inject_defaults: bool = True
     sources: tuple[_Source, ...] = ()
-    discovery: _Plugin | None = None
+    discovery: Reference | None = None
 
 
 class _Handler(Settings):
-    parsers: tuple[_Plugin, ...] = ()
+    parsers: tuple[Reference, ...] = ()
 
 
 class BandSettings(Settings):
@@ -95,7 +126,7 @@ class FlowSettings(Settings):
     default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
     priority_bands: tuple[BandSettings, ...] = ()
     usage_limit_policy_plugin_ref: Text | None = None
-    saturation_detector: _Plugin | None = None
+    saturation_detector: Reference | None = None
     enable_eviction: bool = False
 
 
@@ -104,13 +135,13 @@ class _File(Settings):
     kind: Literal["EndpointPickerConfig"]
     compat: Literal["off", "answers"] | None = None
     feature_gates: tuple[Text, ...] = ()
-    plugins: tuple[_Entry, ...] = ()
-    scheduling_profiles: tuple[_Profile, ...] = ()
+    plugins: tuple[PluginEntry, ...] = ()
+    scheduling_profiles: tuple[ProfileEntry, ...] = ()
     data_layer: _DataLayer = field(default_factory=_DataLayer)
     request_handler: _Handler = field(default_factory=_Handler)
     flow_control: FlowSettings = field(default_factory=FlowSettings)
-    saturation_detector: _Plugin | None = None
-    parser: _Plugin | None = None
+    saturation_detector: Reference | None = None
+    parser: Reference | None = None
 
 
 class DiscoverySettings(Settings):
@@ -118,40 +149,6 @@ class DiscoverySettings(Settings):
 
     path: Text
     watch_file: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PluginEntry:
-    """One entry of `plugins`.
-
-    Attributes:
-        name: By which it is referred to.
-        section: The entry itself, for errors.
-        parameters: Not checked yet.
-    """
-
-    name: str
-    type: str
-    section: Section
-    parameters: Section
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A pluginRef, with the place where it stands."""
-
-    name: str
-    section: Section
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileEntry:
-    """One of `schedulingProfiles`."""
-
-    name: str
-    references: tuple[Reference, ...]
-    section: Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,18 +207,22 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
         raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
     root = Section(source, "", nodes[0])
     file = root.read(_File)
-    plugins = _plugins(root, file)
-    references = _References(root, plugins)
-    parsers = [
-        references.of(f"requestHandler.parsers[{at}]", parser.plugin_ref)
-        for at, parser in enumerate(file.request_handler.parsers)
-    ]
-    if not parsers and file.parser is not None:
-        parsers = [references.of("parser", file.parser.plugin_ref)]
-    detector, where = file.flow_control.saturation_detector, "flowControl.saturationDetector"
-    if detector is None:
-        detector, where = file.saturation_detector, "saturationDetector"
-    _check_sources(file.data_layer, references)
+    plugins: dict[str, PluginEntry] = {}
+    for entry in file.plugins:
+        if entry.name in plugins:
+            entry.section.fail(
+                "name", f"there is a plugin {entry.name!r} already; give this one a name of its own"
+            )
+        plugins[entry.name] = entry
+    for one in file.inner():
+        if isinstance(one, Reference) and one.plugin_ref not in plugins:
+            one.section.fail(
+                "pluginRef", f"no plugin is named {one.plugin_ref!r}; plugins has {sorted(plugins)}"
+            )
+    names = [profile.name for profile in file.scheduling_profiles]
+    for at, profile in enumerate(file.scheduling_profiles):
+        if profile.name in names[:at]:
+            profile.section.fail("name", f"there is a profile {profile.name!r} already")
     return PickerConfig(
         source=source,
         directory=directory,
@@ -229,53 +230,12 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
         compat=file.compat,
         gates=_gates(root, file.feature_gates),
         plugins=plugins,
-        profiles=_profiles(file, references),
-        parsers=tuple(parsers),
+        profiles=file.scheduling_profiles,
+        parsers=file.request_handler.parsers or ((file.parser,) if file.parser is not None else ()),
         flow=file.flow_control,
-        detector=references.of(where, detector.plugin_ref) if detector is not None else None,
-        discovery=_discovery(file.data_layer, references),
+        detector=file.flow_control.saturation_detector or file.saturation_detector,
+        discovery=_discovery(file.data_layer.discovery, plugins),
     )
-
-
-def _plugins(root: Section, file: _File) -> dict[str, PluginEntry]:
-    plugins: dict[str, PluginEntry] = {}
-    for at, entry in enumerate(file.plugins):
-        section = root.at(f"plugins[{at}]")
-        name = entry.name or entry.type
-        if name in plugins:
-            section.fail("name", f"there is a plugin {name!r} already; give this one a name of its own")
-        plugins[name] = PluginEntry(name, entry.type, section, section.at("parameters"))
-    return plugins
-
-
-class _References:
-    """Makes references to plugins, and refuses those to none."""
-
-    def __init__(self, root: Section, plugins: dict[str, PluginEntry]) -> None:
-        self.root = root
-        self.plugins = plugins
-
-    def of(self, place: str, name: str, weight: float = 1.0) -> Reference:
-        """The reference at a place in the file."""
-        section = self.root.at(place)
-        if name not in self.plugins:
-            section.fail("pluginRef", f"no plugin is named {name!r}; plugins has {sorted(self.plugins)}")
-        return Reference(name, section, weight)
-
-
-def _profiles(file: _File, references: _References) -> tuple[ProfileEntry, ...]:
-    profiles: dict[str, ProfileEntry] = {}
-    for at, entry in enumerate(file.scheduling_profiles):
-        place = f"schedulingProfiles[{at}]"
-        section = references.root.at(place)
-        if entry.name in profiles:
-            section.fail("name", f"there is a profile {entry.name!r} already")
-        named = tuple(
-            references.of(f"{place}.plugins[{number}]", one.plugin_ref, one.weight)
-            for number, one in enumerate(entry.plugins)
-        )
-        profiles[entry.name] = ProfileEntry(entry.name, named, section)
-    return tuple(profiles.values())
 
 
 def _gates(root: Section, texts: Iterable[str]) -> dict[str, bool]:
@@ -288,20 +248,10 @@ def _gates(root: Section, texts: Iterable[str]) -> dict[str, bool]:
     return gates
 
 
-def _discovery(layer: _DataLayer, references: _References) -> DiscoverySettings | None:
-    if layer.discovery is None:
+def _discovery(reference: Reference | None, plugins: Mapping[str, PluginEntry]) -> DiscoverySettings | None:
+    if reference is None:
         return None
-    reference = references.of("dataLayer.discovery", layer.discovery.plugin_ref)
-    entry = references.plugins[reference.name]
+    entry = plugins[reference.plugin_ref]
     if entry.type != _DISCOVERY:
         reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-    return entry.parameters.read(DiscoverySettings)
-
-
-def _check_sources(layer: _DataLayer, references: _References) -> None:
-    """Data sources and their extractors are part of the router: named, they must be there."""
-    for at, source in enumerate(layer.sources):
-        place = f"dataLayer.sources[{at}]"
-        references.of(place, source.plugin_ref)
-        for number, extractor in enumerate(source.extractors):
-            references.of(f"{place}.extractors[{number}]", extractor.plugin_ref)
+    return entry.read(DiscoverySettings)

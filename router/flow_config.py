@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from router.agent_headers import agent_session
-from router.config_fields import Count, Duration, Number, Positive, Section, Settings
-from router.config_file import BandSettings, PickerConfig
+from router.config_fields import Count, Duration, Number, Positive, Settings
+from router.config_file import BandSettings, PickerConfig, PluginEntry
 from router.flow import FlowParameters
 from router.flow_queue import FAIRNESS, ORDERS, BandParameters, QueueParameters
 from router.saturation import ConcurrencyDetector, Detector, UtilizationDetector
@@ -59,26 +59,25 @@ def flow_of(
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.plugins.values():
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.parameters.read(Settings)
-    flow, places = config.flow, _Places(config)
+            entry.read(Settings)
+    flow = config.flow
     bands: dict[int, BandParameters] = {}
-    for at, band in enumerate(flow.priority_bands):
-        place = f"priorityBands[{at}]"
+    for band in flow.priority_bands:
         if band.priority in bands:
-            places.section.fail(f"{place}.priority", f"there is a band for {band.priority} already")
-        bands[band.priority] = places.band(place, band)
+            band.section.fail("priority", f"there is a band for {band.priority} already")
+        bands[band.priority] = _band(band, config)
     queue = QueueParameters(
         requests_max=flow.max_requests,
         bytes_max=flow.max_bytes,
         bands=bands,
-        default=places.band("defaultPriorityBand", flow.default_priority_band),
-        default_negative=places.band("defaultNegativePriorityBand", flow.default_negative_priority_band),
+        default=_band(flow.default_priority_band, config),
+        default_negative=_band(flow.default_negative_priority_band, config),
     )
     parameters = FlowParameters(
         queue,
         flow.default_request_ttl,
         flow.default_request_ttl if flow.no_endpoint_request_ttl is None else flow.no_endpoint_request_ttl,
-        places.ceiling(flow.usage_limit_policy_plugin_ref),
+        _ceiling(config),
         evicts=flow.enable_eviction,
     )
     return (parameters, detector) if config.gates["flowControl"] else None
@@ -91,62 +90,59 @@ def fairness_of(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
     return lambda _headers: ""
 
 
-class _Places:
-    """What flow control refers to, with the place where that stands."""
+def _band(band: BandSettings, config: PickerConfig) -> BandParameters:
+    default = BandParameters()
+    return BandParameters(
+        requests_max=band.max_requests or default.requests_max,
+        bytes_max=band.max_bytes or default.bytes_max,
+        order=_type(band, "orderingPolicyRef", band.ordering_policy_ref, tuple(ORDERS), config)
+        or default.order,
+        fairness=_type(band, "fairnessPolicyRef", band.fairness_policy_ref, FAIRNESS, config)
+        or default.fairness,
+    )
 
-    def __init__(self, config: PickerConfig) -> None:
-        self.section = config.root.at("flowControl")
-        self._plugins = config.plugins
 
-    def band(self, place: str, band: BandSettings) -> BandParameters:
-        """A band's parameters."""
-        default = BandParameters()
-        order, fairness = band.ordering_policy_ref, band.fairness_policy_ref
-        return BandParameters(
-            requests_max=band.max_requests or default.requests_max,
-            bytes_max=band.max_bytes or default.bytes_max,
-            order=self._type(f"{place}.orderingPolicyRef", order, tuple(ORDERS)) or default.order,
-            fairness=self._type(f"{place}.fairnessPolicyRef", fairness, FAIRNESS) or default.fairness,
+def _type(
+    band: BandSettings, key: str, name: str | None, allowed: tuple[str, ...], config: PickerConfig
+) -> str | None:
+    """The type of a plugin that is referred to by name; a type's own name does, too."""
+    kind = config.plugins[name].type if name in config.plugins else name
+    if kind is not None and kind not in allowed:
+        band.section.fail(key, f"{name!r} is none of {', '.join(allowed)}")
+    return kind
+
+
+def _ceiling(config: PickerConfig) -> float:
+    name = config.flow.usage_limit_policy_plugin_ref
+    if name is None:
+        return 1.0
+    if name not in config.plugins or config.plugins[name].type != USAGE_LIMIT:
+        config.flow.section.fail(
+            "usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins"
         )
-
-    def ceiling(self, name: str | None) -> float:
-        """The usage limit of the policy that is referred to."""
-        if name is None:
-            return 1.0
-        if name not in self._plugins or self._plugins[name].type != USAGE_LIMIT:
-            self.section.fail("usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins")
-        return self._plugins[name].parameters.read(_UsageLimit).threshold
-
-    def _type(self, place: str, name: str | None, allowed: tuple[str, ...]) -> str | None:
-        """The type of a plugin that is referred to by name; a type's own name does, too."""
-        if name is None:
-            return None
-        kind = self._plugins[name].type if name in self._plugins else name
-        if kind not in allowed:
-            self.section.fail(place, f"{name!r} is none of {', '.join(allowed)}")
-        return kind
+    return config.plugins[name].read(_UsageLimit).threshold
 
 
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
     made: Mapping[str, Detector] = {
-        name: _made_detector(entry.type, entry.parameters, load_every_s)
+        name: _made_detector(entry, load_every_s)
         for name, entry in config.plugins.items()
         if entry.type in DETECTORS
     }
     reference = config.detector
     if reference is None:
         return UtilizationDetector(load_age_max_s=load_age_max_s or LOAD_AGES * load_every_s)
-    if reference.name not in made:
-        kind = config.plugins[reference.name].type
+    if reference.plugin_ref not in made:
+        kind = config.plugins[reference.plugin_ref].type
         reference.section.fail("pluginRef", f"{kind} is no detector; there are {', '.join(DETECTORS)}")
-    return made[reference.name]
+    return made[reference.plugin_ref]
 
 
-def _made_detector(kind: str, parameters: Section, load_every_s: float) -> Detector:
-    if kind == DETECTORS[0]:
-        known = parameters.read(_Utilization)
+def _made_detector(entry: PluginEntry, load_every_s: float) -> Detector:
+    if entry.type == DETECTORS[0]:
+        known = entry.read(_Utilization)
         age_s = max(known.metrics_staleness_threshold, LOAD_AGES * load_every_s)
         return UtilizationDetector(known.queue_depth_threshold, known.kv_cache_util_threshold, age_s)
-    limits = parameters.read(_Concurrency)
+    limits = entry.read(_Concurrency)
     mode = limits.concurrency_mode or limits.mode
     return ConcurrencyDetector(limits.max_concurrency, limits.max_token_concurrency, mode)

@@ -159,11 +159,11 @@ def with_producers(
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            told = entry.parameters.read(_Precise)
+            told = entry.read(_Precise)
             try:
                 index = _index(told, index)
             except IndexerConfigError as error:
-                entry.parameters.fail("", str(error))
+                entry.told.fail("", str(error))
             kube = _ports(told.kv_events_config.pod_discovery_config, kube)
     return index, kube
 
@@ -174,9 +174,7 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
     Raises:
         ConfigError: Something is not understood; names the place.
     """
-    told = [
-        entry.parameters.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS
-    ]
+    told = [entry.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
     return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
 
 
@@ -189,7 +187,7 @@ def metrics_path_of(picker: PickerConfig) -> str:
     path = DEFAULT_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            path = entry.parameters.read(MetricsSettings).path or path
+            path = entry.read(MetricsSettings).path or path
     return path
 
 

@@ -60,7 +60,7 @@ def reference_door(
 def _parser_types(picker: PickerConfig) -> Sequence[str]:
     types = []
     for reference in picker.parsers:
-        kind = picker.plugins[reference.name].type
+        kind = picker.plugins[reference.plugin_ref].type
         if kind not in PARSERS:
             reference.section.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
         types.append(kind)

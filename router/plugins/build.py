@@ -6,7 +6,7 @@ max-score picker, and producers for whatever is consumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from router.attribute_reporter import TYPE as REPORTER
-from router.config_fields import Section, Settings, Text
-from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, Reference
+from router.config_fields import Settings, Text
+from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, WeightedReference
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
 from router.plugins.api import Filter, Observer, Picker, Scorer, Stateful
@@ -147,13 +147,13 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
 def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
     parts = _Parts()
     for name, entry in config.plugins.items():
-        kind, parameters = entry.type, entry.parameters
+        kind = entry.type
         if kind in _BUILT_IN:
-            parameters.read(_BUILT_IN[kind])
+            entry.read(_BUILT_IN[kind])
         elif kind in _ATTRIBUTES:
-            parts.attributes[name] = parameters.read(_ATTRIBUTES[kind])
+            parts.attributes[name] = entry.read(_ATTRIBUTES[kind])
         elif kind == APPROXIMATE:
-            parts.prefixes[name] = parameters.read(ApproximatePrefix)
+            parts.prefixes[name] = entry.read(ApproximatePrefix)
         elif kind in (PRECISE, _PRECISE_SCORER):
             parts.prefixes[name] = PrecisePrefix(block_tokens)
             if kind == _PRECISE_SCORER:
@@ -189,36 +189,31 @@ def _provide(config: PickerConfig, parts: _Parts, name: str, producer: object, b
         parts.prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*parts.prefixes, APPROXIMATE, PRECISE})
-        config.plugins[name].parameters.fail(
+        config.plugins[name].told.fail(
             PRODUCER_KEY, f"there is no producer {producer!r}; there are {', '.join(known)}"
         )
 
 
-def _profile_entries(config: PickerConfig, parts: _Parts) -> Iterator[ProfileEntry]:
+def _profile_entries(config: PickerConfig, parts: _Parts) -> tuple[ProfileEntry, ...]:
     if config.profiles:
-        yield from config.profiles
-        return
-    yield ProfileEntry("default", tuple(_every_reference(config, parts)), config.root)
-
-
-def _every_reference(config: PickerConfig, parts: _Parts) -> Iterator[Reference]:
-    for name, plugin in parts.plugins.items():
-        if isinstance(plugin, Filter | Scorer | Picker):
-            yield Reference(name, config.plugins[name].section)
+        return config.profiles
+    every = (name for name, plugin in parts.plugins.items() if isinstance(plugin, Filter | Scorer | Picker))
+    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.root),)
 
 
 def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profile:
     filters: list[tuple[str, Filter]] = []
     scorers: list[WeightedScorer] = []
     pickers: list[Picker] = []
-    for reference in entry.references:
-        plugin, kind = parts.plugins.get(reference.name), config.plugins[reference.name].type
+    for reference in entry.plugins:
+        name = reference.plugin_ref
+        plugin, kind = parts.plugins.get(name), config.plugins[name].type
         is_filter, is_scorer = isinstance(plugin, Filter), isinstance(plugin, Scorer)
         # One object of ours does both; its type says which of them is meant here.
         if isinstance(plugin, Filter) and not (is_scorer and kind.endswith("-scorer")):
-            filters.append((reference.name, plugin))
+            filters.append((name, plugin))
         if isinstance(plugin, Scorer) and not (is_filter and kind.endswith("-filter")):
-            scorers.append(WeightedScorer(reference.name, plugin, reference.weight))
+            scorers.append(WeightedScorer(name, plugin, reference.weight))
         if isinstance(plugin, Picker):
             pickers.append(plugin)
         if plugin is not None and not isinstance(plugin, Filter | Scorer | Picker):
@@ -236,7 +231,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
     if entry is not None and entry.type in (_DISAGG, _PD):
         return _disaggregated(entry, parts, profiles)
     if entry is not None:
-        entry.parameters.read(Settings)
+        entry.read(Settings)
     if len(profiles) != 1:
         config.root.fail(
             "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
@@ -246,18 +241,18 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
 
 def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
     if entry.type == _PD:
-        return _prefill_apart(entry.parameters, parts, profiles)
-    told = entry.parameters.read(_Disaggregation)
+        return _prefill_apart(entry, parts, profiles)
+    told = entry.read(_Disaggregation)
     names = told.profiles
     if (decode := profiles.get(names.decode)) is None:
-        entry.parameters.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
+        told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
     deciders = {
-        stage: _decider(entry.parameters, f"deciders.{stage}", name, parts)
+        stage: _decider(told.deciders, stage, name, parts)
         for stage, name in (("prefill", told.deciders.prefill), ("encode", told.deciders.encode))
     }
     for stage, profile in (("prefill", names.prefill), ("encode", names.encode)):
         if deciders[stage] is not None and profile not in profiles:
-            entry.parameters.fail("profiles", f"there is a decider but no profile for {stage}")
+            told.section.fail("profiles", f"there is a decider but no profile for {stage}")
     return Disaggregated(
         decode,
         profiles.get(names.prefill),
@@ -268,20 +263,20 @@ def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Pro
     )
 
 
-def _prefill_apart(parameters: Section, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    told = parameters.read(_PrefillApart)
+def _prefill_apart(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    told = entry.read(_PrefillApart)
     decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
-        parameters.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
-    decider = _decider(parameters, "deciderPluginName", told.decider_plugin_name, parts)
+        told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
+    decider = _decider(told, "deciderPluginName", told.decider_plugin_name, parts)
     return Disaggregated(decode, prefill, prefill_decider=decider)
 
 
-def _decider(parameters: Section, place: str, name: str | None, parts: _Parts) -> Decider | None:
+def _decider(told: Settings, key: str, name: str | None, parts: _Parts) -> Decider | None:
     if name is None:
         return None
     plugin = parts.plugins.get(name)
     if not hasattr(plugin, "decide"):
         known = [kind for kind in MAKERS if kind.endswith("-decider")]
-        parameters.fail(place, f"{name!r} is no decider among the plugins; there are {', '.join(known)}")
+        told.section.fail(key, f"{name!r} is no decider among the plugins; there are {', '.join(known)}")
     return plugin

@@ -41,7 +41,7 @@ class PrefixScorer(Settings):
         return scores
 
 
-class NoHitLruScorer(Settings, dict=True):
+class NoHitLruScorer(Settings):
     """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1.
 
     Attributes:

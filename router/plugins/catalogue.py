@@ -112,8 +112,8 @@ def make(entry: PluginEntry, directory: Path) -> object:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """
     if (maker := MAKERS.get(entry.type)) is not None:
-        return entry.parameters.read(maker)
-    parameters = entry.parameters.value()
+        return entry.read(maker)
+    parameters = entry.told.value()
     try:
         return _custom(entry, directory)(**parameters)
     except ConfigError:

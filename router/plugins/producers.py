@@ -65,7 +65,7 @@ class Prompt:
     matches: Sequence[PodMatches]
 
 
-class ApproximatePrefix(Settings, dict=True):
+class ApproximatePrefix(Settings):
     """What this router sent where: an LRU of prompt hashes for each pod.
 
     Attributes:

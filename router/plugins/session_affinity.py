@@ -105,7 +105,7 @@ class _SessionConfig(Settings):
     eviction_sweep_seconds: Number = 10.0
 
 
-class SessionAffinity(Settings, dict=True):
+class SessionAffinity(Settings):
     """Keeps to the endpoint of the session, as long as it is among the candidates.
 
     Attributes:
