@@ -63,7 +63,7 @@ class AttributeReporter:
             ConfigError: An expression is wrong, or the extra is missing.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [attribute for entry in entries for attribute in _attributes(entry.read(_Reporter))]
+        attributes = [attribute for entry in entries for attribute in _attributes(entry.told.read(_Reporter))]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:

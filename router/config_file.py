@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from msgspec import field
 
@@ -26,8 +26,6 @@ from router.config_fields import (
 )
 from router.errors import ConfigError
 
-_Settings = TypeVar("_Settings", bound=Settings)
-
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
@@ -42,7 +40,7 @@ class PluginEntry(Settings):
 
     Attributes:
         name: By which it is referred to.
-        parameters: Not checked yet, see `read`.
+        parameters: Not checked yet; see `told`.
     """
 
     type: Text
@@ -54,16 +52,8 @@ class PluginEntry(Settings):
 
     @property
     def told(self) -> Section:
-        """Its parameters, for errors."""
+        """Its parameters, to be read and checked by whoever knows them."""
         return self.section.at("parameters")
-
-    def read(self, kind: type[_Settings]) -> _Settings:
-        """Read and check its parameters.
-
-        Raises:
-            ConfigError: Something is not as `kind` has it; names the place.
-        """
-        return self.told.read(kind)
 
 
 class Reference(Settings):
@@ -254,4 +244,4 @@ def _discovery(reference: Reference | None, plugins: Mapping[str, PluginEntry]) 
     entry = plugins[reference.plugin_ref]
     if entry.type != _DISCOVERY:
         reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-    return entry.read(DiscoverySettings)
+    return entry.told.read(DiscoverySettings)

@@ -48,7 +48,9 @@ def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
             if told["group"] not in groups:
                 groups[told["group"]] = parser.add_argument_group(told["group"])
             options = {"default": field.default, **told["options"]}
-            if options.get("action") == "append":
+            # argparse would read a default that is text as it reads the flag's value.
+            is_read = isinstance(field.default, str) and options["type"] is not str
+            if is_read or options.get("action") == "append":
                 options["default"] = None
             groups[told["group"]].add_argument(*told["names"], dest=field.name, **options)
 

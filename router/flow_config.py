@@ -59,7 +59,7 @@ def flow_of(
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.plugins.values():
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.read(Settings)
+            entry.told.read(Settings)
     flow = config.flow
     bands: dict[int, BandParameters] = {}
     for band in flow.priority_bands:
@@ -120,7 +120,7 @@ def _ceiling(config: PickerConfig) -> float:
         config.flow.section.fail(
             "usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins"
         )
-    return config.plugins[name].read(_UsageLimit).threshold
+    return config.plugins[name].told.read(_UsageLimit).threshold
 
 
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
@@ -140,9 +140,9 @@ def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float |
 
 def _made_detector(entry: PluginEntry, load_every_s: float) -> Detector:
     if entry.type == DETECTORS[0]:
-        known = entry.read(_Utilization)
+        known = entry.told.read(_Utilization)
         age_s = max(known.metrics_staleness_threshold, LOAD_AGES * load_every_s)
         return UtilizationDetector(known.queue_depth_threshold, known.kv_cache_util_threshold, age_s)
-    limits = entry.read(_Concurrency)
+    limits = entry.told.read(_Concurrency)
     mode = limits.concurrency_mode or limits.mode
     return ConcurrencyDetector(limits.max_concurrency, limits.max_token_concurrency, mode)

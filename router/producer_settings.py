@@ -159,7 +159,7 @@ def with_producers(
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            told = entry.read(_Precise)
+            told = entry.told.read(_Precise)
             try:
                 index = _index(told, index)
             except IndexerConfigError as error:
@@ -174,7 +174,7 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
     Raises:
         ConfigError: Something is not understood; names the place.
     """
-    told = [entry.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
+    told = [entry.told.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
     return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
 
 
@@ -187,7 +187,7 @@ def metrics_path_of(picker: PickerConfig) -> str:
     path = DEFAULT_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            path = entry.read(MetricsSettings).path or path
+            path = entry.told.read(MetricsSettings).path or path
     return path
 
 

@@ -27,7 +27,7 @@ _PORT_MAX = 65_535 - RANKS_MAX
 
 def _selector(text: str) -> str:
     try:
-        return checked_selector(text) if text else ""
+        return checked_selector(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -149,11 +149,11 @@ def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
     for name, entry in config.plugins.items():
         kind = entry.type
         if kind in _BUILT_IN:
-            entry.read(_BUILT_IN[kind])
+            entry.told.read(_BUILT_IN[kind])
         elif kind in _ATTRIBUTES:
-            parts.attributes[name] = entry.read(_ATTRIBUTES[kind])
+            parts.attributes[name] = entry.told.read(_ATTRIBUTES[kind])
         elif kind == APPROXIMATE:
-            parts.prefixes[name] = entry.read(ApproximatePrefix)
+            parts.prefixes[name] = entry.told.read(ApproximatePrefix)
         elif kind in (PRECISE, _PRECISE_SCORER):
             parts.prefixes[name] = PrecisePrefix(block_tokens)
             if kind == _PRECISE_SCORER:
@@ -231,7 +231,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
     if entry is not None and entry.type in (_DISAGG, _PD):
         return _disaggregated(entry, parts, profiles)
     if entry is not None:
-        entry.read(Settings)
+        entry.told.read(Settings)
     if len(profiles) != 1:
         config.root.fail(
             "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
@@ -242,7 +242,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
 def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
     if entry.type == _PD:
         return _prefill_apart(entry, parts, profiles)
-    told = entry.read(_Disaggregation)
+    told = entry.told.read(_Disaggregation)
     names = told.profiles
     if (decode := profiles.get(names.decode)) is None:
         told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
@@ -264,7 +264,7 @@ def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Pro
 
 
 def _prefill_apart(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    told = entry.read(_PrefillApart)
+    told = entry.told.read(_PrefillApart)
     decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
         told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")

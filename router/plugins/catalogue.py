@@ -112,7 +112,7 @@ def make(entry: PluginEntry, directory: Path) -> object:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """
     if (maker := MAKERS.get(entry.type)) is not None:
-        return entry.read(maker)
+        return entry.told.read(maker)
     parameters = entry.told.value()
     try:
         return _custom(entry, directory)(**parameters)
