@@ -1,7 +1,6 @@
 """The floor: the same servers as the router's, whose doors always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT CHECK_PORT POD native|grpcio skip|full`; what the router costs
-above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; what the router costs above this is what it does.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router import check_answers
-from router.check_messages import ok_answer
+from router.check import ok_answer
 from router.ext_proc_bytes import (
     REQUEST_BODY,
     RESPONSE_BODY,
@@ -29,8 +27,6 @@ from router.ext_proc_bytes import (
 from router.ext_proc_messages import request_headers_answer, response_headers_answer
 from router.grpc_listen import listen
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
-from router.http_listen import HttpServer
-from router.steps import Steps
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
@@ -44,15 +40,6 @@ class _BareExtProc:
 
     def exchange(self, _stream: object = None) -> _BareExchange:
         return _BareExchange(self._answer, self._is_full)
-
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], _context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        exchange = self.exchange()
-        for message in request_iterator:
-            yield from exchange.answers(message)
-            if exchange.finished:
-                return
 
 
 class _BareExchange:
@@ -83,7 +70,7 @@ class _BareExchange:
         pass
 
 
-def main(port: int, check_port: int, pod: str, transport: str, responses: str) -> None:
+def main(port: int, pod: str, responses: str) -> None:
     """Serves until it is killed."""
     answer = ok_answer(pod, None, ())
 
@@ -106,29 +93,11 @@ def main(port: int, check_port: int, pod: str, transport: str, responses: str) -
             lambda server: server.add_generic_rpc_handlers((handlers,)),
             lambda server: add_ext_proc(_BareExtProc(pod, responses), server),
         ),
-        inline=inline if transport == "native" else None,
+        inline=inline,
     )
-    http_answer = check_answers.ok_answer(pod, None, (), False)
-    http = HttpServer(
-        "CHECK_PORT",
-        "127.0.0.1",
-        check_port,
-        lambda *_: _at_once(http_answer),
-        lambda _error: b"",
-        body_bytes_max=_MESSAGE_BYTES_MAX,
-        inline_bytes_max=_INLINE_BYTES,
-        connections_max=4 * _THREADS,
-        refused=lambda: None,
-    )
-    http.start()
     server.start()
     threading.Event().wait()
 
 
-def _at_once(answer: bytes) -> Steps[bytes]:
-    yield from ()
-    return answer
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), *sys.argv[2:])

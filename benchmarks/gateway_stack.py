@@ -36,9 +36,6 @@ _ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
 _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
 
-Transport = Literal["native", "grpcio"]
-
-
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How often and how long is measured."""
@@ -76,7 +73,7 @@ class StackSetting:
         with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
     """
 
-    door: Door = "check"
+    door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
     pods: int = 16
     picker: Picker | None = None
@@ -187,16 +184,11 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
             events.communicate()
 
 
-def bare_picker(transport: Transport) -> Picker:
-    """The router's own servers, whose doors do nothing."""
-
-    def children(place: PickerPlace) -> Sequence[ChildPlan]:
-        grpc, check, http = place.base_port, place.base_port + 4, place.first_pod_port
-        argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc), str(check)]
-        argv += [f"{HOST}:{http}", transport, place.responses]
-        return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc, check))
-
-    return children
+def bare_picker(place: PickerPlace) -> Sequence[ChildPlan]:
+    """The router's own server, whose doors do nothing."""
+    grpc, http = place.base_port, place.first_pod_port
+    argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc), f"{HOST}:{http}", place.responses]
+    return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc,))
 
 
 def fake_pods(first_port: int, number: int, *hosts: str) -> ChildPlan:

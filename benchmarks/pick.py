@@ -2,9 +2,9 @@
 
 `python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
-over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run, `*_grpcio_floor_*` is
-grpcio's in the place of our own. `check` is Envoy's ext_authz over plain HTTP, `check_grpc` the same over
-gRPC, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see `pick_inside`.
+over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run. `check_grpc` is
+Envoy's ext_authz, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see
+`pick_inside`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.gateway_stack import (
     GatewayStack,
     StackSetting,
     Stretch,
-    Transport,
     bare_picker,
     gateway_stack,
 )
@@ -46,8 +45,7 @@ _STRETCHES_OF_WORDS = 12
 # Requests of one stretch that show that each chat is known, and stretches at most until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
-_TRANSPORTS: tuple[Transport, ...] = ("native", "grpcio")
-_DOORS: dict[str, Door] = {"check": "check", "check_grpc": "check_grpc", "extproc": "ext_proc"}
+_DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
 def main() -> int:
@@ -95,7 +93,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
                 report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], **shown)
                 report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], **shown)
         _under_events(name, stack, bodies["small"], setting, effort, report)
-    if name == "check":
+    if name == "check_grpc":
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
@@ -130,7 +128,7 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
         cpu = [one.cpu_ms["router"] for one in rounds]
         report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
         _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
-    setting = replace(setting, picker=bare_picker("native"))
+    setting = replace(setting, picker=bare_picker)
     with gateway_stack(setting, bodies["all"], directory) as stack:
         _chunks("chunk_floor_cpu_us", stack, setting, bodies, effort, report)
 
@@ -177,13 +175,11 @@ def _chunks(
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
     for name, door in _DOORS.items():
-        for transport in _TRANSPORTS[: 1 if name == "check" else None]:
-            setting = StackSetting(door=door, picker=bare_picker(transport))
-            with gateway_stack(setting, bodies["all"], directory) as stack:
-                rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
-            cpu = [one.cpu_ms["router"] for one in rounds]
-            floor = "floor" if transport == "native" else "grpcio_floor"
-            report.figure(f"{name}_{floor}_cpu_ms", "ms", cpu, **_shown(setting, rounds))
+        setting = StackSetting(door=door, picker=bare_picker)
+        with gateway_stack(setting, bodies["all"], directory) as stack:
+            rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+        cpu = [one.cpu_ms["router"] for one in rounds]
+        report.figure(f"{name}_floor_cpu_ms", "ms", cpu, **_shown(setting, rounds))
 
 
 def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:

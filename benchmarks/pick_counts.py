@@ -1,9 +1,9 @@
 """What a pick takes, where clocks say little: its instructions and cache misses, counted by valgrind.
 
 `python -m benchmarks.pick_counts [--json] [--quick]`. The requests of `pick_inside`, small ones with a new
-turn each, from their bytes to the answers' and to their ends, each alone and then several together, on a
-simulated processor with the caches of one core of a server (Zen 3: 32 KiB, 32 KiB and 512 KiB). Two runs of
-the same code are within 2 %, whatever else the machine does; what a miss costs is for the machine to say.
+turn each, from their bytes to the answers' and to their ends, on a simulated processor with the caches of one
+core of a server (Zen 3: 32 KiB, 32 KiB and 512 KiB). Two runs of the same code are within 2 %, whatever else
+the machine does; what a miss costs is for the machine to say.
 Needs valgrind (Debian: `apt-get install valgrind`).
 """
 
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +25,9 @@ from benchmarks.conversations import write_bodies
 from benchmarks.next_turns import next_turns
 from benchmarks.pick_inside import Inside
 from benchmarks.report import Report, read_options
-from router.steps import AT_ONCE_MAX
 
 _INSIDE, _BEFORE = "inside", "before"
 _BURST, _BURSTS = 32, 6
-# How many go step by step together: one, as on a calm day, or as many as do under load.
-_AT_ONCE = {"request_small": 1, "request_small_together": AT_ONCE_MAX}
 # So that most words of the prose have come once.
 _WARM_BURSTS, _WARM_BURSTS_QUICK = 150, 2
 # Bytes, ways, bytes of a line.
@@ -67,28 +63,22 @@ def serve(warm_bursts: int, callgrind: Callable[[str], None]) -> None:
             lines = next_turns(chats, seed=1)
             for _ in range(warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
-            counted = [[inside.requests(lines, _BURST) for _ in range(_BURSTS)] for _ in _AT_ONCE]
+            counted = [inside.requests(lines, _BURST) for _ in range(_BURSTS)]
             # As in the router, which puts what stays out of the collector's sight.
             gc.collect()
             gc.freeze()
-            for at_once, bursts in zip(_AT_ONCE.values(), counted, strict=True):
-                callgrind("--instr=on")
-                for requests in bursts:
-                    _burst(inside, requests, at_once)
-                callgrind("--instr=off")
-                callgrind("--dump")
+            callgrind("--instr=on")
+            for requests in counted:
+                _burst(inside, requests)
+            callgrind("--instr=off")
+            callgrind("--dump")
         finally:
             inside.close()
 
 
-def _burst(inside: Inside, requests: list[tuple[str, bytes]], at_once: int = 1) -> None:
-    for place in range(0, len(requests), at_once):
-        together = deque(inside.begin(received) for _, received in requests[place : place + at_once])
-        while together:
-            steps = together.popleft()
-            # As at its door: what is not answered yet goes on behind the others.
-            if next(steps, None) is not None:
-                together.append(steps)
+def _burst(inside: Inside, requests: list[tuple[str, bytes]]) -> None:
+    for _, received in requests:
+        inside.answer(received)
     for request_id, _ in requests:
         inside.end(request_id)
 
@@ -115,12 +105,10 @@ def measure(report: Report, warm_bursts: int) -> None:
         environment = {**os.environ, **processor, "PYTHONHASHSEED": "0"}
         _run([sys.executable, "-m", __spec__.name, _BEFORE, "0"], environment, "beforehand")
         _run([*argv, _INSIDE, str(warm_bursts)], environment, "under valgrind")
-        dumps = [_totals(out.with_name(f"{out.name}.{number + 1}")) for number in range(len(_AT_ONCE))]
-    for (name, at_once), counts in zip(_AT_ONCE.items(), dumps, strict=True):
-        for figure, events in _FIGURES.items():
-            each = sum(counts[event] for event in events) / (_BURST * _BURSTS)
-            shown = {"requests": _BURST * _BURSTS, "at_once": at_once, "caches": _CACHES}
-            report.figure(f"{name}_{figure}", "count", [each], **shown)
+        counts = _totals(out.with_name(f"{out.name}.1"))
+    for figure, events in _FIGURES.items():
+        each = sum(counts[event] for event in events) / (_BURST * _BURSTS)
+        report.figure(f"request_small_{figure}", "count", [each], requests=_BURST * _BURSTS, caches=_CACHES)
 
 
 def _run(argv: list[str], environment: dict[str, str], where: str) -> None:

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from inspect import isgeneratorfunction
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from envoy.service.auth.v3 import external_auth_pb2
 from prometheus_client import CollectorRegistry
 
 from benchmarks.conversations import SIZES, write_bodies
@@ -35,14 +35,13 @@ from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
 from router.admission import Admission, AdmissionParameters
-from router.check_http import CheckHttpDoor
+from router.check import CheckDoor
 from router.explain import Explain
 from router.gateway_pick import GatewayPick
 from router.h2.call_head import call_head
 from router.h2.context import CallContext
 from router.h2.methods import Methods
-from router.health import PICK_SERVICE
-from router.http_requests import HttpRequest, RequestReader
+from router.health import CHECK_SERVICE, PICK_SERVICE
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
 from router.outcomes import ACCESS_LOG, Outcomes
@@ -52,7 +51,6 @@ from router.rates import PrefillRates, RateParameters
 from router.route import Router
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
-from router.steps import Steps, alone
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 
@@ -62,19 +60,21 @@ _WAIT_S = 120.0
 # Far off, so that a busy machine cannot turn the measured work into a refusal.
 _DEADLINE_S = 30.0
 _BODY_BYTES_MAX = 8 << 20
-_RECEIVE_BYTES = 64 << 10
 _DECISIONS_KEPT = 1000
 # Beyond the ledger's.
 _LIFETIME_S = 1e6
 # Requests in flight at once, as with so many clients.
 _CLIENTS = 32
 _BURSTS = {"small": 32, "40kb": 16, "400kb": 4}
-_HEAD = (
-    "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:8080\r\ncontent-type: application/json\r\n"
-    "content-length: {length}\r\nx-forwarded-proto: http\r\nx-request-id: {request_id}\r\n"
-    "x-envoy-expected-rq-timeout-ms: 30000\r\nx-envoy-auth-partial-body: false\r\nx-envoy-internal: true\r\n"
-    "x-forwarded-for: 127.0.0.1\r\n\r\n"
-)
+_PATH = "/v1/chat/completions"
+_HEADERS = {
+    ":authority": "127.0.0.1:8080",
+    ":method": "POST",
+    ":path": _PATH,
+    "content-type": "application/json",
+    "x-forwarded-proto": "http",
+    "x-envoy-auth-partial-body": "false",
+}
 
 
 class Inside:
@@ -108,8 +108,10 @@ class Inside:
             sink=self.outcomes,
         )
         self.picks = GatewayPick(self.router, metrics)
-        self.door = CheckHttpDoor(self.picks, metrics, _BODY_BYTES_MAX)
-        self.pick_endpoint = _pick_endpoint(PickDoor(self.picks, self.outcomes, metrics, pods))
+        check = CheckDoor(self.picks, metrics, _BODY_BYTES_MAX)
+        self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
+        picks = PickDoor(self.picks, self.outcomes, metrics, pods)
+        self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Alive as long as the router: a view whose publisher is gone counts less.
         argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
@@ -125,17 +127,12 @@ class Inside:
         made = []
         for body, at in zip(bodies, range(number), strict=False):
             request_id = f"{next(self._numbers):08x}-0000-4000-8000-{at:012x}"
-            head = _HEAD.format(length=len(body), request_id=request_id)
-            made.append((request_id, head.encode() + body))
+            message = external_auth_pb2.CheckRequest()
+            http = message.attributes.request.http
+            http.method, http.path, http.size, http.raw_body = "POST", _PATH, len(body), body
+            http.headers.update(_HEADERS | {"content-length": str(len(body)), "x-request-id": request_id})
+            made.append((request_id, message.SerializeToString()))
         return made
-
-    def answer(self, received: bytes) -> bytes:
-        """Answers a request, which is received as the server receives it."""
-        return alone(self.begin(received))
-
-    def begin(self, received: bytes) -> Steps[bytes]:
-        """The steps to that answer."""
-        return self.door.answer(_received(received), False, _stays)
 
     def end(self, request_id: str) -> None:
         """The access log tells that the request is over."""
@@ -248,17 +245,20 @@ def _pick_request(body: bytes) -> bytes:
     return request.SerializeToString()
 
 
-def _pick_endpoint(door: PickDoor) -> Callable[[bytes], bytes]:
-    """The door's method as a gRPC server calls it: bytes in, bytes out."""
+def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
+    """The door's method, as a gRPC server finds it."""
     methods = Methods()
     door.add_to(methods)  # type: ignore[arg-type]
-    handler: Any = methods.find(f"/{PICK_SERVICE}/PickEndpoint")
-    context = CallContext(call_head([]), "", lambda: None)
-    return lambda message: handler.unary_unary(handler.request_deserializer(message), context)
+    return methods.find(path)
 
 
-def _stays() -> bool:
-    return True
+def _served(handler: Any) -> Callable[[bytes], bytes]:
+    """The method as a gRPC server calls it: bytes in, bytes out."""
+    return lambda message: handler.unary_unary(handler.request_deserializer(message), _context())
+
+
+def _context() -> CallContext:
+    return CallContext(call_head([]), "", lambda: None)
 
 
 def _parts(
@@ -280,13 +280,13 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
     """Has the steps add their nanoseconds up."""
     took_ns: dict[str, int] = {}
     steps: list[tuple[Any, str, str]] = [
-        (inside.tokenizers, "tokenizing", "tokens"),
+        (inside.tokenizers, "prompt_tokens", "tokens"),
         (inside.index, "block_keys", "keys"),
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
         (inside.outcomes, "decided", "decided"),
-        (inside.router, "routing", "whole"),
+        (inside.router, "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
     for owner, method, name in steps:
@@ -299,17 +299,6 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
 
 
 def _timed(call: Callable[..., object], name: str, took_ns: dict[str, int]) -> Callable[..., object]:
-    if isgeneratorfunction(call):
-
-        @wraps(call)
-        def timed_steps(*args: object, **kwargs: object) -> Steps[object]:
-            then_ns = time.thread_time_ns()
-            answer = yield from call(*args, **kwargs)
-            took_ns[name] = took_ns.get(name, 0) + time.thread_time_ns() - then_ns
-            return answer
-
-        return timed_steps
-
     @wraps(call)
     def timed(*args: object, **kwargs: object) -> object:
         then_ns = time.thread_time_ns()
@@ -318,17 +307,6 @@ def _timed(call: Callable[..., object], name: str, took_ns: dict[str, int]) -> C
         return answer
 
     return timed
-
-
-def _received(data: bytes) -> HttpRequest:
-    reader = RequestReader(_BODY_BYTES_MAX)
-    requests = reader.feed(memoryview(data)[:_RECEIVE_BYTES])
-    if requests:
-        return requests.popleft()
-    rest = reader.rest
-    assert rest is not None
-    rest[:] = data[_RECEIVE_BYTES:]
-    return reader.finish()
 
 
 def _pod(entry: PodEntry) -> Pod:

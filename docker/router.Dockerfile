@@ -50,7 +50,7 @@ ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/kvroute
-# gRPC, gRPC health, ext_authz over HTTP, metrics and debug pages.
-EXPOSE 9002 9003 9004 9090
+# gRPC, gRPC health, metrics and debug pages.
+EXPOSE 9002 9003 9090
 ENTRYPOINT ["kvroute"]
 CMD ["router", "--help"]

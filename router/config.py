@@ -65,7 +65,7 @@ class RouterConfig:
         index: What the index is made of, and where events come from.
         picker: The EndpointPickerConfig; None: the cost policy picks.
         compat: See config_file.COMPAT.
-        tls: Of the gRPC port; None: plaintext.
+        tls: Of the gRPC port, beside plaintext; None: plaintext alone.
         metrics_tls: Of the metrics port; None: plaintext.
         metrics_path: Where pods tell their load, unless their labels say so.
     """
@@ -131,23 +131,6 @@ class RouterConfig:
         _SERVING, "--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection"
     )
     grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "gRPC health alone")
-    check_port: int | None = flag(
-        _SERVING,
-        "--check-port",
-        port,
-        9004,
-        "Envoy's ext_authz over plain HTTP, its cheapest way to ask; 0: off",
-    )
-    grpc_transport: str = flag(
-        _SERVING,
-        "--grpc-transport",
-        str,
-        "native",
-        "who serves gRPC without TLS: the router itself, or the grpcio library at three times the cost; "
-        "with TLS it is always grpcio (default: %(default)s)",
-        choices=("native", "grpcio"),
-        metavar=None,
-    )
     metrics_port: int = flag(
         _SERVING, "--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods"
     )
@@ -334,7 +317,6 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "kube": kube,
         "pool_name": flags.pool or "default",
         "tokenizers": _tokenizers(flags, picker),
-        "check_port": flags.check_port or None,
         "responses_full": (flags.responses or ("full" if picker else "skip")) == "full",
         "index": index,
         "picker": picker,

@@ -5,20 +5,19 @@ Knows which service is served where; knows nothing of how a pod is picked.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from indexer.peer_service import PEER_SERVICE, PeerDoor
 from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
-from router.check_http import CheckHttpDoor
 from router.config import RouterConfig
 from router.debug_http import Authorize, DebugServer
 from router.debug_pages import DebugPages
@@ -26,7 +25,8 @@ from router.evictions import Evictions
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import GrpcListener, listen
+from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
@@ -34,7 +34,6 @@ from router.health import (
     PICK_SERVICE,
     Health,
 )
-from router.http_listen import HttpServer
 from router.kv_connector import connector_sign
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
@@ -46,9 +45,7 @@ from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.journal import READERS_MAX
 from router.rewrite import RewriteRules
 from router.route import Router
-from router.slow_streams import SlowStreams
 from router.stream_metrics import StreamMetrics
-from router.stream_watch import StreamWatcher
 from router.tcp_listen import check_free
 
 # Envoy holds one access log stream open per worker thread, and each other router follows by one.
@@ -100,8 +97,6 @@ def check_ports(config: RouterConfig) -> None:
     check_free("--grpc-port", config.host, config.grpc_port)
     check_free("--grpc-health-port", config.host, config.grpc_health_port)
     check_free("--metrics-port", config.host, config.metrics_port)
-    if config.check_port is not None:
-        check_free("--check-port", config.host, config.check_port)
 
 
 class Doors:
@@ -122,8 +117,6 @@ class Doors:
                 lambda: connector_sign(config, parts.pods.snapshot()) is not None,
             ),
         )
-        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
-        self._slow = SlowStreams(config.max_streams, cut)
         # Closed in the other order: by `close`, or at once if one of them cannot be had.
         with ExitStack() as opened:
             self._debug = self._listen_debug(parts)
@@ -132,46 +125,33 @@ class Doors:
             opened.callback(self._grpc_health.close)
             self._grpc = self._listen(parts)
             opened.callback(self._grpc.close)
-            self._check_http = self._listen_http(parts)
-            if self._check_http is not None:
-                opened.callback(self._check_http.close)
             self._opened = opened.pop_all()
 
     @property
     def ports(self) -> dict[str, int]:
         """The bound ports by flag."""
-        ports = {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
-        return ports if self._check_http is None else {**ports, "check": self._check_http.port}
+        return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
     def start(self) -> None:
         """Begins to serve."""
         self._grpc.start()
         self._grpc_health.start()
         self._debug.start()
-        if self._check_http is not None:
-            self._check_http.start()
-
-    def relieve(self) -> None:
-        """Cuts off requests that come too slowly while others need their places."""
-        self._slow.relieve()
 
     def drain(self) -> None:
         """Has gateways connect anew, and so elsewhere, where they keep connections for many requests."""
         self._grpc.drain()
-        if self._check_http is not None:
-            self._check_http.drain()
 
     def close(self) -> None:
         """Ends serving; idempotent."""
         self._opened.close()
 
-    def _listen(self, parts: DoorParts) -> GrpcListener:
+    def _listen(self, parts: DoorParts) -> GrpcServer:
         config = self._config
         ext_proc, check = self._gateway_doors(parts)
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
-        watchers: list[StreamWatcher] = [self._slow]
-        if config.stream_metrics:
-            watchers.append(StreamMetrics(parts.registry))
+        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
+        opened = StreamMetrics(parts.registry).opened if config.stream_metrics else None
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
         return listen(
             "--grpc-port",
@@ -183,10 +163,10 @@ class Doors:
             message_bytes_max=config.max_request_bytes,
             receive_bytes_max=config.receive_bytes_max,
             send_bytes_max=config.send_bytes_max,
-            credentials=_credentials(config),
-            inline=self._inline(parts.may_wait) if config.grpc_transport == "native" else None,
+            tls=_grpc_tls(config),
+            inline=self._inline(parts.may_wait),
             services=(
-                lambda server: add_ext_proc(ext_proc, server, watchers),
+                lambda server: add_ext_proc(ext_proc, server, cut, opened),
                 check.add_to,
                 picks.add_to,
                 access_log.add_to,
@@ -215,9 +195,9 @@ class Doors:
         pages = parts.pages.pages() | (dict(Profiling().pages()) if config.profiling else {})
         tls = None
         if config.metrics_tls is not None:
-            from router.tls import MetricsTls
+            from router.tls import metrics_tls
 
-            tls = MetricsTls(config.metrics_tls).context
+            tls = metrics_tls(config.metrics_tls)
         return DebugServer(
             config.host,
             config.metrics_port,
@@ -227,7 +207,7 @@ class Doors:
             authorize=_metrics_auth(config) if config.metrics_auth else None,
         )
 
-    def _listen_health(self, health: Health) -> GrpcListener:
+    def _listen_health(self, health: Health) -> GrpcServer:
         config = self._config
         return listen(
             "--grpc-health-port",
@@ -237,20 +217,7 @@ class Doors:
             requests_max=_HEALTH_CALLS,
             message_bytes_max=0,
             services=(health.add_to,),
-            inline=_HEALTH if config.grpc_transport == "native" else None,
-        )
-
-    def _listen_http(self, parts: DoorParts) -> HttpServer | None:
-        config = self._config
-        if config.check_port is None:
-            return None
-        door = CheckHttpDoor(self._gateway, parts.metrics, config.max_request_bytes)
-        return door.listen(
-            "--check-port",
-            config.host,
-            config.check_port,
-            inline_bytes_max=-1 if parts.may_wait else _INLINE_BYTES_MAX,
-            connections_max=4 * config.max_streams,
+            inline=_HEALTH,
         )
 
     def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:
@@ -266,13 +233,13 @@ class Doors:
         return reference, check
 
 
-def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
     if config.tls is None:
         return None
     # What makes certificates takes its time to load, and most routers have none.
-    from router.tls import grpc_credentials
+    from router.tls import grpc_tls
 
-    return grpc_credentials(config.tls)
+    return grpc_tls(config.tls)
 
 
 def _metrics_auth(config: RouterConfig) -> Authorize:

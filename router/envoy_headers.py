@@ -6,10 +6,9 @@ Names are those of the endpoint picker protocol v1.0.0 (Gateway API Inference Ex
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
-import msgspec
 from envoy.config.core.v3 import base_pb2
 from google.protobuf import struct_pb2
 
@@ -77,7 +76,7 @@ def subset_hint(metadata: base_pb2.Metadata) -> frozenset[str] | None:
         return None
     value = hint.fields[SUBSET_HEADER]
     texts = [item.string_value for item in value.list_value.values] or [value.string_value]
-    return _addresses(texts)
+    return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 def served_endpoint(metadata: base_pb2.Metadata) -> str | None:
@@ -86,23 +85,6 @@ def served_endpoint(metadata: base_pb2.Metadata) -> str | None:
     if told is None or SERVED_HEADER not in told.fields:
         return None
     return told.fields[SERVED_HEADER].string_value or None
-
-
-def subset_header(headers: Mapping[str, str]) -> frozenset[str] | None:
-    """The same from a header, for Envoy's plain HTTP calls, where it writes a list as JSON."""
-    text = headers.get(SUBSET_HEADER)
-    if text is None:
-        return None
-    try:
-        texts = msgspec.json.decode(text, type=list[str]) if text.startswith("[") else [text]
-    except ValueError:
-        # Taken for a name, it allows nobody: better than everybody.
-        texts = [text]
-    return _addresses(texts)
-
-
-def _addresses(texts: Iterable[str]) -> frozenset[str]:
-    return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 @lru_cache(maxsize=4096)

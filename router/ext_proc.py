@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint, system_owned
 from router.errors import RequestError
@@ -36,7 +34,6 @@ from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, http_request, too_large
-from router.steps import Steps
 
 _DOOR = "ext_proc"
 _PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
@@ -58,7 +55,7 @@ class ExtProcOptions:
     responses_full: bool = False
 
 
-class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class ExtProcDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     def __init__(
@@ -69,22 +66,9 @@ class ExtProcDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._options = options
 
-    def exchange(self, stream: ExchangeStream | grpc.ServicerContext) -> _Exchange:
+    def exchange(self, stream: ExchangeStream) -> _Exchange:
         """One HTTP request's way, to be fed its messages one by one and closed."""
         return _Exchange(self._picks, self._outcomes, self._metrics, self._options, stream.is_active)
-
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        """Serves one HTTP request."""
-        exchange = self.exchange(context)
-        try:
-            for message in request_iterator:
-                yield from (one for one in exchange.answers(message) if not isinstance(one, bool))
-                if exchange.finished:
-                    return
-        finally:
-            exchange.close()
 
 
 class _Exchange:
@@ -117,8 +101,8 @@ class _Exchange:
         self._inside = metrics.inside(_DOOR)
         self._inside.__enter__()
 
-    def answers(self, message: Message) -> Iterable[Answer | bool]:
-        """The answers to one message, in the order Envoy expects them, and ends of steps."""
+    def answers(self, message: Message) -> Iterable[Answer]:
+        """The answers to one message, in the order Envoy expects them."""
         if isinstance(message, ResponseChunk):
             return self._response.body(message, self._response_body_mode)
         return self._answers(message)
@@ -129,7 +113,7 @@ class _Exchange:
         if self._options.responses_full:
             self._response.close()
 
-    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         try:
             match message.WhichOneof("request"):
                 case "request_headers":
@@ -150,7 +134,7 @@ class _Exchange:
             self.finished = True
             yield immediate_answer(error)
 
-    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         if self._headers is not None:
             self._metrics.dropped(_DOOR, "second_request_headers")
             return
@@ -173,7 +157,7 @@ class _Exchange:
             # In the other modes Envoy lets the headers go before the whole body is here.
             yield from self._route_by_load()
 
-    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer | bool]:
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
         body = message.request_body
         if self._headers is None:
             self._metrics.dropped(_DOOR, "body_before_headers")
@@ -193,7 +177,7 @@ class _Exchange:
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
 
-    def _request_trailers(self) -> Iterator[Answer | bool]:
+    def _request_trailers(self) -> Iterator[Answer]:
         if self._headers is None:
             self._metrics.dropped(_DOOR, "trailers_before_headers")
         elif not self.is_routed:
@@ -203,7 +187,7 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             self._finish_request()
 
-    def _route(self, *, has_trailers: bool) -> Iterator[Answer | bool]:
+    def _route(self, *, has_trailers: bool) -> Iterator[Answer]:
         """Picks for a request whose body is complete."""
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
@@ -217,7 +201,7 @@ class _Exchange:
         if is_cut:
             self._metrics.dropped(_DOOR, "forbidden_field")
             body = self._picks.guard.without(body)
-        destination = yield from self._pick(request)
+        destination = self._pick(request)
         if self._body_mode == BodyMode.BUFFERED:
             yield request_body_routed_answer(destination, set_headers, headers, body if is_cut else None)
         else:
@@ -226,7 +210,7 @@ class _Exchange:
             yield from streamed_bytes(REQUEST_BODY, body, end_of_stream=not has_trailers)
         self._finish_request()
 
-    def _route_by_load(self) -> Iterator[Answer | bool]:
+    def _route_by_load(self) -> Iterator[Answer]:
         """Picks for a request whose body is empty or comes too late."""
         headers = self._headers or {}
         request_id, set_headers = _request_id(headers)
@@ -239,13 +223,13 @@ class _Exchange:
             candidates=self._candidates,
             headers=headers,
         )
-        destination = yield from self._pick(request)
+        destination = self._pick(request)
         yield request_headers_answer(destination, set_headers, headers)
 
-    def _pick(self, request: RouteRequest) -> Steps[str]:
+    def _pick(self, request: RouteRequest) -> str:
         """The destination's value."""
         self.is_routed = True
-        decision = yield from self._picks.deciding(request, self._is_active)
+        decision = self._picks.decide(request, self._is_active)
         self._response.of(decision)
         return self._picks.destination(decision)
 

@@ -8,22 +8,19 @@ protobuf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-import grpc
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.ext_proc_messages import CHUNK_BYTES_MAX, content_length_answer, request_headers_answer
-from router.grpc_listen import GrpcListener
 from router.h2 import GrpcServer
 from router.h2.methods import ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.protobuf_bytes import read_varint, tag, varint
-from router.stream_watch import StreamWatcher, watched
 
 
 class ResponseChunk(msgspec.Struct, frozen=True):
@@ -113,20 +110,19 @@ def streamed_bytes(around: tuple[bytes, ...], body: bytes, *, end_of_stream: boo
         yield b"".join((opening, front, chunk, behind))
 
 
-def add_ext_proc(door: Any, server: GrpcListener, watchers: Sequence[StreamWatcher] = ()) -> None:
-    """Registers a door: by its exchanges, where it has any and the server takes them, else by its `Process`.
+def add_ext_proc(
+    door: Any,
+    server: GrpcServer,
+    cut: Callable[[], object] = bool,
+    opened: Callable[[], Callable[[str], object]] | None = None,
+) -> None:
+    """Registers a door by its exchanges; answers are messages or their bytes.
 
-    Answers are messages or their bytes.
+    Args:
+        cut, opened: See ExchangeMethod.
     """
-    path = f"/{EXT_PROC_SERVICE}/Process"
-    if isinstance(server, GrpcServer) and hasattr(door, "exchange"):
-        server.add_exchange(path, ExchangeMethod(door.exchange, read_message, _serialized, watchers))
-        return
-    process: Any = grpc.stream_stream_rpc_method_handler(
-        watched(door.Process, watchers), request_deserializer=read_message, response_serializer=_serialized
-    )
-    handler = grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process})
-    server.add_generic_rpc_handlers((handler,))
+    method = ExchangeMethod(door.exchange, read_message, _serialized, cut, opened)
+    server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
 
 
 class _ChunkForm(NamedTuple):

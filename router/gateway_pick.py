@@ -16,7 +16,6 @@ from router.errors import RequestError
 from router.metrics import RouterMetrics
 from router.request import RouteRequest
 from router.route import Router
-from router.steps import GOES_ON, Steps, alone
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -43,8 +42,8 @@ class GatewayPick:
         self._router = router
         self._metrics = metrics
 
-    def pick(self, request: RouteRequest, is_active: Callable[[], bool]) -> tuple[str, Decision]:
-        """The destination header's value, and the decision behind it.
+    def decide(self, request: RouteRequest, is_active: Callable[[], bool]) -> Decision:
+        """Pick a pod.
 
         Args:
             is_active: Whether the client still waits.
@@ -52,15 +51,8 @@ class GatewayPick:
         Raises:
             RequestError: Counted already; 500 when routing tripped over something.
         """
-        decision = alone(self.deciding(request, is_active))
-        return self.destination(decision), decision
-
-    def deciding(self, request: RouteRequest, is_active: Callable[[], bool]) -> Steps[Decision]:
-        """The decision; see `pick`."""
-        # Behind what its door has read of the request.
-        yield GOES_ON
         try:
-            return (yield from self._router.routing(request, time.monotonic(), is_active))
+            return self._router.route(request, time.monotonic(), is_active)
         except RequestError:
             raise
         except Exception as error:

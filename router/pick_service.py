@@ -17,14 +17,11 @@ from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.gateway_pick import GatewayPick
-from router.h2.methods import SteppedHandler
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pods import PodSet, PodSnapshot
-from router.ranking import Candidate
 from router.request import RequestKind, RouteRequest, api_request
-from router.steps import Steps
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
@@ -55,7 +52,7 @@ class PickDoor:
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
-        pick: Any = SteppedHandler(_with_size, self._pick)
+        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
             request_deserializer=pb.ReportOutcomeRequest.FromString,
@@ -64,7 +61,7 @@ class PickDoor:
         methods = {"PickEndpoint": pick, "ReportOutcome": report}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
-    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> Steps[bytes]:
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
@@ -72,7 +69,7 @@ class PickDoor:
             except RequestError as error:
                 _abort(context, self._picks.refused(error))
             try:
-                decision = yield from self._picks.deciding(asked, context.is_active)
+                decision = self._picks.decide(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX
@@ -146,27 +143,31 @@ def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.Pick
         pods: Where names are looked up; an endpoint that is gone has none.
         endpoints_max: The best so many are answered.
     """
+    ranked = decision.ranked
+    # From the arrays: to make a Candidate of each would cost as much again.
+    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    for place in ranked.order[:endpoints_max].tolist():
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        pod = pods.get(ranked.pods[place])
+        endpoints.append(
+            {
+                "address": _text(ranked.pods[place]),
+                "pod_name": _text(pod.name) if pod is not None else "",
+                "cost_s": cost_s,
+                "queued_prefill_s": queued_prefill_s,
+                "own_prefill_s": own_prefill_s,
+                "copy_s": copy_s,
+                "kv_pressure_s": kv_pressure_s,
+                "cached_tokens": cached_tokens.item(place),
+                "view": views[place],
+            }
+        )
     return pb.PickEndpointResponse(
         request_id=decision.request_id,
-        endpoints=[_endpoint(candidate, pods) for candidate in decision.ranked[:endpoints_max]],
+        endpoints=endpoints,
         reason=_text(decision.reason),
         prompt_tokens=decision.prompt_tokens,
         degraded=decision.degraded or "",
-    )
-
-
-def _endpoint(candidate: Candidate, pods: PodSnapshot) -> pb.RankedEndpoint:
-    pod = pods.get(candidate.pod)
-    return pb.RankedEndpoint(
-        address=_text(candidate.pod),
-        pod_name=_text(pod.name) if pod is not None else "",
-        cost_s=candidate.cost_s,
-        queued_prefill_s=candidate.queued_prefill_s,
-        own_prefill_s=candidate.own_prefill_s,
-        copy_s=candidate.copy_s,
-        kv_pressure_s=candidate.kv_pressure_s,
-        cached_tokens=candidate.cached_tokens,
-        view=candidate.view,
     )
 
 

@@ -6,15 +6,13 @@ is route()'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import grpc
 import numpy as np
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
@@ -35,7 +33,6 @@ from router.ext_proc_messages import BodyMode, header_values, streamed
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
-from router.interruptible import Interruptible
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.parsers import Api, Parsers
@@ -94,105 +91,33 @@ class ReferenceParts:
     evictions: Evictions | None = None
 
 
-class ReferenceDoor(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class ReferenceDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     def __init__(self, parts: ReferenceParts, options: ReferenceOptions) -> None:
         self._parts = parts
         self._options = options
 
-    def Process(  # noqa: N802 (the name is Envoy's)
-        self, request_iterator: Iterator[Message], context: grpc.ServicerContext
-    ) -> Iterator[Answer]:
-        """Serves one HTTP request."""
-        exchange = _Exchange(self._parts, self._options, context.is_active)
-        try:
-            yield from self._serve(exchange, request_iterator)
-        finally:
-            exchange.close()
-
     def exchange(self, stream: ExchangeStream) -> ReferenceExchange:
-        """The same, to be fed its messages one by one."""
-        return ReferenceExchange(_Exchange(self._parts, self._options, stream.is_active), self._parts, stream)
-
-    def _serve(self, exchange: _Exchange, messages: Iterator[Message]) -> Iterator[Answer]:
-        for message in messages:
-            yield from exchange.answers(message)
-            if exchange.finished:
-                return
-            if exchange.evictable_priority is not None:
-                yield from self._serve_evictable(exchange, messages, exchange.evictable_priority)
-                return
-
-    def _serve_evictable(
-        self, exchange: _Exchange, messages: Iterator[Message], priority: int
-    ) -> Iterator[Answer]:
-        """The rest of a stream whose request may be taken back."""
-        evictions = self._parts.evictions
-        assert evictions is not None
-        rest = Interruptible(messages)
-        entry = evictions.enter(priority, rest.interrupt)
-        try:
-            for message in rest:
-                yield from exchange.answers(message)
-                if exchange.finished:
-                    return
-            if rest.is_interrupted:
-                yield from exchange.evicted()
-        finally:
-            evictions.leave(entry)
-            rest.close()
+        """One HTTP request's way, to be fed its messages one by one and closed."""
+        return ReferenceExchange(self._parts, self._options, stream)
 
 
 class ReferenceExchange:
-    """One HTTP request's way, taken back by an answer behind whatever is being answered."""
-
-    def __init__(self, exchange: _Exchange, parts: ReferenceParts, stream: ExchangeStream) -> None:
-        self._exchange = exchange
-        self._evictions = parts.evictions
-        self._stream = stream
-        self._entry: Evictable | None = None
-        self.finished = False
-
-    @property
-    def is_routed(self) -> bool:
-        """See `Exchange`."""
-        return self._exchange.is_routed
-
-    def answers(self, message: Message) -> Iterator[Answer]:
-        """See `Exchange`."""
-        exchange = self._exchange
-        yield from exchange.answers(message)
-        self.finished = exchange.finished
-        priority = exchange.evictable_priority
-        if priority is not None and self._entry is None and self._evictions is not None:
-            evict = partial(self._stream.interrupt, exchange.evicted)
-            self._entry = self._evictions.enter(priority, evict)
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        if self._entry is not None and self._evictions is not None:
-            self._evictions.leave(self._entry)
-        self._exchange.close()
-
-
-class _Exchange:
     """One HTTP request's way through the door.
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
         is_routed: Whether its pod is picked.
-        evictable_priority: Of a request that is on its way and may be taken back; else None.
     """
 
-    def __init__(
-        self, parts: ReferenceParts, options: ReferenceOptions, is_active: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parts: ReferenceParts, options: ReferenceOptions, stream: ExchangeStream) -> None:
         self._parts = parts
         self._options = options
-        self._is_active = is_active
+        self._stream = stream
         self.finished = False
-        self.evictable_priority: int | None = None
+        # In flight, where it may be taken back.
+        self._entry: Evictable | None = None
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
         self._subset: frozenset[str] | None = None
@@ -231,7 +156,7 @@ class _Exchange:
             self.finished = True
             yield immediate_answer(error)
 
-    def evicted(self) -> Iterator[pb.ProcessingResponse]:
+    def _evicted(self) -> Iterator[pb.ProcessingResponse]:
         """The answer to a request that is taken back, unless it is over already."""
         if self._phase.request_id is not None:
             self._phase.cut()
@@ -239,6 +164,8 @@ class _Exchange:
 
     def close(self) -> None:
         """The stream has ended, however it did."""
+        if self._entry is not None and self._parts.evictions is not None:
+            self._parts.evictions.leave(self._entry)
         self._inside.__exit__(None, None, None)
         if self._options.responses_full:
             self._phase.close()
@@ -309,7 +236,8 @@ class _Exchange:
             request, sent = self._resolved(request, body)
         except RequestError as error:
             self._refuse(error)
-        destination, decision = self._parts.picks.pick(request, self._is_active)
+        decision = self._parts.picks.decide(request, self._stream.is_active)
+        destination = self._parts.picks.destination(decision)
         self._note(decision, request)
         set_headers = {"Content-Length": str(len(sent))} if sent else {}
         scores = None
@@ -379,7 +307,9 @@ class _Exchange:
         if request.body.get("stream") is True:
             self._response.streams()
         if decision.priority < 0 and decision.is_charged and self._parts.evictions is not None:
-            self.evictable_priority = decision.priority
+            # The answer to it comes behind whatever is being answered.
+            evict = partial(self._stream.interrupt, self._evicted)
+            self._entry = self._parts.evictions.enter(decision.priority, evict)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._parts.picks.refused(error)

@@ -28,7 +28,6 @@ from router.pods import PodSet
 from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
 from router.request import RouteRequest
 from router.schedule import Prompted, Scheduler
-from router.steps import GOES_ON, Steps, alone
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
 from router.traces import RequestTrace, Traces
 
@@ -107,12 +106,6 @@ class Router:
     def route(
         self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
     ) -> Decision:
-        """`routing` without others' requests beside it."""
-        return alone(self.routing(request, now_s, is_active))
-
-    def routing(
-        self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
-    ) -> Steps[Decision]:
         """Picks a pod and enters the request into the ledger.
 
         Args:
@@ -126,12 +119,12 @@ class Router:
         trace = self._traces.begin(request) if self._traces is not None else None
         try:
             if self._flow is None:
-                decision, displaced = yield from self._routed(request, started_s, now_s, trace)
+                decision, displaced = self._routed(request, started_s, now_s, trace)
             else:
                 with self._flow.turn(request, is_active):
                     waited_s = self._clock() - started_s
                     begun_s = started_s + waited_s
-                    decision, displaced = yield from self._routed(request, begun_s, now_s + waited_s, trace)
+                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, trace)
         except RequestError as error:
             self._sink.refused(error, self._clock() - started_s)
             if trace is not None:
@@ -141,7 +134,6 @@ class Router:
             if trace is not None:
                 trace.refused(error)
             raise
-        yield GOES_ON
         self._sink.decided(decision, displaced, self._clock() - started_s)
         if trace is not None:
             trace.decided(decision)
@@ -149,17 +141,16 @@ class Router:
 
     def _routed(
         self, request: RouteRequest, started_s: float, now_s: float, trace: RequestTrace | None
-    ) -> Steps[tuple[Decision, Sequence[Dispatch]]]:
+    ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
         priority = self._admission.admit(request.headers, lineup.rows, now_s)
         if trace is not None:
             trace.filtered()
         candidates = lineup.candidates
-        tokens = yield from self._tokenizers.tokenizing(
+        tokens = self._tokenizers.prompt_tokens(
             request, candidates.base_model, candidates.context_tokens, candidates.pods
         )
         prompted = self._prompted(request, tokens, candidates, priority)
-        yield GOES_ON
         with self._picking:
             return self._pick(prompted, lineup, started_s, now_s, trace)
 

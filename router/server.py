@@ -239,7 +239,6 @@ class RouterServer:
 
     def _tidy(self, now_s: float) -> None:
         self._outcomes.expire(now_s)
-        self._doors.relieve()
         self._reconciler.look(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S

@@ -6,10 +6,9 @@ Off unless asked for, as in the reference, whose names, labels and buckets these
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from router.stream_watch import Cancellable
 
 _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
 
@@ -29,36 +28,14 @@ class StreamMetrics:
             "llm_d_epp_extproc_streams_total", "Ended ext_proc streams.", ("code",), registry=registry
         )
 
-    def opened(self, _stream: Cancellable) -> _Measured:
-        """See `StreamWatcher`."""
+    def opened(self) -> Callable[[str], None]:
+        """Count a stream; what is returned is to be called with the code that it ends with."""
         self._open.inc()
-        return _Measured(self, time.monotonic())
+        started_s = time.monotonic()
 
-    def ended(self, code: str, took_s: float) -> None:
-        """A stream that was opened has ended."""
-        self._open.dec()
-        self._durations.observe(took_s)
-        self._ended.labels(code).inc()
+        def ended(code: str) -> None:
+            self._open.dec()
+            self._durations.observe(time.monotonic() - started_s)
+            self._ended.labels(code).inc()
 
-
-class _Measured:
-    """One stream."""
-
-    __slots__ = ("_metrics", "_started_s")
-
-    def __init__(self, metrics: StreamMetrics, started_s: float) -> None:
-        self._metrics = metrics
-        self._started_s = started_s
-
-    def waits(self) -> None:
-        """Of no interest here."""
-
-    def serves(self) -> None:
-        """Of no interest here."""
-
-    def answered(self) -> None:
-        """Of no interest here."""
-
-    def closed(self, code: str) -> None:
-        """See `OpenStream`."""
-        self._metrics.ended(code, time.monotonic() - self._started_s)
+        return ended

@@ -1,4 +1,4 @@
-"""TLS of the router's ports: options in, credentials of gRPC and a context of the metrics port out."""
+"""TLS of the router's ports: options in, contexts for their connections out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import datetime
 import ipaddress
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from indexer.errors import ConfigError as IndexerConfigError
 from indexer.repeated_log import RepeatedLog
-from indexer.tls import server_credentials
 from router.errors import ConfigError
 from router.tls_options import MetricsTlsOptions, TlsOptions
 
@@ -31,63 +30,97 @@ _VALID_BEFORE = datetime.timedelta(hours=1)
 _NAME = "kvroute"
 
 
-def grpc_credentials(options: TlsOptions) -> grpc.ServerCredentials:
-    """Credentials for a gRPC server.
+class PortTls:
+    """The TLS of one port, which follows its files.
 
-    Raises:
-        ConfigError: A file cannot be read, or holds no certificate or key.
-    """
-    if options.cert_dir is None:
-        key, cert = self_signed()
-        return grpc.ssl_server_credentials([(key, cert)])
-    cert_path, key_path = options.cert_dir / _CERT, options.cert_dir / _KEY
-    # gRPC itself says nothing of a file that is none, and then fails every connection.
-    _loaded(_bare_context(), options.cert_dir)
-    if not options.reloads:
-        return grpc.ssl_server_credentials([(key_path.read_bytes(), cert_path.read_bytes())])
-    try:
-        return server_credentials(cert_path, key_path, None)
-    except IndexerConfigError as error:
-        raise ConfigError(str(error)) from error
-
-
-class MetricsTls:
-    """The metrics port's TLS, which follows its files.
+    Args:
+        port: Its name in the log.
+        make: Makes a context without a certificate.
+        directory: Holds tls.crt and tls.key.
+        reloads: Whether changed files are taken over.
 
     Raises:
         ConfigError: A file cannot be read, or is none.
     """
 
-    def __init__(self, options: MetricsTlsOptions) -> None:
-        self._directory = options.cert_dir
-        self._context = _loaded(_bare_context(), options.cert_dir)
-        if options.client_ca is not None:
-            try:
-                self._context.load_verify_locations(options.client_ca)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"--metrics-client-ca-file {options.client_ca}: {error}") from error
-            self._context.verify_mode = ssl.CERT_REQUIRED
+    def __init__(
+        self, port: str, make: Callable[[], ssl.SSLContext], directory: Path, *, reloads: bool = True
+    ) -> None:
+        self._port = port
+        self._make = make
+        self._directory = directory
+        self._reloads = reloads
+        self._context = _loaded(make(), directory)
         self._stamps = self._read_stamps()
 
     def context(self) -> ssl.SSLContext:
         """For the next connection; while the files cannot be read the last ones stay in use."""
+        if not self._reloads:
+            return self._context
         try:
             stamps = self._read_stamps()
             if stamps != self._stamps:
-                _loaded(self._context, self._directory)
-                self._stamps = stamps
-                _log.info("the metrics port's certificate was read anew")
+                # Another thread may use the one so far.
+                self._context, self._stamps = _loaded(self._make(), self._directory), stamps
+                _log.info("certificate was read anew: port=%s", self._port)
         except (OSError, ConfigError) as error:
             _repeated.event(
                 "certificate_unreadable",
-                "metrics",
-                "the metrics port's certificate stays as it was: %s",
+                self._port,
+                "the certificate stays as it was: port=%s error=%s",
+                self._port,
                 error,
             )
         return self._context
 
     def _read_stamps(self) -> tuple[int, ...]:
         return tuple((self._directory / name).stat().st_mtime_ns for name in (_CERT, _KEY))
+
+
+def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
+    """Return what makes the context of the gRPC port's next connection.
+
+    Raises:
+        ConfigError: A file cannot be read, or holds no certificate or key.
+    """
+
+    def make() -> ssl.SSLContext:
+        context = _bare_context()
+        context.minimum_version = options.least_version
+        if options.suites:
+            context.set_ciphers(":".join(options.suites))
+        context.set_alpn_protocols(["h2"])
+        return context
+
+    if options.cert_dir is not None:
+        return PortTls("grpc", make, options.cert_dir, reloads=options.reloads).context
+    key, cert = self_signed()
+    # OpenSSL reads them from files alone.
+    with TemporaryDirectory(prefix="kvroute-") as name:
+        for file, data in ((_KEY, key), (_CERT, cert)):
+            Path(name, file).write_bytes(data)
+        context = _loaded(make(), Path(name))
+    return lambda: context
+
+
+def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:
+    """Return what makes the context of the metrics port's next connection.
+
+    Raises:
+        ConfigError: A file cannot be read, or is none.
+    """
+
+    def make() -> ssl.SSLContext:
+        context = _bare_context()
+        if options.client_ca is not None:
+            try:
+                context.load_verify_locations(options.client_ca)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--metrics-client-ca-file {options.client_ca}: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return PortTls("metrics", make, options.cert_dir).context
 
 
 def self_signed() -> tuple[bytes, bytes]:
@@ -121,6 +154,7 @@ def self_signed() -> tuple[bytes, bytes]:
 def _bare_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
     return context
 
 

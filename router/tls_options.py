@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping, Sequence
+import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from router.flags import flag, names, switch
 TLS = "TLS"
 """Title of these flags in the help."""
 
-# Go's names and OpenSSL's of the suites of TLS 1.2 that BoringSSL, which is gRPC's, has.
+# Go's names and OpenSSL's of suites of TLS 1.2.
 _SUITES = {
     "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
     "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
@@ -31,8 +31,12 @@ _SUITES = {
 }
 # Those of TLS 1.3 are always on, here as in Go.
 _SUITES_13 = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256")
-_SUITES_VARIABLE = "GRPC_SSL_CIPHER_SUITES"
-_LEAST_VERSIONS = ("VersionTLS12", "1.2")
+_VERSIONS = {
+    "VersionTLS12": ssl.TLSVersion.TLSv1_2,
+    "1.2": ssl.TLSVersion.TLSv1_2,
+    "VersionTLS13": ssl.TLSVersion.TLSv1_3,
+    "1.3": ssl.TLSVersion.TLSv1_3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class TlsFlags:
         "--tls-min-version",
         str,
         "VersionTLS12",
-        "VersionTLS12; gRPC's Python server knows no other bound and takes 1.2 and 1.3",
+        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: %(default)s)",
         metavar="VERSION",
     )
     tls_cipher_suites: tuple[str, ...] = flag(
@@ -65,8 +69,8 @@ class TlsFlags:
         "--tls-cipher-suites",
         names,
         (),
-        "suites of TLS 1.2 by their IANA names; gRPC reads them from the environment only, so this flag "
-        "checks that GRPC_SSL_CIPHER_SUITES says the same",
+        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
+        "(default: OpenSSL's own choice)",
         metavar="NAME,...",
     )
     metrics_cert_dir: Path | None = flag(
@@ -89,10 +93,14 @@ class TlsOptions:
     Attributes:
         cert_dir: Holds tls.crt and tls.key; None: a certificate is made, signed by itself.
         reloads: Whether changed files are taken over.
+        least_version: Clients that speak only older ones are refused.
+        suites: OpenSSL's names of the suites of TLS 1.2 that are taken; empty: OpenSSL's own choice.
     """
 
     cert_dir: Path | None = None
     reloads: bool = True
+    least_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
+    suites: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +116,18 @@ class MetricsTlsOptions:
     client_ca: Path | None = None
 
 
-def tls_options(flags: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> TlsOptions | None:
+def tls_options(flags: argparse.Namespace) -> TlsOptions | None:
     """TLS of the gRPC port; None: plaintext.
 
     Raises:
-        ConfigError: A bound that gRPC's Python server does not know, or files without TLS.
+        ConfigError: A version or suite that is not known, or files without TLS.
     """
-    _check_version(flags.tls_min_version)
-    _check_suites(flags.tls_cipher_suites, environment)
+    least, suites = _version(flags.tls_min_version), _suites(flags.tls_cipher_suites)
     if not flags.secure_serving:
         if flags.cert_path is not None:
             raise ConfigError("--cert-path: needs --secure-serving")
         return None
-    return TlsOptions(flags.cert_path, flags.enable_cert_reload)
+    return TlsOptions(flags.cert_path, flags.enable_cert_reload, least, suites)
 
 
 def metrics_tls_options(flags: argparse.Namespace) -> MetricsTlsOptions | None:
@@ -136,24 +143,16 @@ def metrics_tls_options(flags: argparse.Namespace) -> MetricsTlsOptions | None:
     return MetricsTlsOptions(flags.metrics_cert_dir, flags.metrics_client_ca_file)
 
 
-def _check_version(least: str) -> None:
-    if least not in _LEAST_VERSIONS:
-        raise ConfigError(
-            f"--tls-min-version {least}: gRPC's Python server takes TLS 1.2 and 1.3 and cannot be told "
-            f"another bound; give {_LEAST_VERSIONS[0]}, or end TLS in front of the router"
-        )
+def _version(name: str) -> ssl.TLSVersion:
+    if name not in _VERSIONS:
+        raise ConfigError(f"--tls-min-version: {name!r} is not understood; there are {', '.join(_VERSIONS)}")
+    return _VERSIONS[name]
 
 
-def _check_suites(names: Sequence[str], environment: Mapping[str, str]) -> None:
+def _suites(names: Sequence[str]) -> tuple[str, ...]:
     unknown = [name for name in names if name not in _SUITES and name not in _SUITES_13]
     if unknown:
         raise ConfigError(
             f"--tls-cipher-suites: {unknown[0]!r} is not understood; there are {', '.join(_SUITES)}"
         )
-    wanted = [_SUITES[name] for name in names if name in _SUITES]
-    given = [name for name in environment.get(_SUITES_VARIABLE, "").split(":") if name]
-    if wanted and sorted(wanted) != sorted(given):
-        raise ConfigError(
-            "--tls-cipher-suites: gRPC reads them from the environment, before any flag; start with "
-            f"{_SUITES_VARIABLE}={':'.join(wanted)}"
-        )
+    return tuple(_SUITES[name] for name in names if name in _SUITES)

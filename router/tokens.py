@@ -26,7 +26,6 @@ from router.prompt_tokens import (
     unknown,
 )
 from router.request import RequestKind, RouteRequest
-from router.steps import MAY_WAIT, Steps, alone
 from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
@@ -137,16 +136,6 @@ class TokenizerRegistry:
         context_tokens: int | None = None,
         pods: Sequence[Pod] = (),
     ) -> PromptTokens:
-        """`tokenizing` without others' requests beside it."""
-        return alone(self.tokenizing(request, base_model, context_tokens, pods))
-
-    def tokenizing(
-        self,
-        request: RouteRequest,
-        base_model: str | None,
-        context_tokens: int | None = None,
-        pods: Sequence[Pod] = (),
-    ) -> Steps[PromptTokens]:
         """Tokenizes a request, or tells within the deadline why not.
 
         Args:
@@ -167,9 +156,8 @@ class TokenizerRegistry:
             return unknown(request, "no_tokenizer")
         try:
             if tokenizer is not None:
-                return (yield from self._local(request, tokenizer, context_tokens))
+                return self._local(request, tokenizer, context_tokens)
             assert remote is not None
-            yield MAY_WAIT
             tokens = self._remote(request, remote, context_tokens, pods)
             self._missed.discard(base_model or "")
             return tokens
@@ -191,7 +179,7 @@ class TokenizerRegistry:
 
     def _local(
         self, request: RouteRequest, tokenizer: PromptTokenizer, context_tokens: int | None
-    ) -> Steps[PromptTokens]:
+    ) -> PromptTokens:
         """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
         started_s = time.monotonic()
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
@@ -208,7 +196,6 @@ class TokenizerRegistry:
             if begun.missing_chars <= self._inline_chars:
                 return begun.tokens()
             work = begun.tokens
-        yield MAY_WAIT
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
         return self._pool.run(work, max(0.0, left_s))
 

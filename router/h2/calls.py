@@ -15,7 +15,6 @@ import grpc
 from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, refusal_block, trailers_block
 from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
-from router.steps import Steps
 
 # Tiny messages take many times their bytes while they wait to be served.
 _WAITING_MAX = 10_000
@@ -40,15 +39,8 @@ class Link(Protocol):
     def consumed(self, stream: Stream, size: int) -> None:
         """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
 
-    def flush_soon(self) -> None:
-        """Has what waits to be sent leave soon, whatever follows: that may take its time."""
-
-    def together(self, call: Call, size: int) -> None:
-        """Has a call's steps taken, together with those of others that came at once.
-
-        Args:
-            size: Bytes of its message.
-        """
+    def flush_before(self, size: int) -> None:
+        """Sends what waits to be sent, if to serve a message of so many bytes may take its time."""
 
     def cancel(self, stream: Stream) -> None:
         """Gives the stream up."""
@@ -91,8 +83,6 @@ class Call:
         self._ended = ended
         self._has_headers = False
         self._lock = Lock()
-        # Given to `Link.together`, if there are any.
-        self._steps: Steps[None]
         self.is_over = False
 
     def receive(self, data: bytes, is_over: bool) -> None:
@@ -108,16 +98,6 @@ class Call:
                 self._all_received()
         except MessageError as error:
             self._end(error.status, str(error))
-
-    def step(self) -> bool:
-        """Takes one of `_steps` on the connection's thread; whether the next one is to be taken there."""
-        try:
-            may_wait = next(self._steps)
-        except StopIteration:
-            return False
-        if may_wait:
-            self._leave()
-        return not may_wait
 
     def drained(self) -> None:
         """What waited for the client's window is sent."""
@@ -148,10 +128,6 @@ class Call:
 
     def _all_received(self) -> None:
         """No more will come."""
-        raise NotImplementedError
-
-    def _leave(self) -> None:
-        """Goes on with `_steps` on another thread."""
         raise NotImplementedError
 
     def _released(self) -> None:

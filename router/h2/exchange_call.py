@@ -1,13 +1,10 @@
-"""A stream answered message by message, on its connection's own thread as long as that does not wait.
-
-Until it is routed, a message is answered in steps, together with what other streams were sent at once.
-"""
+"""A stream answered message by message, on its connection's own thread unless messages are large."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,13 +14,13 @@ from router.h2.calls import Call, CallLimits, Link
 from router.h2.messages import MessageError
 from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
-from router.steps import Steps, alone
-from router.stream_watch import CANCELED, OK, UNKNOWN
 
 _log = logging.getLogger(__name__)
 
-# One thing to do for the stream, in steps.
-_Task = Callable[[], Iterable[bool]]
+# What a stream ends with, for whoever counts.
+_OK, _CANCELED, _UNKNOWN = "OK", "Canceled", "Unknown"
+# One thing to do for the stream.
+_Task = Callable[[], None]
 
 
 class ExchangeCall(Call):
@@ -43,17 +40,23 @@ class ExchangeCall(Call):
         # What the thread that serves is to do next.
         self._waiting: deque[_Task] = deque()
         self._is_serving = self._is_closed = False
-        self._code = CANCELED
+        self._code = _CANCELED
         self._exchange: Exchange = method.open(self)
-        self._watches = [watcher.opened(self) for watcher in method.watchers]
-        # Told until there is an answer.
-        self._waited_on = self._watches
-        for watch in self._watches:
-            watch.waits()
+        self._tell_end = method.opened() if method.opened is not None else None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether nothing is answered because the client has not sent its request yet."""
+        return not (self._has_headers or self._is_serving or self.is_over)
 
     def is_active(self) -> bool:
         """Whether the client still waits."""
         return not self.is_over
+
+    def cut(self) -> None:
+        """Ends a slow stream, as if the client had."""
+        self._method.cut()
+        self.cancel()
 
     def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
         """Ends the stream from outside, with these answers, behind what is being answered; does not block."""
@@ -65,48 +68,33 @@ class ExchangeCall(Call):
         self._room_bytes -= size
         is_routed = self._exchange.is_routed
         if not is_routed:
-            self._link.flush_soon()
-        here = is_routed or self._room_bytes >= 0
-        self._do(partial(self._answer, message, size), size, here=here)
+            self._link.flush_before(size)
+        self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
 
     def _all_received(self) -> None:
         self._do(self._finish, here=True)
 
-    def _leave(self) -> None:
-        self._link.run(partial(alone, self._steps))
-
-    def _do(self, task: _Task, size: int = 0, *, here: bool) -> None:
-        """Does a task: behind those of the thread that serves, or on this one, or on another.
-
-        Args:
-            size: Bytes of the message that it is about.
-        """
+    def _do(self, task: _Task, *, here: bool) -> None:
+        """Does a task: behind those of the thread that serves, or on this one, or on another."""
         with self._lock:
             is_alone, self._is_serving = not self._is_serving, True
             if not is_alone or not here:
                 self._waiting.append(task)
         if not is_alone:
             return
-        if not here:
-            self._link.run(lambda: alone(self._serving(None)))
-        elif self._exchange.is_routed:
-            alone(self._serving(task))
+        if here:
+            self._serve(task)
         else:
-            self._steps = self._serving(task)
-            self._link.together(self, size)
+            self._link.run(partial(self._serve, None))
 
-    def _serving(self, task: _Task | None) -> Steps[None]:
+    def _serve(self, task: _Task | None) -> None:
         """Does a task and those that wait."""
         while True:
             if task is not None and not self.is_over:
-                for watch in self._waited_on:
-                    watch.serves()
                 try:
-                    yield from task()
+                    task()
                 except Exception as error:
                     self._fail(error)
-                for watch in self._waited_on:
-                    watch.waits()
             with self._lock:
                 if not self._waiting:
                     self._is_serving = False
@@ -117,49 +105,38 @@ class ExchangeCall(Call):
             self._close_once()
 
     def _fail(self, error: Exception) -> None:
-        self._code = UNKNOWN
+        self._code = _UNKNOWN
         if isinstance(error, MessageError):
             self._end(error.status, str(error))
             return
         _log.error("a call failed: %s", self._stream.head.path, exc_info=error)
         self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
-    def _answer(self, data: bytes, size: int) -> Iterator[bool]:
+    def _answer(self, data: bytes, size: int) -> None:
         exchange = self._exchange
         try:
             message = self._method.read(data)
         except Exception as error:
             raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
-        written = []
-        for answer in exchange.answers(message):
-            if isinstance(answer, bool):
-                yield answer
-            else:
-                written.append(self._framed(self._method.written(answer)))
-        answers = b"".join(written)
+        written = self._method.written
+        answers = b"".join([self._framed(written(answer)) for answer in exchange.answers(message)])
         if exchange.finished:
-            self._code = OK
+            self._code = _OK
             self._end(grpc.StatusCode.OK, data=answers)
             return
         if not answers:
             self._link.consumed(self._stream, size)
             return
         self._say(answers, consumed=size)
-        if self._waited_on:
-            for watch in self._waited_on:
-                watch.answered()
-            self._waited_on = []
 
-    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> Iterable[bool]:
-        self._code = OK
+    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
+        self._code = _OK
         data = b"".join(map(self._framed, map(self._method.written, answers())))
         self._end(grpc.StatusCode.OK, data=data)
-        return ()
 
-    def _finish(self) -> Iterable[bool]:
-        self._code = OK
+    def _finish(self) -> None:
+        self._code = _OK
         self._end(grpc.StatusCode.OK)
-        return ()
 
     def _released(self) -> None:
         self._close_once()
@@ -174,10 +151,10 @@ class ExchangeCall(Call):
             self._exchange.close()
         except Exception:
             _log.exception("a stream's end failed: %s", self._stream.head.path)
-        for watch in self._watches:
-            watch.closed(self._code)
-        # They lead back to the call, which shall go with its last user and not wait for a collector.
-        self._exchange, self._watches, self._waited_on = _GONE, [], []
+        if self._tell_end is not None:
+            self._tell_end(self._code)
+        # It leads back to the call, which shall go with its last user and not wait for a collector.
+        self._exchange = _GONE
         self._ended()
 
 
@@ -186,8 +163,8 @@ class _Gone:
 
     finished = is_routed = True
 
-    def answers(self, _message: object) -> Iterator[Any]:
-        return iter(())
+    def answers(self, _message: object) -> Iterable[Any]:
+        return ()
 
     def close(self) -> None:
         pass

@@ -14,6 +14,8 @@ import grpc
 
 _PREFIX = struct.Struct(">BI")
 _PREFIX_BYTES = 5
+# Smaller pieces of a message are gathered.
+_PIECE_BYTES = 4096
 # Of 0, not compressed, and the message's size.
 plain_prefix: Final = _PREFIX.pack
 # zlib's marks for what it reads: gzip's header, zlib's own.
@@ -36,17 +38,21 @@ class MessageReader:
         bytes_max: Larger messages are refused, as soon as they say so.
     """
 
-    __slots__ = ("_buffer", "_bytes_max", "_encoding")
+    __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 
     def __init__(self, encoding: str, bytes_max: int) -> None:
         self._encoding = encoding
         self._bytes_max = bytes_max
-        self._buffer = bytearray()
+        self._head = b""
+        # Of the message that has begun: bytes that have not come yet; None: none has begun.
+        self._missing: int | None = None
+        self._flag = 0
+        self._parts: list[bytes | bytearray] = []
 
     @property
     def is_within(self) -> bool:
         """Whether a part of a message has come, and the rest has not."""
-        return bool(self._buffer)
+        return bool(self._head) or self._missing is not None
 
     def feed(self, data: bytes) -> Iterable[tuple[bytes, int]]:
         """Messages that are complete with these bytes, each with the size it had on its way.
@@ -54,7 +60,7 @@ class MessageReader:
         Raises:
             MessageError: One is too large or cannot be decompressed.
         """
-        if not self._buffer:
+        if self._missing is None and not self._head:
             frame_bytes = len(data)
             # Nearly always one message comes as one frame.
             if frame_bytes >= _PREFIX_BYTES:
@@ -63,23 +69,38 @@ class MessageReader:
                     return ((data[_PREFIX_BYTES:], frame_bytes),)
             elif not data:
                 return ()
-        return self._buffered(data)
+        return self._joined(data)
 
-    def _buffered(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        while len(buffer) - at >= _PREFIX_BYTES:
-            flag, size = self._prefix(buffer, at)
-            end = at + _PREFIX_BYTES + size
-            if len(buffer) < end:
-                break
-            message = bytes(buffer[at + _PREFIX_BYTES : end])
-            yield self._plain(message) if flag else message, end - at
-            at = end
-        del buffer[:at]
+    def _joined(self, data: bytes) -> Iterator[tuple[bytes, int]]:
+        """Messages that come in pieces; each is copied once, when all of it is there."""
+        data, self._head, at = self._head + data, b"", 0
+        while True:
+            if self._missing is None:
+                if len(data) - at < _PREFIX_BYTES:
+                    self._head = data[at:]
+                    return
+                self._flag, self._missing = self._prefix(data, at)
+                at += _PREFIX_BYTES
+            piece = data[at : at + self._missing]
+            at += len(piece)
+            self._missing -= len(piece)
+            self._keep(piece)
+            if self._missing:
+                return
+            message, self._parts, self._missing = b"".join(self._parts), [], None
+            yield self._plain(message) if self._flag else message, len(message) + _PREFIX_BYTES
 
-    def _prefix(self, data: bytes | bytearray, at: int = 0) -> tuple[int, int]:
+    def _keep(self, piece: bytes) -> None:
+        # Many tiny pieces as objects of their own would take many times their bytes.
+        parts = self._parts
+        if len(piece) >= _PIECE_BYTES:
+            parts.append(piece)
+        elif parts and isinstance(parts[-1], bytearray):
+            parts[-1] += piece
+        else:
+            parts.append(bytearray(piece))
+
+    def _prefix(self, data: bytes, at: int) -> tuple[int, int]:
         flag, size = _PREFIX.unpack_from(data, at)
         if size > self._bytes_max:
             raise self._too_large(size)

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from router.h2.messages import MessageError
-from router.steps import Steps, alone
-from router.stream_watch import StreamWatcher
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class Exchange(Protocol):
         """See above."""
 
     def answers(self, message: Any) -> Iterable[Any]:
-        """The answers to one message; between them the ends of steps, as `router.steps` has them."""
+        """The answers to one message."""
 
     def close(self) -> None:
         """The stream has ended, however it did."""
@@ -59,39 +57,15 @@ class ExchangeMethod:
         open: Makes one for each stream.
         read: A message's bytes in, the message out.
         written: An answer in, its bytes out.
+        cut: Told of each stream that is cut off because its request comes too slowly.
+        opened: Told of each stream; what it returns is called with the code that the stream ends with.
     """
 
     open: Callable[[ExchangeStream], Exchange]
     read: Callable[[bytes], Any]
     written: Callable[[Any], bytes]
-    watchers: Sequence[StreamWatcher] = ()
-
-
-class SteppedHandler:
-    """A unary method served in steps, calls that come at once together; to grpcio, a handler like any other.
-
-    Args:
-        request_deserializer: A message's bytes in, the message out.
-        steps: The message and the call's context in; returns the answer.
-        response_serializer: The answer in, its bytes out; None: it is bytes.
-    """
-
-    request_streaming = response_streaming = False
-    unary_stream = stream_unary = stream_stream = None
-
-    def __init__(
-        self,
-        request_deserializer: Callable[[bytes], Any],
-        steps: Callable[[Any, grpc.ServicerContext], Steps[Any]],
-        response_serializer: Callable[[Any], bytes] | None = None,
-    ) -> None:
-        self.request_deserializer = request_deserializer
-        self.steps = steps
-        self.response_serializer = response_serializer
-
-    def unary_unary(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Serves a call alone."""
-        return alone(self.steps(request, context))
+    cut: Callable[[], object] = bool
+    opened: Callable[[], Callable[[str], object]] | None = None
 
 
 class CallDetails(NamedTuple):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,8 +26,8 @@ from router.h2.exchange_call import ExchangeCall
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.threaded_call import ThreadedCall
+from router.h2.tls import HANDSHAKE, TlsLayer
 from router.h2.unary_call import UnaryCall
-from router.steps import AT_ONCE_BYTES, AT_ONCE_MAX
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -38,8 +38,8 @@ _FRAME_S = 10.0
 # Whoever takes an answer byte by byte keeps a thread that long.
 _WRITE_S = 30.0
 _FAREWELL_S = 0.05
-# Answers to short calls that came at once leave together; what waits for longer leaves before the next.
-_HELD_S = 0.002
+# Answers to short calls that came at once leave together, and before a call with a larger message.
+_SHORT_BYTES = 8 << 10
 
 
 class Host(Protocol):
@@ -48,18 +48,20 @@ class Host(Protocol):
     methods: Methods
     receive_bytes_max: int
     streams_max: int
+    # The context of the next connection that begins with TLS; None: there is no TLS.
+    tls: Callable[[], ssl.SSLContext] | None
 
     def begin_call(self) -> bool:
         """Whether there is a place for one more call; it is taken then."""
 
-    def end_call(self) -> None:
+    def end_call(self, stream: Stream) -> None:
         """A place is free again."""
+
+    def note_exchange(self, stream: Stream) -> None:
+        """A stream's call may be cut off as long as its request has not come."""
 
     def run(self, task: Callable[[], object]) -> None:
         """Has a task done on another thread."""
-
-    def watch(self, peer: Peer) -> None:
-        """Has answers that a peer holds back sent if its own thread does not get to it."""
 
     def limits(self, path: str) -> CallLimits:
         """Of calls of a method."""
@@ -75,12 +77,10 @@ class Peer:
 
     Attributes:
         peer: Its address in gRPC's form.
-        held_since_s: Since when it begins calls before it sends answers (monotonic); None: it does not.
     """
 
     def __init__(self, host: Host, connection: socket.socket, address: str) -> None:
         self.peer = address
-        self.held_since_s: float | None = None
         self._host = host
         self._socket = connection
         self._lock = Lock()
@@ -88,12 +88,12 @@ class Peer:
         window_bytes = host.receive_bytes_max + (64 << 10)
         self._connection = H2Connection(call_head, streams_max=host.streams_max, window_bytes=window_bytes)
         self._is_lost = False
+        self._tls: TlsLayer | None = None
+        # Where there is TLS, the client's first byte says whether it speaks it.
+        self._may_send = host.tls is None
         self._reader = 0
         self._steps = 0
         self._step_s: float | None = None
-        # Calls that go together, and their messages' bytes.
-        self._together: deque[Call] = deque()
-        self._together_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -108,8 +108,11 @@ class Peer:
         try:
             self.flush()
             while size := self._receive(room):
+                data = bytes(room[:size])
                 with self._lock:
-                    events = connection.receive(bytes(room[:size]))
+                    if self._tls is not None or not self._may_send:
+                        data = self._plaintext(data)
+                    events = connection.receive(data)
                     if connection.out:
                         self._write_out()
                 if connection.steps != self._steps:
@@ -118,7 +121,6 @@ class Peer:
                     self._check_pace()
                 for event in events:
                     self._take(event)
-                self._go_on()
                 if connection.out:
                     with self._lock:
                         self._write_out()
@@ -128,6 +130,10 @@ class Peer:
             )
             with suppress(OSError):
                 self._say_goaway(error.code, str(error))
+        except ssl.SSLError as error:
+            _repeated.event(
+                "tls_failed", host_of(self.peer), "TLS with a gRPC client at %s failed: %s", self.peer, error
+            )
         except OSError:
             pass  # the client is gone, or too slow
         finally:
@@ -173,17 +179,10 @@ class Peer:
         except OSError:
             self._break()
 
-    def flush_soon(self) -> None:
+    def flush_before(self, size: int) -> None:
         """See `Link`."""
-        if not self._connection.out:
-            return
-        now_s, since_s = time.monotonic(), self.held_since_s
-        if since_s is None:
-            since_s = self.held_since_s = now_s
-        if now_s - since_s > _HELD_S:
+        if size > _SHORT_BYTES and self._connection.out:
             self.flush()
-        else:
-            self._host.watch(self)
 
     def flush(self) -> None:
         """Sends what waits to be sent."""
@@ -192,13 +191,6 @@ class Peer:
                 self._write_out()
         except OSError:
             self._break()
-
-    def together(self, call: Call, size: int) -> None:
-        """See `Link`."""
-        self._together.append(call)
-        self._together_bytes += size
-        if len(self._together) >= AT_ONCE_MAX or self._together_bytes >= AT_ONCE_BYTES:
-            self._go_on()
 
     def cancel(self, stream: Stream) -> None:
         """See `Link`."""
@@ -223,15 +215,27 @@ class Peer:
                 if self._connection.is_within:
                     raise _too_slow() from None
 
-    def _go_on(self) -> None:
-        """Has calls that go together take a step each in turn, until they are served or go on elsewhere."""
-        together = self._together
-        while together:
-            self.flush_soon()
-            call = together.popleft()
-            if call.step():
-                together.append(call)
-        self._together_bytes = 0
+    def _plaintext(self, data: bytes) -> bytes:
+        """Take the client's bytes; the first of them says whether they are TLS.
+
+        Raises:
+            OSError: TLS has failed, or the client has ended it.
+        """
+        if self._tls is None:
+            if self._host.tls is None or data[0] != HANDSHAKE:
+                self._may_send = True
+                return data
+            self._tls = TlsLayer(self._host.tls())
+        tls = self._tls
+        try:
+            data = tls.receive(data)
+            self._may_send = tls.is_open
+        finally:
+            if records := tls.take_out():
+                self._send(records)
+        if tls.is_over and not data:
+            raise ConnectionResetError
+        return data
 
     def _check_pace(self) -> None:
         """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""
@@ -279,6 +283,7 @@ class Peer:
         limits, ended = host.limits(head.path), partial(self._call_ended, stream)
         try:
             if isinstance(method, ExchangeMethod):
+                host.note_exchange(stream)
                 return ExchangeCall(self, stream, limits, ended, method)
             if method.request_streaming or method.response_streaming:
                 return ThreadedCall(self, stream, limits, ended, method)
@@ -308,7 +313,7 @@ class Peer:
             if not (stream.is_served and stream.is_closed and stream.holds_place):
                 return
             stream.holds_place = False
-        self._host.end_call()
+        self._host.end_call(stream)
 
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)
@@ -319,12 +324,14 @@ class Peer:
             self._write_out()
 
     def _write_out(self) -> None:
-        self.held_since_s = None
-        if not self._connection.out:
+        if not (self._connection.out and self._may_send):
             return
         data = b"".join(self._connection.take_out())
         if self._is_lost:
             return
+        self._send(data if self._tls is None else self._tls.sealed(data))
+
+    def _send(self, data: bytes) -> None:
         try:
             sent_bytes = self._socket.send(data)
             if sent_bytes < len(data):

@@ -46,9 +46,29 @@ class FrameReader:
         return self._frames(data)
 
     def _frames(self, data: bytes) -> Iterator[Frame]:
-        if self._rest:
-            data = self._rest + data
-        at = 0 if self._is_begun else self._preface(data)
+        if self._rest and self._has_settings:
+            # Joined to its own frame's bytes alone: all that came with them would be copied for nothing.
+            first, at = self._completed(data)
+            yield from self._split(first, 0)
+            if self._rest:
+                return
+            yield from self._split(data, at)
+            return
+        data = self._rest + data
+        yield from self._split(data, 0 if self._is_begun else self._preface(data))
+
+    def _completed(self, data: bytes) -> tuple[bytes, int]:
+        """Return the frame that has begun, as far as it has come, and how much of `data` belongs to it."""
+        begun, at = self._rest, 0
+        if (lacks := frames.HEAD_BYTES - len(begun)) > 0:
+            begun, at = begun + data[:lacks], lacks
+        if len(begun) >= frames.HEAD_BYTES:
+            upper, lower, *_ = frames.read_head(begun)
+            lacks = (upper << 16 | lower) + frames.HEAD_BYTES - len(begun)
+            begun, at = begun + data[at : at + lacks], at + lacks
+        return begun, at
+
+    def _split(self, data: bytes, at: int) -> Iterator[Frame]:
         size = len(data)
         while self._is_begun and size - at >= frames.HEAD_BYTES:
             upper, lower, kind, flags, stream_id = frames.read_head(data, at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 
 from indexer.repeated_log import RepeatedLog
 from router.h2.calls import CallLimits
-from router.h2.late_answers import LateAnswers
+from router.h2.exchange_call import ExchangeCall
 from router.h2.methods import ExchangeMethod, Methods
 from router.h2.peer import Peer, host_of
+from router.h2.streams import Stream
 from router.tcp_listen import TcpListener, prepare
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
+# A client that needs longer for its request gives way to others.
+_PATIENCE_S = 2.0
 
 
 class GrpcServer:
@@ -38,6 +42,7 @@ class GrpcServer:
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
         receive_bytes_max, send_bytes_max: Largest messages.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
+        tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
 
     Attributes:
         port: The port listened on.
@@ -57,10 +62,12 @@ class GrpcServer:
         receive_bytes_max: int,
         send_bytes_max: int,
         inline: Mapping[str, int],
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._listener = TcpListener(flag, host, port, self._take, "grpc")
         self.port = self._listener.port
         self.methods = Methods()
+        self.tls = tls
         self.receive_bytes_max = receive_bytes_max
         self._calls_max = requests_max
         # Told to clients; so much above what is served that they are refused rather than kept waiting.
@@ -70,11 +77,12 @@ class GrpcServer:
         }
         self._other_limits = CallLimits(receive_bytes_max, send_bytes_max, -1)
         self._calls = 0
+        # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
+        self._exchanges: dict[Stream, float] = {}
         self._lock = threading.Lock()
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self._late = LateAnswers(self.run)
 
     @property
     def open_calls(self) -> int:
@@ -101,7 +109,6 @@ class GrpcServer:
 
     def start(self) -> None:
         """Begins to serve."""
-        self._late.start()
         self._listener.start()
 
     def drain(self) -> None:
@@ -113,7 +120,6 @@ class GrpcServer:
         """Ends serving, calls included. Idempotent."""
         self._is_closed = True
         self._listener.close()
-        self._late.close()
         peers = self._connected()
         for peer in peers:
             peer.close()
@@ -124,15 +130,18 @@ class GrpcServer:
 
     def begin_call(self) -> bool:
         """See `Host`."""
-        with self._lock:
-            is_free = self._calls < self._calls_max
-            self._calls += is_free
-        return is_free
+        return self._take_place() or (self._cut_slowest() and self._take_place())
 
-    def end_call(self) -> None:
+    def end_call(self, stream: Stream) -> None:
         """See `Host`."""
         with self._lock:
             self._calls -= 1
+            self._exchanges.pop(stream, None)
+
+    def note_exchange(self, stream: Stream) -> None:
+        """See `Host`."""
+        with self._lock:
+            self._exchanges[stream] = time.monotonic()
 
     def run(self, task: Callable[[], object]) -> None:
         """See `Host`."""
@@ -140,13 +149,36 @@ class GrpcServer:
         with suppress(RuntimeError):
             self._pool.submit(task)
 
-    def watch(self, peer: Peer) -> None:
-        """See `Host`."""
-        self._late.watch(peer)
-
     def limits(self, path: str) -> CallLimits:
         """See `Host`."""
         return self._limits.get(path, self._other_limits)
+
+    def _take_place(self) -> bool:
+        with self._lock:
+            is_free = self._calls < self._calls_max
+            self._calls += is_free
+        return is_free
+
+    def _cut_slowest(self) -> bool:
+        """Cut off the oldest stream whose request has not come in time, if there is any.
+
+        A client that sends its request slowly, or not at all, would hold its place as long as it likes.
+        """
+        latest_s = time.monotonic() - _PATIENCE_S
+        with self._lock:
+            old = [stream for stream, opened_s in self._exchanges.items() if opened_s <= latest_s]
+        for stream in old:
+            call = stream.call
+            if isinstance(call, ExchangeCall) and call.is_slow:
+                _repeated.event(
+                    "slow_request",
+                    "places",
+                    "all %d places for calls are taken; requests that come too slowly are cut off",
+                    self._calls_max,
+                )
+                call.cut()
+                return True
+        return False
 
     def _connected(self) -> dict[Peer, threading.Thread]:
         with self._lock:

@@ -1,4 +1,4 @@
-"""A unary call: one message in, one out, by a grpcio handler; in steps, where the handler has them."""
+"""A unary call: one message in, one out, by a grpcio handler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from indexer.repeated_log import RepeatedLog
 from router.h2.calls import Call, CallLimits, Link
 from router.h2.context import CallAborted, CallContext
 from router.h2.messages import MessageError
-from router.h2.methods import SteppedHandler, deserialized, not_one_message, serialized
+from router.h2.methods import deserialized, not_one_message, serialized
 from router.h2.streams import Stream
-from router.steps import Steps, alone
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -43,35 +42,28 @@ class UnaryCall(Call):
     def _all_received(self) -> None:
         if self._request is None:
             raise not_one_message(self._stream.head.path)
-        self._steps = self._serving(self._request)
-        if len(self._request) > self._limits.inline_bytes_max:
-            self._leave()
-        elif isinstance(self._handler, SteppedHandler):
-            self._link.together(self, len(self._request))
+        size = len(self._request)
+        if size > self._limits.inline_bytes_max:
+            self._is_elsewhere = True
+            self._link.run(self._serve_elsewhere)
         else:
-            self._link.flush_soon()
-            alone(self._steps)
+            self._link.flush_before(size)
+            self._serve(self._request)
 
-    def _leave(self) -> None:
-        self._is_elsewhere = True
-        self._link.run(self._go_on_elsewhere)
-
-    def _go_on_elsewhere(self) -> None:
+    def _serve_elsewhere(self) -> None:
+        assert self._request is not None
         try:
-            alone(self._steps)
+            self._serve(self._request)
         finally:
             self._ended()
 
-    def _serving(self, message: bytes) -> Steps[None]:
+    def _serve(self, message: bytes) -> None:
         if self.is_over:
             return
         handler, context = self._handler, self._context
         try:
             request = deserialized(message, handler.request_deserializer)
-            if isinstance(handler, SteppedHandler):
-                answer = yield from handler.steps(request, context)
-            else:
-                answer = handler.unary_unary(request, context)
+            answer = handler.unary_unary(request, context)
             data = self._framed(serialized(answer, handler.response_serializer))
         except CallAborted:
             self._end(context.code, context.details_text, context.trailing, initial=context.initial)

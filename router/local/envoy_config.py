@@ -1,7 +1,7 @@
 """The Envoy configuration of the local stack: addresses in, a bootstrap (as a JSON-like dict) out.
 
-Two listeners: the gateway, where ext_authz (over plain HTTP or gRPC) or ext_proc asks the router for a pod,
-and a round-robin one for contrast. Knows nothing of processes or files.
+Two listeners: the gateway, where ext_authz or ext_proc asks the router for a pod, and a round-robin one for
+contrast. Knows nothing of processes or files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.envoy_headers import DESTINATION_HEADER, REQUEST_ID_HEADER, SUBSET_HEADER, SUBSET_NAMESPACE
+from router.envoy_headers import DESTINATION_HEADER, SUBSET_NAMESPACE
 from router.local.envoy_replies import DOOR_FAILED, reply_mappers
 from router.local.envoy_routes import (
     gateway_routes,
@@ -19,8 +19,6 @@ from router.local.envoy_routes import (
     virtual_host,
     without_gateway_only_headers,
 )
-from router.plugins.handlers import HANDLER_HEADERS
-from router.plugins.session_affinity import TOKEN_HEADER
 
 _API = "type.googleapis.com/envoy"
 _PROCESSING_S = "30s"
@@ -28,12 +26,10 @@ _PROCESSING_S = "30s"
 _ACCESS_LOG_FLUSH_S = "0.05s"
 _UNLIMITED = 1_000_000_000
 
-# A router keeps an idle connection longer, so that it never closes one on which a request is on its way.
-_CHECK_IDLE_S = "60s"
-# So do engines, if only for five seconds.
+# Engines keep an idle connection for five seconds, so that they close none on which a request is on its way.
 _POD_IDLE_S = "4s"
 
-Door = Literal["check", "check_grpc", "ext_proc"]
+Door = Literal["check_grpc", "ext_proc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +37,8 @@ class EnvoySettings:
     """What the configuration depends on; all addresses are (host, port).
 
     Attributes:
-        router_check: Where the router answers ext_authz over plain HTTP; for the door "check" alone.
-        door: "check_grpc" and "check" ask once with the whole body, over gRPC or plain HTTP; "ext_proc"
-            streams, as Gateway API gateways do. Only gRPC notices a router that hangs.
+        door: "check_grpc" asks once with the whole body (ext_authz); "ext_proc" streams, as Gateway API
+            gateways do.
         responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
             well.
         max_request_bytes: The router's limit; Envoy answers larger bodies with 413.
@@ -54,7 +49,6 @@ class EnvoySettings:
     gateway: tuple[str, int]
     router_grpc: tuple[str, int]
     pods: Sequence[tuple[str, int]]
-    router_check: tuple[str, int] | None = None
     round_robin: tuple[str, int] | None = None
     door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
@@ -68,8 +62,6 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     door = _ext_proc_filter(settings) if settings.door == "ext_proc" else _check_filter(settings)
     listeners = [_listener("gateway", settings.gateway, routes, [door], _access_log())]
     clusters = [_original_dst_cluster(), _router_cluster(settings.router_grpc)]
-    if settings.router_check is not None:
-        clusters.append(_router_check_cluster(settings.router_check))
     if settings.round_robin is not None:
         listeners.append(_listener("round_robin", settings.round_robin, round_robin_routes(), [], []))
     if settings.round_robin is not None or settings.failure_mode_allow:
@@ -86,7 +78,8 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
         "typed_config": {
             "@type": f"{_API}.extensions.filters.http.ext_authz.v3.ExtAuthz",
             "transport_api_version": "V3",
-            **(_check_over_http() if settings.door == "check" else _check_over_grpc()),
+            "grpc_service": _router_service(),
+            "metadata_context_namespaces": [SUBSET_NAMESPACE],
             "failure_mode_allow": settings.failure_mode_allow,
             "status_on_error": {"code": DOOR_FAILED[0]},
             "with_request_body": {
@@ -100,61 +93,28 @@ def _check_filter(settings: EnvoySettings) -> dict[str, Any]:
     }
 
 
-def _check_over_grpc() -> dict[str, Any]:
-    return {"grpc_service": _router_service(), "metadata_context_namespaces": [SUBSET_NAMESPACE]}
-
-
 def _router_service() -> dict[str, Any]:
     """The router's gRPC doors. The timeout is long, since a pick may wait: the cluster finds hung routers."""
     return {
         "envoy_grpc": {"cluster_name": "router"},
         "timeout": _PROCESSING_S,
+        # A router that goes away in the middle has dispatched nothing: another may be asked.
         "retry_policy": {
             "retry_on": "connect-failure,refused-stream,reset,unavailable",
-            **_tries(),
+            "num_retries": 2,
+            # Envoy takes the longest interval for each try's timeout, too.
+            "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
+            "host_selection_retry_max_attempts": 3,
+            "retry_host_predicate": [
+                {
+                    "name": "envoy.retry_host_predicates.previous_hosts",
+                    "typed_config": {
+                        "@type": f"{_API}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                    },
+                }
+            ],
         },
     }
-
-
-def _tries() -> dict[str, Any]:
-    """A router that goes away in the middle has dispatched nothing: another may be asked."""
-    return {
-        "num_retries": 2,
-        # Envoy takes the longest interval for each try's timeout, too.
-        "retry_back_off": {"base_interval": "0.025s", "max_interval": _PROCESSING_S},
-        "host_selection_retry_max_attempts": 3,
-        "retry_host_predicate": [
-            {
-                "name": "envoy.retry_host_predicates.previous_hosts",
-                "typed_config": {
-                    "@type": f"{_API}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-                },
-            }
-        ],
-    }
-
-
-def _check_over_http() -> dict[str, Any]:
-    """All headers go to the router; of its answer's, those for the pod and for the client are named."""
-    subset = f"%DYNAMIC_METADATA({SUBSET_NAMESPACE}:{SUBSET_HEADER})%"
-    return {
-        "allowed_headers": {"patterns": [{"safe_regex": {"regex": ".*"}}]},
-        "http_service": {
-            "server_uri": {"uri": "http://router", "cluster": "router_check", "timeout": _PROCESSING_S},
-            "authorization_request": {"headers_to_add": [{"key": SUBSET_HEADER, "value": subset}]},
-            "authorization_response": {
-                "allowed_upstream_headers": _named(
-                    DESTINATION_HEADER, REQUEST_ID_HEADER, *sorted(HANDLER_HEADERS)
-                ),
-                "allowed_client_headers_on_success": _named(TOKEN_HEADER),
-            },
-            "retry_policy": {"retry_on": "connect-failure,refused-stream,reset", **_tries()},
-        },
-    }
-
-
-def _named(*names: str) -> dict[str, Any]:
-    return {"patterns": [{"exact": name} for name in names]}
 
 
 def _ext_proc_filter(settings: EnvoySettings) -> dict[str, Any]:
@@ -235,7 +195,7 @@ def _original_dst_cluster() -> dict[str, Any]:
         "connect_timeout": "1s",
         "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION_HEADER},
         "circuit_breakers": _no_circuit_breakers(),
-        "typed_extension_protocol_options": _http1(_POD_IDLE_S),
+        "typed_extension_protocol_options": _http1(),
     }
 
 
@@ -247,7 +207,7 @@ def _round_robin_cluster(pods: Sequence[tuple[str, int]]) -> dict[str, Any]:
         "connect_timeout": "1s",
         "load_assignment": _assignment("round_robin", pods),
         "circuit_breakers": _no_circuit_breakers(),
-        "typed_extension_protocol_options": _http1(_POD_IDLE_S),
+        "typed_extension_protocol_options": _http1(),
     }
 
 
@@ -287,23 +247,12 @@ def _router_cluster(address: tuple[str, int]) -> dict[str, Any]:
     }
 
 
-def _router_check_cluster(address: tuple[str, int]) -> dict[str, Any]:
-    return {
-        "name": "router_check",
-        "type": "STATIC",
-        "connect_timeout": "1s",
-        "load_assignment": _assignment("router_check", [address]),
-        "circuit_breakers": _no_circuit_breakers(),
-        "typed_extension_protocol_options": _http1(_CHECK_IDLE_S),
-    }
-
-
-def _http1(idle_timeout: str) -> dict[str, Any]:
+def _http1() -> dict[str, Any]:
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     return {
         options: {
             "@type": f"type.googleapis.com/{options}",
-            "common_http_protocol_options": {"idle_timeout": idle_timeout},
+            "common_http_protocol_options": {"idle_timeout": _POD_IDLE_S},
             "explicit_http_config": {"http_protocol_options": {}},
         }
     }

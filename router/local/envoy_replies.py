@@ -1,11 +1,9 @@
-"""Envoy's own replies in OpenAI's error form, and the statuses behind the router's stand-ins."""
+"""Envoy's own replies in OpenAI's error form."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
-
-from router.check_answers import STAND_INS
 
 DOOR_FAILED = ("LoopDetected", 508)
 """The status, by Envoy's name and by number, that a filter answers when no router does.
@@ -19,9 +17,6 @@ _POD_LOST_FLAGS = ("UF", "UC", "UR")
 
 def reply_mappers() -> list[dict[str, Any]]:
     """Return the mappers of local replies; the first that matches a reply counts."""
-    stand_ins = [
-        {"filter": _is_status(stand_in), "status_code": status} for status, stand_in in STAND_INS.items()
-    ]
     no_router = _in_openai_form(
         _is_status(DOOR_FAILED[1]), 503, "ServiceUnavailableError", "no router answers this gateway"
     )
@@ -38,7 +33,7 @@ def reply_mappers() -> list[dict[str, Any]]:
         "the model server was lost before its response began; it may have begun the request, so no other "
         "one was asked",
     )
-    return [*stand_ins, {**no_router, "status_code": 503}, too_large, pod_lost]
+    return [{**no_router, "status_code": 503}, too_large, pod_lost]
 
 
 def openai_error(status: int, type_name: str, message: str) -> str:

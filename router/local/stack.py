@@ -98,17 +98,14 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     if options.responses == "full" and options.door != "ext_proc":
         raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
     if options.failure_mode_allow and options.door == "ext_proc":
-        raise LocalStackError(
-            "--failure-mode-allow needs --door check or check_grpc: what ext_proc streamed is lost"
-        )
+        raise LocalStackError("--failure-mode-allow needs --door check_grpc: what ext_proc streamed is lost")
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
-    grpc, health, metrics, round_robin, check = range(base, base + 5)
+    grpc, health, metrics, round_robin = range(base, base + 4)
     numbers = range(1, options.replicas + 1)
     pods = [(HOST, base + _POD_HTTP + number) for number in numbers]
     settings = EnvoySettings(
         gateway=(HOST, options.port),
         router_grpc=(HOST, grpc),
-        router_check=(HOST, check),
         pods=pods,
         round_robin=(HOST, round_robin),
         door=options.door,
@@ -116,7 +113,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         failure_mode_allow=options.failure_mode_allow,
     )
     children = [_model_server(options, number, model_name) for number in numbers]
-    children.append(_router(options, directory, model_name, (grpc, health, metrics, check)))
+    children.append(_router(options, directory, model_name, (grpc, health, metrics)))
     children.append(_envoy(directory, (options.port, round_robin)))
     return StackPlan(
         children=children,
@@ -164,12 +161,12 @@ def _model_server(options: StackOptions, number: int, model_name: str) -> ChildP
 
 
 def _router(
-    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int, int]
+    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int]
 ) -> ChildPlan:
-    grpc, health, metrics, check = ports
+    grpc, health, metrics = ports
     argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
-    argv += ["--check-port", str(check), "--responses", options.responses]
+    argv += ["--responses", options.responses]
     if options.model != TINY_MODEL:
         argv += ["--tokenizer", f"{model_name}={options.model}"]
     return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")

@@ -78,11 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--door",
-        choices=("check_grpc", "check", "ext_proc"),
+        choices=("check_grpc", "ext_proc"),
         default="check_grpc",
-        help="check_grpc: Envoy asks once with the whole body (ext_authz over gRPC); check: the same "
-        "over plain HTTP, where a router that hangs costs each request 30 s; ext_proc: as Gateway API "
-        "gateways ask",
+        help="check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways "
+        "ask",
     )
     parser.add_argument(
         "--responses",

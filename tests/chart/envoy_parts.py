@@ -22,7 +22,6 @@ def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: boo
         gateway=GATEWAY,
         router_grpc=_ANY,
         pods=[_ANY],
-        router_check=_ANY if door == "check" else None,
         door=door,
         responses=responses,
         failure_mode_allow=fail_open,
@@ -32,7 +31,7 @@ def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: boo
 
 def envoy_parts() -> dict[str, Any]:
     """Inference paths, the gateway's listener without a door, routes if it fails open, doors, clusters."""
-    closed, opened = local_bootstrap("check"), local_bootstrap("check", fail_open=True)
+    closed, opened = local_bootstrap("check_grpc"), local_bootstrap("check_grpc", fail_open=True)
     (listener,) = closed["static_resources"]["listeners"]
     manager(listener)["http_filters"] = manager(listener)["http_filters"][1:]
     (opened_listener,) = opened["static_resources"]["listeners"]
@@ -41,7 +40,6 @@ def envoy_parts() -> dict[str, Any]:
         "listener": listener,
         "fail_open_routes": manager(opened_listener)["route_config"]["virtual_hosts"][0]["routes"],
         "doors": {
-            "check": _door("check"),
             "check_grpc": _door("check_grpc"),
             "ext_proc_skip": _door("ext_proc", "skip"),
             "ext_proc_full": _door("ext_proc", "full"),

@@ -17,8 +17,6 @@ from tests.chart.helm import CHART, EVERYTHING, clusters, envoy_bootstrap, gatew
 
 PARTS = CHART / "files" / "envoy.json"
 SETTINGS: list[dict[str, Any]] = [
-    {"door": "check", "failOpen": False},
-    {"door": "check", "failOpen": True},
     {"door": "check_grpc", "failOpen": False},
     {"door": "check_grpc", "failOpen": True},
     {"door": "ext_proc", "responses": "skip"},

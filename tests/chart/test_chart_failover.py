@@ -29,7 +29,6 @@ from tests.unit.router_support import TINY
 BODY = json.dumps({"model": TINY, "prompt": "hello " * 100}).encode()
 CLIENTS = 8
 DOORS: list[dict[str, Any]] = [
-    {"door": "check"},
     {"door": "check_grpc"},
     {"door": "ext_proc"},
 ]
@@ -89,7 +88,7 @@ def test_a_killed_router_costs_no_request(tmp_path: Path, envoy: dict[str, Any])
 
 def test_without_routers_it_fails_open_where_told(tmp_path: Path) -> None:
     """Once no router is left, requests go round robin over the model servers."""
-    with deployed(tmp_path, {"door": "check", "failOpen": True}) as stack:
+    with deployed(tmp_path, {"door": "check_grpc", "failOpen": True}) as stack:
         stack.router.close()
         before = [len(pod.seen) for pod in stack.pods]
         assert {stack.post() for _ in range(6)} == {200}
@@ -98,7 +97,7 @@ def test_without_routers_it_fails_open_where_told(tmp_path: Path) -> None:
 
 def test_draining_ends_when_the_last_request_does(tmp_path: Path) -> None:
     """The pause before SIGTERM fails readiness at once, has clients close, and waits for what runs."""
-    with deployed(tmp_path, {"door": "check"}) as stack:
+    with deployed(tmp_path, {"door": "check_grpc"}) as stack:
         assert stack.get(stack.status, "/ready").status == 200
         for pod in stack.pods:
             pod.may_finish.clear()
@@ -122,7 +121,7 @@ def test_draining_ends_when_the_last_request_does(tmp_path: Path) -> None:
 
 def test_others_than_the_pod_read_metrics_only(tmp_path: Path) -> None:
     """The status port tells readiness and metrics, and stops nothing."""
-    with deployed(tmp_path, {"door": "check"}) as stack:
+    with deployed(tmp_path, {"door": "check_grpc"}) as stack:
         assert "envoy_cluster_membership_healthy" in stack.get(stack.status, "/metrics").data.decode()
         assert stack.get(stack.status, "/quitquitquit").status == 404
         assert stack.http.request("POST", f"http://{HERE}:{stack.status}/metrics").status == 404
@@ -169,15 +168,13 @@ def _place(
         listener["address"] = _address(port)
     by_name = clusters(bootstrap)
     _endpoints(by_name["admin"], [{"address": _address(admin)}])
-    for name, port, health in (("router", "grpc", "grpc"), ("router_check", "check", "metrics")):
-        if name in by_name:
-            placed = [
-                {"address": _address(ports[port]), "health_check_config": {"port_value": ports[health]}}
-                for ports in routers
-            ]
-            assignment = by_name[name]["load_assignment"]["endpoints"]
-            assignment[0]["lb_endpoints"] = [{"endpoint": endpoint} for endpoint in placed]
-            assignment[1]["lb_endpoints"] = [{"endpoint": placed[-1]}]
+    placed = [
+        {"address": _address(ports["grpc"]), "health_check_config": {"port_value": ports["grpc"]}}
+        for ports in routers
+    ]
+    assignment = by_name["router"]["load_assignment"]["endpoints"]
+    assignment[0]["lb_endpoints"] = [{"endpoint": endpoint} for endpoint in placed]
+    assignment[1]["lb_endpoints"] = [{"endpoint": placed[-1]}]
     if "round_robin" in by_name:
         _endpoints(by_name["round_robin"], [{"address": _address(port)} for port in pods])
 
@@ -192,11 +189,11 @@ def _address(port: int) -> dict[str, Any]:
 
 @contextmanager
 def _router_process(pods_file: Path) -> Iterator[tuple[dict[str, int], subprocess.Popen[bytes]]]:
-    names = ("grpc", "grpc-health", "check", "metrics")
+    names = ("grpc", "grpc-health", "metrics")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     argv = [sys.executable, "-m", "router", "--pods-file", str(pods_file), "--host", HERE]
     argv += ["--grpc-port", str(ports["grpc"]), "--grpc-health-port", str(ports["grpc-health"])]
-    argv += ["--check-port", str(ports["check"]), "--metrics-port", str(ports["metrics"])]
+    argv += ["--metrics-port", str(ports["metrics"])]
     # The pods publish no events.
     argv += ["--bootstrap-timeout", "1"]
     with _ended(subprocess.Popen(argv, stderr=subprocess.DEVNULL)) as process:

@@ -19,7 +19,7 @@ from tests.loopback import HERE, free_ports, listens
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
-Mode = Literal["check", "check_grpc", "ext_proc skip", "ext_proc full"]
+Mode = Literal["check_grpc", "ext_proc skip", "ext_proc full"]
 BODY = {"model": TINY, "prompt": "hello " * 100}
 
 
@@ -80,7 +80,6 @@ def gateway(
             envoy_settings = EnvoySettings(
                 gateway=("127.0.0.1", ports[0]),
                 router_grpc=("127.0.0.1", router.ports["grpc"]),
-                router_check=("127.0.0.1", router.ports["check"]),
                 pods=[(pod.host, pod.port) for pod in pods],
                 door="ext_proc" if mode.startswith("ext_proc") else mode,
                 responses=responses,

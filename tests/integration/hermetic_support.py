@@ -26,7 +26,6 @@ from tests.wire.router_wire_support import set_headers, wait_until
 
 DATA = json.loads(gzip.decompress((Path(__file__).parents[1] / "data/hermetic_cases.json.gz").read_bytes()))
 QUICK = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
-QUICK += ["--check-port", "0"]
 
 
 class MetricsPod(ThreadingHTTPServer):

@@ -132,7 +132,7 @@ def write_pods(path: Path, addresses: Sequence[str], **labels: str) -> Path:
 @contextmanager
 def running_router(pods_file: Path | None, **settings: Any) -> Iterator[RouterServer]:
     """A started router on free ports; without a pods file the settings say where pods are."""
-    ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port", "check_port"), 0)
+    ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port"), 0)
     # The pods publish no events, so that nothing is to be waited for.
     quick: dict[str, Any] = {
         "refresh_interval_s": 0.1,

@@ -175,7 +175,7 @@ def _router(pods_file: Path) -> Iterator[Router]:
     argv = [sys.executable, "-m", "router", "--pods-file", str(pods_file), "--host", HERE]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
     # The pods publish no events.
-    argv += ["--bootstrap-timeout", "1", "--check-port", "0"]
+    argv += ["--bootstrap-timeout", "1"]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as process:
         try:
             yield Router(process, grpc, metrics)

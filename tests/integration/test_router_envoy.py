@@ -7,12 +7,9 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from router.check_http import CheckHttpDoor
-from router.http_requests import HttpRequest
 from tests.integration.envoy_support import BODY, Gateway, Mode, gateway, request_bytes
 from tests.integration.router_server_support import get, ready_pods
 from tests.loopback import HERE
@@ -20,7 +17,7 @@ from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import wait_until
 
 
-@pytest.fixture(params=["check", "check_grpc", "ext_proc skip", "ext_proc full"])
+@pytest.fixture(params=["check_grpc", "ext_proc skip", "ext_proc full"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
     """A gateway with each door and response mode."""
     with gateway(tmp_path, request.param) as running:
@@ -159,8 +156,6 @@ def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
 @pytest.mark.parametrize(
     ("mode", "fail_open"),
     [
-        ("check", False),
-        ("check", True),
         ("check_grpc", False),
         ("check_grpc", True),
         ("ext_proc skip", False),
@@ -182,29 +177,10 @@ def test_while_the_router_is_away_envoy_refuses_or_balances(
             assert {answer.status for answer in answers} <= {500, 503}
 
 
-def test_a_connection_that_ends_in_the_middle_is_tried_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Envoy asks again where the router goes away without an answer: the client does not hear of it."""
-    lost: list[str] = []
-    answer = CheckHttpDoor.answer
-
-    def once_lost(door: CheckHttpDoor, request: HttpRequest, *how: Any) -> bytes:
-        if not lost:
-            lost.append(request.path)
-            raise ConnectionAbortedError
-        return answer(door, request, *how)
-
-    monkeypatch.setattr(CheckHttpDoor, "answer", once_lost)
-    with gateway(tmp_path, "check") as served:
-        assert served.post(BODY).status == 200
-    assert lost == ["/v1/completions"]
-
-
 @pytest.mark.parametrize("pods_host", [HERE, "::1"])
 def test_a_lost_pod_is_noticed_by_its_failedrequest_bytes(tmp_path: Path, pods_host: str) -> None:
     """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
-    with gateway(tmp_path, "check", pods_host=pods_host, refresh_interval_s=3600.0) as served:
+    with gateway(tmp_path, "check_grpc", pods_host=pods_host, refresh_interval_s=3600.0) as served:
         one, two = served.pods
         one.stop()
         answers = [served.post({**BODY, "prompt": f"{n} hello"}).status for n in range(20)]
@@ -215,7 +191,7 @@ def test_a_lost_pod_is_noticed_by_its_failedrequest_bytes(tmp_path: Path, pods_h
 
 def test_what_could_not_be_handed_to_its_pod_is_tried_again(tmp_path: Path) -> None:
     """Envoy connects anew for a request that its pod has not seen, three times before it gives up."""
-    with gateway(tmp_path, "check", refresh_interval_s=3600.0) as served:
+    with gateway(tmp_path, "check_grpc", refresh_interval_s=3600.0) as served:
         for pod in served.pods:
             pod.stop()
         assert served.post(BODY).status == 503
@@ -224,7 +200,7 @@ def test_what_could_not_be_handed_to_its_pod_is_tried_again(tmp_path: Path) -> N
 
 def test_envoy_leaves_an_idle_connection_before_its_pod_does(tmp_path: Path) -> None:
     """Engines close connections that nobody uses, and would lose a request that is on its way just then."""
-    with gateway(tmp_path, "check") as served:
+    with gateway(tmp_path, "check_grpc") as served:
         assert served.post(BODY).status == 200
         wait_until(lambda: sum(pod.ended for pod in served.pods) == 1, "the connection's end")
         assert served.post(BODY).status == 200

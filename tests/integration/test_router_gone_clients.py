@@ -14,8 +14,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from router._pb import endpoint_picker_pb2, endpoint_picker_pb2_grpc
 from tests.integration.hermetic_support import Scene, pod, scene, waiting
 from tests.integration.router_server_support import get
-from tests.loopback import free_port
-from tests.wire.raw_http_support import Client
 from tests.wire.router_wire_support import TIMEOUT_S, Stream, body, headers, wait_until
 
 _CONFIG = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "featureGates": ["flowControl"]}
@@ -46,14 +44,6 @@ def by_check(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     return cancel
 
 
-def by_check_http(played: Scene, _channel: grpc.Channel) -> Callable[[], object]:
-    """Envoy's ext_authz over plain HTTP."""
-    client = Client(played.router.ports["check"])
-    head = f"POST {_PATH} HTTP/1.1\r\ncontent-length: {len(_BODY)}\r\n\r\n"
-    client.send(head.encode() + _BODY)
-    return client.socket.close
-
-
 def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     """Envoy's ext_proc."""
     stream = Stream(external_processor_pb2_grpc.ExternalProcessorStub(channel))
@@ -61,22 +51,20 @@ def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     return stream.cancel
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
 @pytest.mark.parametrize(
     ("ask", "compat"),
     [
         (by_pick_endpoint, "answers"),
         (by_check, "answers"),
-        (by_check_http, "answers"),
         (by_ext_proc, "off"),
         (by_ext_proc, "answers"),
     ],
 )
 def test_whoever_goes_away_while_it_waits_leaves_nothing_behind(
-    ask: Ask, compat: str, transport: str, tmp_path: Path
+    ask: Ask, compat: str, tmp_path: Path
 ) -> None:
     """Its place in the queue is free at once, and no pod is ever charged with what nobody will send."""
-    flags = ("--compat", compat, "--grpc-transport", transport, "--check-port", str(free_port()))
+    flags = ("--compat", compat)
     cancelled = 'request_queue_duration_seconds_count{outcome="cancelled",priority="0"} 3.0'
     with (
         scene(_CASE, tmp_path, *flags) as played,

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
@@ -14,12 +13,11 @@ from tests.integration.router_server_support import fake_pods, running_router, w
 _TIMEOUT_S = 30.0
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
-def test_watchers_do_not_keep_probes_waiting(tmp_path: Path, transport: str) -> None:
+def test_watchers_do_not_keep_probes_waiting(tmp_path: Path) -> None:
     """With many streams of Watch, Check is answered, and each of them hears its state."""
     with fake_pods(1) as pods, ExitStack() as opened:
         pods_file = write_pods(tmp_path / "pods.yaml", [pods[0].address])
-        router = opened.enter_context(running_router(pods_file, grpc_transport=transport))
+        router = opened.enter_context(running_router(pods_file))
         address = f"127.0.0.1:{router.ports['grpc-health']}"
         channel = opened.enter_context(grpc.insecure_channel(address))
         stub = health_pb2_grpc.HealthStub(channel)

@@ -23,7 +23,6 @@ from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import Stream, body, headers, wait_until
 
 FREE_PORTS = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
-FREE_PORTS += ["--check-port", "0"]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from router.errors import ConfigError
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command
 from router.server import RouterServer
-from router.tls import MetricsTls, grpc_credentials, self_signed
+from router.tls import grpc_tls, metrics_tls, self_signed
 from router.tls_options import MetricsTlsOptions, TlsOptions
 from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
@@ -87,15 +87,13 @@ def page(router: RouterServer, context: ssl.SSLContext | None, path: str = "/hea
 
 
 def test_without_files_the_certificate_is_the_routers_own(tmp_path: Path) -> None:
-    """Whoever is given it can check it; every start makes another; plaintext is not answered."""
+    """Whoever is given it can check it; every start makes another; plaintext is answered on the same port."""
     with secured(tmp_path, tls=TlsOptions()) as router:
         shown = shown_certificate(router)
         assert is_alive(router, shown)
-        with (
-            grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,
-            pytest.raises(grpc.RpcError),
-        ):
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=300)
+        with grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel:
+            asked = health_pb2.HealthCheckRequest(service="liveness")
+            assert health_pb2_grpc.HealthStub(channel).Check(asked, timeout=300).status == SERVING
     assert self_signed()[1] != self_signed()[1]
 
 
@@ -113,15 +111,15 @@ def test_renewed_files_are_taken_over(tmp_path: Path) -> None:
 def test_files_that_are_none_end_the_start(tmp_path: Path) -> None:
     """Missing, no PEM, or a key that is another's: named, instead of a port that fails every connection."""
     with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
-        grpc_credentials(TlsOptions(tmp_path))
+        grpc_tls(TlsOptions(tmp_path))
     (tmp_path / "tls.crt").write_text("no certificate")
     (tmp_path / "tls.key").write_text("no key")
     with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
-        grpc_credentials(TlsOptions(tmp_path))
+        grpc_tls(TlsOptions(tmp_path))
     write_certificate(trustme.CA(), tmp_path)
     trustme.CA().issue_cert("x").private_key_pem.write_to_path(tmp_path / "tls.key")
     with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
-        MetricsTls(MetricsTlsOptions(tmp_path))
+        metrics_tls(MetricsTlsOptions(tmp_path))
 
 
 def test_the_metrics_port_follows_its_files_and_asks_clients(tmp_path: Path) -> None:

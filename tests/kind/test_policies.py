@@ -14,7 +14,7 @@ from tests.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
-_ROUTER_PORTS = (9002, 9004, 9090)
+_ROUTER_PORTS = (9002, 9090)
 _MODEL_SERVER_PORTS = (5557, 5558)
 
 

@@ -42,7 +42,7 @@ def child(name: str, code: str) -> ChildPlan:
 def test_no_two_processes_share_a_port(replicas: int) -> None:
     """Every port of the plan is there once, whatever the number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
-    assert len(ports) == len(set(ports)) == 4 * replicas + 6
+    assert len(ports) == len(set(ports)) == 4 * replicas + 5
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("option", "needed"),
-    [({"responses": "full"}, "ext_proc"), ({"door": "ext_proc", "failure_mode_allow": True}, "check")],
+    [({"responses": "full"}, "ext_proc"), ({"door": "ext_proc", "failure_mode_allow": True}, "check_grpc")],
 )
 def test_options_that_exclude_each_other_are_refused(option: dict[str, Any], needed: str) -> None:
     """What a door cannot do is said before anything is started, with the door that can."""
@@ -86,7 +86,6 @@ def test_the_pods_file_is_what_the_router_reads() -> None:
     [
         {},
         {"failure_mode_allow": True},
-        {"door": "check_grpc"},
         {"door": "ext_proc"},
         {"door": "ext_proc", "responses": "full"},
     ],

@@ -14,7 +14,7 @@ from envoy.service.auth.v3.external_auth_pb2 import CheckResponse
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from router.check_messages import ok_answer
+from router.check import ok_answer
 from router.config_file import parse_config
 from router.envoy_headers import system_owned
 from router.errors import ConfigError, NoEndpointLeftError, RequestError

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from random import Random
 from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from indexer import StreamState
 from indexer.errors import TokenError
 from router.admission import AdmissionParameters
-from router.decision import Decision
 from router.errors import RequestError, SaturatedError
 from router.request import RequestKind, RouteRequest
 from router.scrape import EngineLoad, LoraLoad
@@ -127,29 +123,6 @@ def test_keys_that_cannot_be_made_have_a_reason(monkeypatch: pytest.MonkeyPatch)
     assert bench.router.route(completion("r2", IDS), 0.0).degraded == "token_error"
     for reason in ("no_model", "token_error"):
         assert bench.sample("kvroute_router_picks_total", degraded=reason) == 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(1, 600), min_size=2, max_size=6), random=st.randoms(use_true_random=False))
-def test_however_steps_interleave_each_request_gets_what_it_would_alone(
-    sizes: list[int], random: Random
-) -> None:
-    """Steps of others in between change no prompt, and every request is in the ledger once."""
-    bench = Bench().with_pods(A)
-    chats = {f"r{number}": TEXT + long_text(size, number) for number, size in enumerate(sizes)}
-    begun = {name: bench.router.routing(completion(name, text), 0.0) for name, text in chats.items()}
-    decisions: dict[str, Decision] = {}
-    while begun:
-        name = random.choice(sorted(begun))
-        try:
-            next(begun[name])
-        except StopIteration as end:
-            decisions[name] = end.value
-            del begun[name]
-    for name, text in chats.items():
-        told = decisions[name].request_id, decisions[name].prompt_tokens, decisions[name].degraded
-        assert told == (name, len(TOKENIZER.encode(text)), None)
-    assert len(bench.ledger) == len(chats)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from router.errors import ConfigError, RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
 from router.rendered_prompts import read_rendered
 from router.request import RequestKind, RouteRequest, http_request
-from router.steps import MAY_WAIT
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import TINY, TOKENIZER, completion
@@ -227,16 +226,6 @@ def test_what_is_known_or_short_needs_no_other_thread(slow: SlowTokenizer) -> No
     assert registry.prompt_tokens(completion("id", LONG), TINY).degraded is None
     slow.go.set()
     assert registry.prompt_tokens(completion("id", "short"), TINY).degraded is None
-    registry.close()
-
-
-def test_what_waits_for_a_thread_says_so_before(slow: SlowTokenizer) -> None:
-    """A long prompt announces its wait, so that others need not share it; a short one goes on."""
-    registry = TokenizerRegistry({TINY: slow})
-    slow.go.set()
-    assert list(registry.tokenizing(completion("id", unheard(7)), TINY)) == [MAY_WAIT]
-    assert not list(registry.tokenizing(completion("id", "short"), TINY))
-    assert list(registry.tokenizing(completion("id", LONG), "unknown")) == []
     registry.close()
 
 

@@ -13,7 +13,7 @@ from tests.wire.router_wire_support import INLINE, served_by
 
 @pytest.fixture(scope="module", params=sorted(INLINE))
 def each_transport(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once by each server of gRPC, on a connection's thread and on others."""
+    """Runs a test with calls served on their connection's thread, and on other threads."""
     with served_by(request.param):
         yield request.param
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,19 +10,17 @@ from typing import Any
 
 import grpc
 
-from router.grpc_listen import GrpcListener, listen
+from router.grpc_listen import listen
 from router.h2 import GrpcServer
-from router.h2.methods import ExchangeMethod, ExchangeStream, SteppedHandler
-from router.steps import GOES_ON, MAY_WAIT, Steps
+from router.h2.methods import ExchangeMethod, ExchangeStream
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
-# A connection's own thread, the server's other threads, grpcio.
-TRANSPORTS = ("native", "threads", "grpcio")
-OWN = TRANSPORTS[:2]
+# Who serves calls: their connection's own thread, or the server's other threads.
+TRANSPORTS = ("native", "threads")
 MESSAGE_BYTES_MAX = 9 << 20
-# All kinds of calls; exchanges are the own server's alone.
-METHODS = ("unary", "server_stream", "client_stream", "bidi", "exchange", "stepped")
+# All kinds of calls.
+METHODS = ("unary", "server_stream", "client_stream", "bidi", "exchange")
 
 
 def path(method: str) -> str:
@@ -37,32 +34,20 @@ class Plain:
 
     Attributes:
         released: Set by a test to let go the calls that "hold" keeps.
-        unkept: Set by a test to let go the calls that "keep" keeps.
         entered: Counts the calls that hold.
         ended: Callbacks that were called.
         exchanges: All that were opened.
         metadata: What the last call said.
-        steps: The first byte of a stepped call's message for each step of its.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
-    unkept: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     exchanges: list[Echo] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
-    steps: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
 
     def unary(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Echoes."""
-        return self._obey(request, context)
-
-    def stepped(self, request: bytes, context: grpc.ServicerContext) -> Steps[bytes]:
-        """Echoes in three steps, of which the last one may wait where the request gives an order."""
-        for may_wait in (GOES_ON, MAY_WAIT if request.startswith(b"!") else GOES_ON):
-            self.steps.append(request[:1])
-            yield may_wait
-        self.steps.append(request[:1])
         return self._obey(request, context)
 
     def server_stream(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -88,15 +73,12 @@ class Plain:
             "client_stream": grpc.stream_unary_rpc_method_handler,
             "bidi": grpc.stream_stream_rpc_method_handler,
         }
-        handlers = {name: make(getattr(self, name), _parse, _written) for name, make in kinds.items()}
-        stepped: Any = SteppedHandler(_parse, self.stepped, _written)
-        return {**handlers, "stepped": stepped}
+        return {name: make(getattr(self, name), _parse, _written) for name, make in kinds.items()}
 
     def add_to(self, server: Any) -> None:
         """Serves this."""
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self.handlers()),))
-        if isinstance(server, GrpcServer):
-            server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
+        server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
 
     def _exchange(self, stream: ExchangeStream) -> Echo:
         self.exchanges.append(echo := Echo(self, stream))
@@ -147,11 +129,6 @@ class Plain:
             pass
         return rest
 
-    def _keep(self, rest: bytes, _context: grpc.ServicerContext) -> bytes:
-        self.entered.release()
-        self.unkept.wait(TIMEOUT_S)
-        return rest
-
     def _stuck(self, rest: bytes, _context: grpc.ServicerContext) -> bytes:
         self.entered.release()
         self.released.wait(TIMEOUT_S)
@@ -169,18 +146,8 @@ class Echo:
         self.closes = 0
         self.faults: list[str] = []
 
-    def answers(self, message: bytes) -> Iterator[bytes | bool]:
-        """Echoes; "finish" ends the stream, "stuck" keeps its thread, behind "route" nothing does.
-
-        Before that, in two steps; "hold" announces that it waits.
-        """
-        if not self.is_routed:
-            self._plain.steps.append(message[:1])
-            yield GOES_ON
-            self._plain.steps.append(message[:1])
-        if message.startswith(b"!hold"):
-            yield MAY_WAIT
-            self._plain.released.wait(TIMEOUT_S)
+    def answers(self, message: bytes) -> Iterator[bytes]:
+        """Echoes; "finish" ends the stream, "stuck" keeps its thread, behind "route" nothing does."""
         if not self._within.acquire(blocking=False) or self.closes:
             self.faults.append("used by two, or after its end")
         try:
@@ -221,18 +188,12 @@ class Served:
     """A served Plain."""
 
     plain: Plain
-    server: GrpcListener
+    server: GrpcServer
 
     @property
     def address(self) -> str:
         """Of the server."""
         return f"127.0.0.1:{self.server.port}"
-
-    @property
-    def own(self) -> GrpcServer:
-        """The server, which must not be grpcio's."""
-        assert isinstance(self.server, GrpcServer)
-        return self.server
 
     def channel(self, **options: int) -> grpc.Channel:
         """A connection of its own, which takes and gives large messages."""
@@ -253,8 +214,8 @@ class Served:
 
     def _await_idle(self) -> None:
         # A connection's last calls may begin after all that a test has seen of it.
-        wait_until(lambda: self.own.connections == 0, "no connections are left")
-        wait_until(lambda: self.own.open_calls == 0, "no calls are left")
+        wait_until(lambda: self.server.connections == 0, "no connections are left")
+        wait_until(lambda: self.server.open_calls == 0, "no calls are left")
 
 
 def caller(channel: grpc.Channel, method: str) -> Any:
@@ -273,10 +234,9 @@ def caller(channel: grpc.Channel, method: str) -> Any:
 def serving(transport: str, *, threads: int = 32, requests_max: int = 256, **more: Any) -> Iterator[Served]:
     """Plain on a free port."""
     plain = Plain()
-    inline: dict[str, dict[str, int] | None] = {
-        "native": {path("unary"): 1 << 16, path("stepped"): 1 << 16, path("exchange"): 1 << 16},
+    inline: dict[str, dict[str, int]] = {
+        "native": {path("unary"): 1 << 16, path("exchange"): 1 << 16},
         "threads": {},
-        "grpcio": None,
     }
     services: list[Callable[[Any], object]] = [plain.add_to, *more.pop("services", ())]
     server = listen(
@@ -297,5 +257,4 @@ def serving(transport: str, *, threads: int = 32, requests_max: int = 256, **mor
         yield Served(plain, server)
     finally:
         plain.released.set()
-        plain.unkept.set()
         server.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,16 +61,15 @@ _PATHS = (
     f"/{PICK_SERVICE}/PickEndpoint",
     f"/{PICK_SERVICE}/ReportOutcome",
 )
-INLINE: dict[str, dict[str, int] | None] = {
+INLINE: dict[str, dict[str, int]] = {
     "native": dict.fromkeys(_PATHS, 1 << 20),
     "threads": {},
-    "grpcio": None,
 }
 
 
 @contextmanager
 def served_by(name: str) -> Iterator[None]:
-    """All listeners made meanwhile are of this transport: "native", "threads" or "grpcio"."""
+    """All listeners made meanwhile are of this transport: "native" or "threads"."""
     token = _transport.set(name)
     try:
         yield
@@ -89,7 +89,7 @@ def doors(
     *,
     threads: int = 80,
     guard: BodyGuard | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
@@ -112,7 +112,7 @@ def doors(
             check.add_to,
             logs.add_to,
         ),
-        credentials=credentials,
+        tls=tls,
         inline=INLINE[transport()],
     )
     server.start()

@@ -23,7 +23,6 @@ from router.grpc_listen import listen
 from router.parsers import Parsers
 from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRules
-from router.slow_streams import SlowStreams
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     INLINE,
@@ -45,11 +44,10 @@ DOORS = ("ours", "reference")
 class Served:
     """One door on a real server."""
 
-    def __init__(self, bench: Bench, channel: grpc.Channel, slow: SlowStreams) -> None:
+    def __init__(self, bench: Bench, channel: grpc.Channel, cut: list[None]) -> None:
         self.bench = bench
-        self.slow = slow
+        self.cut = cut
         self.stub = pb_grpc.ExternalProcessorStub(channel)
-        self.cut = 0
 
     def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
         """One whole stream."""
@@ -60,9 +58,18 @@ class Served:
         answers = self.exchange([headers(path="/v1/completions"), body(GOOD)])
         return DESTINATION in set_headers(answers[0])
 
+    def has_place(self) -> bool:
+        """Whether a plain request is picked for and not refused."""
+        try:
+            return self.works()
+        except grpc.RpcError as refused:
+            error: Any = refused
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            return False
+
 
 @contextmanager
-def served(kind: str, *, streams: int = 32, patience_s: float = 0.0) -> Iterator[Served]:
+def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
     """Two pods behind one door, with places for so many streams."""
     bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
     picks, random = GatewayPick(bench.router, bench.metrics), np.random.default_rng(1)
@@ -82,8 +89,7 @@ def served(kind: str, *, streams: int = 32, patience_s: float = 0.0) -> Iterator
             random=random,
         )
         door = ReferenceDoor(parts, ReferenceOptions(1 << 20))
-    told: list[None] = []
-    slow = SlowStreams(streams, lambda: told.append(None), patience_s=patience_s)
+    cut: list[None] = []
     server = listen(
         "--grpc-port",
         "127.0.0.1",
@@ -91,13 +97,13 @@ def served(kind: str, *, streams: int = 32, patience_s: float = 0.0) -> Iterator
         threads=streams,
         requests_max=streams,
         message_bytes_max=1 << 20,
-        services=(lambda server: add_ext_proc(door, server, [slow]),),
+        services=(lambda server: add_ext_proc(door, server, lambda: cut.append(None)),),
         inline=INLINE[transport()],
     )
     server.start()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Served(bench, channel, slow)
+            yield Served(bench, channel, cut)
     finally:
         server.close()
 
@@ -205,32 +211,27 @@ def test_a_stream_that_is_closed_half_way_ends(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DOORS)
 def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
-    """Idle streams hold their places until these are needed; then the oldest go; who was answered stays."""
+    """Idle streams hold their places until these are needed; then the oldest goes; who was answered stays."""
     with served(kind, streams=8) as door:
-        answered, *idle = (Stream(door.stub) for _ in range(7))
+        answered, *idle = (Stream(door.stub) for _ in range(8))
         answered.send(headers(path="/v1/completions"), body(GOOD))
         assert DESTINATION in set_headers(answered.receive())
         answered.receive()
         for stream in idle:
-            stream.send(headers(path="/v1/completions"))
-        assert door.slow.relieve() == 0
-        idle.append(Stream(door.stub))
-        idle[-1].send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
-        wait_until(lambda: door.slow.relieve() == 2, "a crowd that is thinned out")
-        wait_until(lambda: sum(not stream.is_open for stream in idle) == 2, "their ends")
-        for stream in [stream for stream in idle if not stream.is_open]:
-            with pytest.raises(grpc.RpcError) as caught:
-                stream.receive()
-            assert caught.value.code() is grpc.StatusCode.CANCELLED
+            stream.send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
+        wait_until(door.has_place, "a place")
+        wait_until(lambda: not all(stream.is_open for stream in idle), "the end of one")
+        assert len(door.cut) == 1
+        (gone,) = (stream for stream in idle if not stream.is_open)
+        with pytest.raises(grpc.RpcError) as caught:
+            gone.receive()
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
         assert answered.is_open
-        assert idle[-1].is_open
-        wait_until(door.works, "a place")
-        assert door.slow.relieve() == 0
-        idle[-1].send(body(GOOD[5:]))
-        assert DESTINATION in set_headers(idle[-1].receive())
-        for stream in (answered, *idle):
-            if stream.is_open:
-                stream.rest()
+        rest = [stream for stream in idle if stream is not gone]
+        rest[0].send(body(GOOD[5:]))
+        assert DESTINATION in set_headers(rest[0].receive())
+        for stream in (answered, *rest):
+            stream.rest()
 
 
 @pytest.mark.parametrize("kind", DOORS)

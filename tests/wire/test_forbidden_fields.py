@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import grpc
 import pytest
 
 from router.body_guard import BodyGuard
-from router.check_http import CheckHttpDoor
 from router.ext_proc_messages import BodyMode
 from router.gateway_only import GATEWAY_ONLY_HEADERS
-from router.gateway_pick import GatewayPick
-from router.http_listen import HttpServer
 from tests.unit.router_support import TINY, Bench, ready_pod
-from tests.wire.raw_http_support import Answer, Client
 from tests.wire.router_wire_support import (
     body,
     doors,
@@ -27,7 +21,6 @@ from tests.wire.router_wire_support import (
 )
 from tests.wire.test_check import check
 from tests.wire.test_check import request as check_request
-from tests.wire.test_check_http import request as http_request
 from tests.wire.test_pick_service import pick
 
 pytestmark = pytest.mark.usefixtures("each_transport")
@@ -53,26 +46,6 @@ DROPPED = "kvroute_router_dropped_messages_total"
 def bench() -> Bench:
     """A bench with one ready pod."""
     return Bench().with_pods(A)
-
-
-@contextmanager
-def http_door(guard: BodyGuard | None = None) -> Iterator[HttpServer]:
-    """The HTTP form of ext_authz on a free port."""
-    one = bench()
-    door = CheckHttpDoor(GatewayPick(one.router, one.metrics, guard=guard), one.metrics)
-    server = door.listen("--check-port", "127.0.0.1", 0, inline_bytes_max=64 << 10, connections_max=8)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def ask(server: HttpServer, data: bytes) -> Answer:
-    """One request on a connection of its own."""
-    with Client(server.port) as client:
-        client.send(data)
-        return client.answer()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -105,17 +78,13 @@ def test_ext_proc_leaves_other_bodies_as_they_are(path: str) -> None:
 @pytest.mark.parametrize("told", [*HOSTILE, NESTED])
 def test_ext_authz_refuses_the_fields(told: bytes, path: str) -> None:
     """Check cannot change a body: the client is answered 400 in OpenAI's form, which names the field."""
-    with doors(bench()) as served, http_door() as server:
-        answer = check(served, check_request(told, path))
-        over_http = ask(server, http_request(told, path))
+    with doors(bench()) as served:
+        denied = check(served, check_request(told, path)).denied_response
         assert check(served, check_request(BODY, path)).status.code == 0
-        assert ask(server, http_request(BODY, path)).status == 200
-    assert (answer.denied_response.status.code, over_http.status) == (400, 400)
-    for text in (answer.denied_response.body, over_http.body):
-        error = json.loads(text)["error"]
-        assert (error["code"], error["type"]) == (400, "BadRequestError")
-        assert error["param"].rpartition(".")[2] in ("kv_transfer_params", "ec_transfer_params", "kv_hints")
-        assert error["param"] in error["message"]
+    error = json.loads(denied.body)["error"]
+    assert (denied.status.code, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert error["param"].rpartition(".")[2] in ("kv_transfer_params", "ec_transfer_params", "kv_hints")
+    assert error["param"] in error["message"]
 
 
 @pytest.mark.parametrize("has_connector", [False, True])
@@ -124,16 +93,13 @@ def test_what_cannot_be_checked_is_refused_beside_a_connector(has_connector: boo
     guard = BodyGuard(has_connector=lambda: has_connector)
     path = "/v1/audio/transcriptions"
     expected = 400 if has_connector else 0
-    with doors(bench(), guard=guard) as served, http_door(guard) as server:
+    with doors(bench(), guard=guard) as served:
         for message in (
             check_request(FORM, path),
             check_request(BODY, x_envoy_auth_partial_body="true"),
             check_request(b""),
         ):
             assert check(served, message).denied_response.status.code == expected
-        assert ask(server, http_request(FORM, path)).status == (expected or 200)
-        assert ask(server, http_request(b"", method="POST")).status == (expected or 200)
-        assert ask(server, http_request(b"", "/v1/models", method="GET")).status == 200
         for told in (
             (headers(path=path), body(FORM)),
             (headers(path=path, config=(BodyMode.NONE, BodyMode.NONE)),),
@@ -159,14 +125,9 @@ def test_pick_endpoint_takes_no_body() -> None:
 def test_headers_that_only_gateways_set_are_removed(name: str) -> None:
     """A client's routing, rank and transfer headers are overwritten, or named for removal, at each door."""
     told = {name.replace("-", "_"): "10.0.0.9:1"}
-    # The subset hint is the gateway's at the HTTP door; a client's is Envoy's to take off.
-    hint = name == "x-gateway-destination-endpoint-subset"
-    with doors(bench()) as served, http_door() as server:
+    with doors(bench()) as served:
         answer = check(served, check_request(BODY, **told)).ok_response
         removed = [set(answer.headers_to_remove)]
-        if not hint:
-            over_http = ask(server, http_request(BODY, **told)).headers
-            removed.append(set(over_http.get("x-envoy-auth-headers-to-remove", "").split(",")))
         got = served.exchange(headers(path="/v1/completions", **told), body(BODY))
         removed.append(set(got[0].request_headers.response.header_mutation.remove_headers))
     if name in (DESTINATION, "x-envoy-auth-partial-body"):

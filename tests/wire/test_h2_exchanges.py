@@ -17,8 +17,7 @@ from router.h2.errors import H2Code
 from router.h2.frames import FrameType
 from router.h2.messages import prefixed
 from router.h2.methods import ExchangeMethod
-from router.steps import AT_ONCE_MAX
-from tests.wire.h2_support import OWN, Served, caller, path, serving
+from tests.wire.h2_support import TRANSPORTS, caller, path, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
@@ -32,40 +31,19 @@ def _failing(what: str) -> Callable[..., Any]:
 
 def test_the_server_cancels_at_any_moment() -> None:
     """An exchange cancelled by a third thread while two others feed and serve it ends once, and alone."""
-    opened: list[Any] = []
-
-    class Watcher:
-        """Keeps every stream, and counts their ends."""
-
-        def __init__(self) -> None:
-            self.ends: list[str] = []
-
-        def opened(self, stream: Any) -> Watcher:
-            """A stream."""
-            opened.append(stream)
-            return self
-
-        def waits(self) -> None:
-            """Not of interest."""
-
-        serves = answered = waits
-
-        def closed(self, code: str) -> None:
-            """Its end."""
-            self.ends.append(code)
-
-    watcher = Watcher()
+    ends: list[str] = []
     with serving("threads", threads=8, requests_max=1000) as served:
-        inner = served.own.methods.find(path("exchange"))
+        inner = served.server.methods.find(path("exchange"))
         assert isinstance(inner, ExchangeMethod)
-        watched = ExchangeMethod(inner.open, inner.read, inner.written, (watcher,))
-        served.own.add_exchange(path("exchange"), watched)
+        counted = ExchangeMethod(inner.open, inner.read, inner.written, opened=lambda: ends.append)
+        served.server.add_exchange(path("exchange"), counted)
 
         def cancel_all(stop: threading.Event) -> None:
             places = random.Random(7)
             while not stop.wait(places.random() / 2000):
-                while opened:
-                    opened.pop().cancel()
+                for echo in list(served.plain.exchanges):
+                    if not echo.closes:
+                        echo.stream.cancel()
 
         stop = threading.Event()
         canceller = threading.Thread(target=cancel_all, args=(stop,))
@@ -84,7 +62,7 @@ def test_the_server_cancels_at_any_moment() -> None:
         stop.set()
         canceller.join()
         served.assert_sound()
-        assert len(watcher.ends) == 400
+        assert len(ends) == 400
 
 
 def test_an_exchange_is_handed_over_in_order() -> None:
@@ -122,7 +100,7 @@ def test_an_exchange_is_not_closed_while_it_answers() -> None:
                 client.send(frames.frame(FrameType.PING, 0, 0, bytes(8)))
                 client.next(FrameType.PING)
             assert not echo.stream.is_active()
-            assert (echo.closes, served.own.open_calls) == (0, 1)
+            assert (echo.closes, served.server.open_calls) == (0, 1)
             served.plain.released.set()
             wait_until(lambda: echo.closes == 1, "its end")
         served.assert_sound()
@@ -144,79 +122,25 @@ def test_what_comes_at_once_is_answered_at_once() -> None:
 
 @pytest.mark.parametrize("slow", ["unary", "exchange"])
 def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
-    """An answer leaves before the connection's thread turns to a call behind it that may take long."""
+    """An answer leaves before the connection's thread turns to a call with a larger message behind it."""
     with serving("native") as served:
         with RawClient(served.server.port) as client:
             client.open(1, "exchange")
             client.say(1, b"!route", ends=False)
             client.next(FrameType.DATA, 1)
-            begun = open_frame(3, slow) + data_frame(3, prefixed(b"!stuck"), ends=slow == "unary")
+            begun = open_frame(3, slow) + data_frame(
+                3, prefixed(b"!stuck " + bytes(9000)), ends=slow == "unary"
+            )
             client.send(data_frame(1, prefixed(b"quick")) + begun)
             assert client.next(FrameType.DATA, 1).payload == prefixed(b"quick")
             assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-            assert served.own.open_calls == 2
+            assert served.server.open_calls == 2
             served.plain.released.set()
             assert client.next(FrameType.DATA, 3)
         served.assert_sound()
 
 
-def _asked_at_once(client: RawClient, served: Served, method: str, messages: list[bytes]) -> list[int]:
-    """Has calls come while their connection's thread is kept; their streams."""
-    client.open(1)
-    client.say(1, b"!keep")
-    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-    streams = [2 * number + 3 for number in range(len(messages))]
-    for stream_id, message in zip(streams, messages, strict=True):
-        client.send(open_frame(stream_id, method) + data_frame(stream_id, prefixed(message), ends=True))
-    return streams
-
-
-@pytest.mark.parametrize(("method", "steps"), [("stepped", 3), ("exchange", 2)])
-def test_calls_that_come_at_once_take_each_step_together(method: str, steps: int) -> None:
-    """Each takes a step before any takes its next one, in their order; no more at once than fit caches."""
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            messages = [b"%x" % number for number in range(AT_ONCE_MAX + 3)]
-            streams = _asked_at_once(client, served, method, messages)
-            served.plain.unkept.set()
-            assert [client.answer(at)[0] for at in streams] == list(map(prefixed, messages))
-            first, rest = messages[:AT_ONCE_MAX], messages[AT_ONCE_MAX:]
-            assert list(served.plain.steps) == first * steps + rest * steps
-        served.assert_sound()
-
-
-@pytest.mark.parametrize(("method", "steps"), [("stepped", 3), ("exchange", 2)])
-def test_calls_of_many_bytes_go_fewer_at_once(
-    monkeypatch: pytest.MonkeyPatch, method: str, steps: int
-) -> None:
-    """However few they are, no more go together than their bytes allow."""
-    monkeypatch.setattr("router.h2.peer.AT_ONCE_BYTES", 1000)
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            messages = [letter * 600 for letter in (b"a", b"b", b"c")]
-            streams = _asked_at_once(client, served, method, messages)
-            served.plain.unkept.set()
-            assert [client.answer(at)[0] for at in streams] == list(map(prefixed, messages))
-            assert list(served.plain.steps) == [b"a", b"b"] * steps + [b"c"] * steps
-        served.assert_sound()
-
-
-@pytest.mark.parametrize("method", ["stepped", "exchange"])
-def test_a_call_that_may_wait_leaves_those_that_it_came_with(method: str) -> None:
-    """They are answered while it waits on another thread, and then it is, too."""
-    with serving("native") as served:
-        with RawClient(served.server.port) as client:
-            waits, *others = _asked_at_once(client, served, method, [b"!hold on", b"a", b"b"])
-            served.plain.unkept.set()
-            assert client.answer(1)
-            answers = {at: client.answer(at)[0] for at in others}
-            assert answers == {others[0]: prefixed(b"a"), others[1]: prefixed(b"b")}
-            served.plain.released.set()
-            assert client.next(FrameType.DATA, waits)
-        served.assert_sound()
-
-
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
     """A stream ended from outside answers what it has begun, then the given answers, then ends well."""
     with serving(transport) as served:
@@ -282,9 +206,9 @@ def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
 def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
     """Faults in a method's own beginning and end are told and logged; the connection goes on."""
     with serving("native") as served:
-        inner: Any = served.own.methods.find(path("exchange"))
+        inner: Any = served.server.methods.find(path("exchange"))
         unopened = ExchangeMethod(_failing("closed today"), inner.read, inner.written)
-        served.own.add_exchange(path("unopened"), unopened)
+        served.server.add_exchange(path("unopened"), unopened)
 
         class Unclosable:
             """Fails at its end."""
@@ -299,7 +223,7 @@ def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
 
             close = _failing("cannot end")
 
-        served.own.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
+        served.server.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
         with served.channel() as channel:
             for _ in range(3):
                 with pytest.raises(grpc.RpcError) as caught:

@@ -152,7 +152,7 @@ def test_rapid_resets_leave_nothing(client: RawClient, served: Served, method: s
     sender.start()
     client.next(FrameType.PING)
     sender.join()
-    wait_until(lambda: served.own.open_calls == 0, "no calls are left")
+    wait_until(lambda: served.server.open_calls == 0, "no calls are left")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,7 +165,7 @@ def test_a_client_that_vanishes_ends_its_calls(served: Served, method: str) -> N
             client.send(b"".join(data_frame(2 * number + 1, said) for number in range(50)))
             client.send(_PING)
             client.next(FrameType.PING)
-    wait_until(lambda: served.own.open_calls == 0, "no calls are left")
+    wait_until(lambda: served.server.open_calls == 0, "no calls are left")
 
 
 def test_empty_data_costs_nothing_but_time(client: RawClient) -> None:
@@ -194,7 +194,7 @@ def test_messages_that_wait_are_bounded(client: RawClient, served: Served, metho
         assert not data
     finally:
         served.plain.released.set()
-    wait_until(lambda: served.own.open_calls == 0, "its call is over")
+    wait_until(lambda: served.server.open_calls == 0, "its call is over")
     served.plain.released.clear()
 
 
@@ -242,14 +242,14 @@ def test_answers_that_nobody_takes_hold_their_places(served: Served) -> None:
             else:
                 client.fields(frame)
         assert set(codes) == {"8"}
-        assert served.own.open_calls == 256
+        assert served.server.open_calls == 256
         for number in range(128):
             client.send(frames.number_frame(FrameType.RST_STREAM, 2 * number + 1, H2Code.CANCEL))
-        wait_until(lambda: served.own.open_calls == 128, "reset ones are free")
+        wait_until(lambda: served.server.open_calls == 128, "reset ones are free")
         client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, 100 << 20))
         for number in range(128, 256):
             client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 2 * number + 1, 20_000))
-        wait_until(lambda: served.own.open_calls == 0, "taken ones are free")
+        wait_until(lambda: served.server.open_calls == 0, "taken ones are free")
 
 
 def test_messages_in_parts_do_not_wait_for_each_other(client: RawClient) -> None:
@@ -287,12 +287,12 @@ def test_too_many_connections_cost_idle_ones(monkeypatch: pytest.MonkeyPatch, se
             client.next(FrameType.SETTINGS)
             client.next(FrameType.WINDOW_UPDATE)
         busy.open(1, "bidi")
-        wait_until(lambda: served.own.open_calls == 1, "one is busy")
+        wait_until(lambda: served.server.open_calls == 1, "one is busy")
         fourth = opened.enter_context(RawClient(served.server.port))
         assert idle.end()[0] == H2Code.NO_ERROR
         for client in (newer, fourth):
             client.open(1, "bidi")
-        wait_until(lambda: served.own.open_calls == 3, "all are busy")
+        wait_until(lambda: served.server.open_calls == 3, "all are busy")
         with RawClient(served.server.port, greets=False) as fifth:
             assert fifth.frame() is None
         for client in (busy, newer, fourth):

@@ -18,25 +18,25 @@ from router.h2 import frames
 from router.h2.errors import H2Code
 from router.h2.frames import FrameType, Setting
 from router.h2.messages import prefixed
-from tests.wire.h2_support import METHODS, OWN, Served, caller, serving
+from tests.wire.h2_support import METHODS, TRANSPORTS, Served, caller, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_drain_lets_calls_finish(transport: str) -> None:
     """Drained clients are told to go; their calls are served to the end, and so are new ones on the way."""
     with serving(transport) as served, RawClient(served.server.port) as client:
         for stream_id, method in enumerate(METHODS):
             client.open(2 * stream_id + 1, method)
         client.send(data_frame(3, prefixed(b"2 x")[:4]))
-        wait_until(lambda: served.own.open_calls == len(METHODS), "all have begun")
+        wait_until(lambda: served.server.open_calls == len(METHODS), "all have begun")
         served.server.drain()
         goaway = client.next(FrameType.GOAWAY)
         assert goaway.payload[:8] == frames.STREAM_IDS.to_bytes(4, "big") + bytes(4)
         client.send(data_frame(3, prefixed(b"2 x")[4:], ends=True))
         assert client.answer(3)[0] == prefixed(b"x") * 2
-        for stream_id in (1, 5, 7, 9, 11):
+        for stream_id in (1, 5, 7, 9):
             client.say(stream_id, b"%d" % stream_id)
             assert client.answer(stream_id)[0] == prefixed(b"%d" % stream_id)
         client.open(13)
@@ -65,7 +65,7 @@ def test_a_drained_channel_connects_anew() -> None:
             assert all(one.result() for one in counts)
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_close_ends_stuck_calls(transport: str) -> None:
     """Whatever servicers, clients and writers are stuck in, the server closes and its clients hear of it."""
     with serving(transport, threads=8) as served, served.channel() as channel:
@@ -96,7 +96,7 @@ def test_close_ends_stuck_calls(transport: str) -> None:
 def _has_stuck_writer(served: Served) -> bool:
     for _ in range(20):
         time.sleep(0.005)
-        if not any(peer._lock.locked() for peer in list(served.own._peers)):
+        if not any(peer._lock.locked() for peer in list(served.server._peers)):
             return False
     return True
 
@@ -135,7 +135,7 @@ def test_a_closed_port_is_free_again() -> None:
         again.close()
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_cancels_at_any_moment_leave_nothing(transport: str, method: str) -> None:
     """Calls cancelled before, while and after they are served give their places back; exchanges end once."""
@@ -172,7 +172,7 @@ def _failing(what: str) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("method", ["unary", "bidi"])
 def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None:
     """A servicer's callback that raises is logged; others are called, and the call's place is free."""
@@ -195,7 +195,7 @@ def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None
         served.assert_sound()
 
 
-@pytest.mark.parametrize("transport", OWN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_calls_beyond_the_places_are_refused(transport: str) -> None:
     """One call too many ends with RESOURCE_EXHAUSTED, and is served once there is a place."""
     with serving(transport, requests_max=3) as served:
@@ -209,6 +209,6 @@ def test_calls_beyond_the_places_are_refused(transport: str) -> None:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.details() == "Concurrent RPC limit exceeded!"
             held.pop().cancel()
-            wait_until(lambda: served.own.open_calls == 2, "a place is free")
+            wait_until(lambda: served.server.open_calls == 2, "a place is free")
             assert caller(channel, "unary")(b"x", timeout=TIMEOUT_S) == b"x"
         served.assert_sound()

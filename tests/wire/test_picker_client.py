@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -127,16 +128,22 @@ def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
 
 
 def test_tls_works_as_plaintext_does() -> None:
-    """With the server's authority trusted a pick and its report pass; without TLS nothing does."""
+    """A pick and its report pass over TLS for a client that trusts the server, and in plaintext beside it."""
     authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    key, chain = certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    authority.issue_cert("127.0.0.1").configure_cert(context)
     bench = Bench().with_pods(A)
-    server = grpc.ssl_server_credentials([(key, chain)])
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    with doors(bench, credentials=server) as served:
+    with doors(bench, tls=lambda: context) as served:
         with PickerClient(served.address, credentials=trusted, timeout_s=TIMEOUT_S) as client:
             client.pick(TINY, prompt=TEXT).done()
-        with PickerClient(served.address, timeout_s=TIMEOUT_S) as plain, pytest.raises(PickError):
-            plain.pick(TINY, prompt=TEXT)
-    assert ends(bench, "done") == 1
+        with PickerClient(served.address, timeout_s=TIMEOUT_S) as plain:
+            plain.pick(TINY, prompt=TEXT).done()
+        stranger = grpc.ssl_channel_credentials(trustme.CA().cert_pem.bytes())
+        with (
+            PickerClient(served.address, credentials=stranger, timeout_s=TIMEOUT_S) as client,
+            pytest.raises(PickError),
+        ):
+            client.pick(TINY, prompt=TEXT)
+    assert ends(bench, "done") == 2

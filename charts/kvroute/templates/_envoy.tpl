@@ -23,7 +23,7 @@
 {{- $_ := set $host "routes" (concat $extras $routes) -}}
 {{- $patches := include "kvroute.envoy.clusterPatches" . | fromYaml -}}
 {{- $clusters := list ($patches.admin) -}}
-{{- range $name := concat (list "picked_pod" "router") (ternary (list "router_check") list (eq $door "check")) (ternary (list "round_robin") list .Values.envoy.failOpen) -}}
+{{- range $name := concat (list "picked_pod" "router") (ternary (list "round_robin") list .Values.envoy.failOpen) -}}
 {{- $cluster := mergeOverwrite (index $parts.clusters $name) (index $patches $name) -}}
 {{- if hasKey $cluster "cluster_type" -}}{{- $cluster = omit $cluster "type" -}}{{- end -}}
 {{- $clusters = append $clusters $cluster -}}
@@ -78,7 +78,7 @@ typed_config:
   failure_mode_allow: {{ .Values.envoy.failOpen }}
   with_request_body: {max_request_bytes: {{ int64 .Values.router.maxRequestBytes }}}
   {{- end }}
-  {{ ternary "http_service" "grpc_service" (eq .Values.envoy.door "check") }}:
+  grpc_service:
     retry_policy:
       num_retries: 5
       # A dead router has the fewest requests, so it is drawn again and again.
@@ -93,24 +93,7 @@ typed_config:
 {{- define "kvroute.envoy.clusterPatches" -}}
 picked_pod: {}
 router:
-  {{- include "kvroute.envoy.routerPatch" (list . "router" 9002 9002) | nindent 2 }}
-router_check:
-  {{- include "kvroute.envoy.routerPatch" (list . "router_check" 9004 9090) | nindent 2 }}
-  common_lb_config: {healthy_panic_threshold: {value: 0}}
-  health_checks:
-    - timeout: 2s
-      interval: 1s
-      # Without traffic, too: the first request must find its way.
-      no_traffic_interval: 1s
-      unhealthy_threshold: 2
-      healthy_threshold: 1
-      http_health_check: {path: /ready, host: router}
-  # A router whose node is gone closes no connection, and HTTP/1.1 has no pings: the kernel gives it up, idle or not.
-  upstream_connection_options:
-    tcp_keepalive: {keepalive_time: 2, keepalive_interval: 1, keepalive_probes: 2}
-  upstream_bind_config:
-    socket_options:
-      - {description: TCP_USER_TIMEOUT, level: 6, name: 18, int_value: 4000, state: STATE_PREBIND}
+  {{- include "kvroute.envoy.routerPatch" . | nindent 2 }}
 round_robin:
   {{- include "kvroute.envoy.dns" . | nindent 2 }}
   load_assignment:
@@ -131,21 +114,21 @@ admin:
           - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: 9901}}}
 {{- end -}}
 
-{{/* Every router, and behind them their Service. Takes (list root cluster port health-port). */}}
+{{/* Every router, and behind them their Service. */}}
 {{- define "kvroute.envoy.routerPatch" -}}
-{{- $root := index . 0 }}{{ $cluster := index . 1 }}{{ $port := index . 2 }}{{ $health := index . 3 -}}
+{{- $root := . -}}
 lb_policy: LEAST_REQUEST
 {{ include "kvroute.envoy.dns" $root }}
 load_assignment:
-  cluster_name: {{ $cluster }}
+  cluster_name: router
   endpoints:
     # DNS may be half a minute behind the pods, the Service's own address is not.
     {{- range $priority, $suffix := list "-epp-pods" "-epp" }}
     - priority: {{ $priority }}
       lb_endpoints:
         - endpoint:
-            address: {socket_address: {address: {{ include "kvroute.host" (list $root $suffix) }}, port_value: {{ $port }}}}
-            health_check_config: {port_value: {{ $health }}}
+            address: {socket_address: {address: {{ include "kvroute.host" (list $root $suffix) }}, port_value: 9002}}
+            health_check_config: {port_value: 9002}
     {{- end }}
 # By default 3 retries at once are allowed.
 circuit_breakers:

@@ -5,7 +5,6 @@
 - router
 - --grpc-port=9002
 - --grpc-health-port=9003
-- --check-port={{ ternary 9004 0 (eq .Values.mode "standalone") }}
 - --metrics-port=9090
 {{- if .Values.monitoring.auth }}
 - --metrics-endpoint-auth=true
