@@ -131,6 +131,11 @@ class Ranking(Sequence[Candidate]):
         most = max(cached_tokens)
         return cached_tokens.count(most), cached_tokens.index(most)
 
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Return what each pod's Candidate says of its view, in the order of `pods`."""
+        return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
+
     def cost_s(self, at: int) -> float:
         """The cost of the candidate of this rank."""
         cost_s: float = self.prices.item(self.order.item(at))[0]
