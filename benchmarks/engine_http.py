@@ -57,7 +57,7 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
     """
     options = ServeOptions(EngineConfig(), "127.0.0.1", 0, (TINY_MODEL,), None, 1 << 20)
     engine = build_engine(options.engine, NullSink())
-    engine.runner.run = _paced_tokens  # type: ignore[method-assign]
+    engine.executor.run = _paced_tokens  # type: ignore[method-assign]
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
     try:

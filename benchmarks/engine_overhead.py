@@ -111,7 +111,7 @@ def _take_arithmetic_out(engine: Engine) -> None:
         # Sampling changes its logits.
         return made.copy_(logits)[: len(rows)]
 
-    engine.runner.shard.model.forward = ready_made  # type: ignore[attr-defined]
+    engine.executor.runner.model.forward = ready_made  # type: ignore[attr-defined]
 
 
 def _submit(engine: Engine, sampling: SamplingParams) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import urllib3
 
+from benchmarks.ports import BASE_PORT
 from router.local.envoy_config import Door
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods
@@ -38,10 +39,15 @@ _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often and how long is measured."""
+    """How often and how long is measured.
+
+    Attributes:
+        quick: Whether it is enough that everything runs: nothing is warmed.
+    """
 
     rounds: int
     seconds: float
+    quick: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class StackSetting:
     pods: int = 16
     picker: Picker | None = None
     with_events: bool = True
-    base_port: int = 21_000
+    base_port: int = BASE_PORT
     router_flags: Sequence[str] = ()
 
 

@@ -45,7 +45,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
         )
         engine = build_engine(config, NullSink())
         yield _restored_by_recomputed(engine, rounds, clock)
-        tensors = [tensor.clone() for tensor in engine.runner.shard.attention.block_tensors()]  # type: ignore[attr-defined]
+        tensors = [tensor.clone() for tensor in engine.executor.runner.attention.block_tensors()]  # type: ignore[attr-defined]
     yield _copy_by_memcpy(tensors, rounds, clock)
 
 

@@ -31,14 +31,14 @@ _ROOT = Path(__file__).parents[1]
 
 def measure_resident(options: Options) -> None:
     """Prints bytes per block, per further holder, and whether the ceiling holds under churn."""
-    sizes = [options.of_size(thousands * 1000, 4096) for thousands in _THOUSANDS]
+    sizes = [4096] if options.quick else [thousands * 1000 for thousands in _THOUSANDS]
     per_block = {blocks: _child(blocks, 1, 0) / blocks for blocks in sizes}
     by_size = {str(blocks): round(value, 1) for blocks, value in per_block.items()}
     worst = [max(per_block.values())]
     options.report.figure("bytes_per_block_1_holder", "B", worst, what="the worst of", by_blocks=by_size)
     blocks = options.of_size(262_144, 4096)
-    one = _child(blocks, 1, 0)
-    for holders in (64, 16, 5, 4):
+    one = per_block[blocks] * blocks if blocks in per_block else _child(blocks, 1, 0)
+    for holders in (64,) if options.quick else (64, 16, 5, 4):
         extra = (_child(blocks, holders, 0) - one) / blocks / (holders - 1)
         suffix = "" if holders == 64 else f"_{holders}"
         name = f"bytes_per_extra_holder{suffix}"

@@ -45,6 +45,8 @@ _STRETCHES_OF_WORDS = 12
 # Requests of one stretch that show that each chat is known, and stretches at most until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
+# Of --quick, and of its streams, some of which have to end.
+_QUICK_S, _QUICK_STREAMS_S = 0.1, 0.5
 _DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
@@ -56,15 +58,18 @@ def main() -> int:
     options = options_of(read)
     report = options.report
     report.machine()
-    effort = Effort(options.rounds, 0.5 if options.quick else read.seconds)
+    effort = Effort(options.rounds, _QUICK_S if options.quick else read.seconds, options.quick)
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
         bodies = write_bodies(directory)
-        for name in _DOORS:
-            _door(name, bodies, directory, effort, report)
-        _full(bodies, directory, effort, report)
-        _floors(bodies, directory, effort, report)
-        _idle(bodies, directory, effort, report)
+        if options.quick:
+            _quick(bodies, directory, effort, report)
+        else:
+            for name in _DOORS:
+                _door(name, bodies, directory, effort, report)
+            _full(bodies, directory, effort, report)
+            _floors(bodies, directory, effort, report)
+            _idle(bodies, directory, effort, report)
         measure_inside(bodies, report, rounds=options.rounds, bursts=options.of_size(30, 2))
         schedule.measure(options)
         if options.rivals:
@@ -73,34 +78,66 @@ def main() -> int:
     return 0
 
 
+def _quick(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    """Every kind of figure once, from two stacks: to start one takes longer than all its figures."""
+    first, *_, last = _DOORS
+    setting = StackSetting(door=_DOORS[first])
+    with gateway_stack(setting, bodies["small"], directory) as stack:
+        _door_figures(first, stack, setting, bodies, effort, report)
+        _unary_figure(stack, setting, bodies["small"], effort, report)
+        _idle_figure(stack, setting, effort, report)
+    setting = StackSetting(door=_DOORS[last], responses="full")
+    with gateway_stack(setting, bodies["small"], directory) as stack:
+        _door_figures(last, stack, setting, bodies, effort, report)
+        _full_figures(stack, setting, bodies, effort, report)
+    _floors(bodies, directory, effort, report)
+
+
 def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
     """One door's CPU at each prompt size and its throughput, also under events; with the first also unary."""
     setting = StackSetting(door=_DOORS[name])
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
-        for size in SIZES:
-            rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
-            shown = _shown(setting, rounds, prompt=size)
-            report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], **shown)
-            if size == "small":
-                again = [
-                    stack.load(bodies[size], _CLIENTS, effort.seconds, repeated=True)
-                    for _ in range(effort.rounds)
-                ]
-                repeated = _shown(setting, again, prompt=size, new_chars=0)
-                cpu = [one.cpu_ms["router"] for one in again]
-                report.figure(f"{name}_small_repeated_cpu_ms", "ms", cpu, **repeated)
-                report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], **shown)
-                report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], **shown)
-        _under_events(name, stack, bodies["small"], setting, effort, report)
+        _door_figures(name, stack, setting, bodies, effort, report)
     if name == "check_grpc":
         # Nobody reports how these picks go on, so the ledger forgets them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
-            rounds = _rounds(effort, partial(stack.pick_load, bodies["small"], _CLIENTS, effort.seconds))
-            cpu = [one.cpu_ms["router"] for one in rounds]
-            report.figure("pick_unary_cpu_ms", "ms", cpu, **_shown(setting, rounds, door="PickEndpoint"))
+            _unary_figure(stack, setting, bodies["small"], effort, report)
+
+
+def _door_figures(
+    name: str,
+    stack: GatewayStack,
+    setting: StackSetting,
+    bodies: dict[str, Path],
+    effort: Effort,
+    report: Report,
+) -> None:
+    for size in SIZES:
+        rounds = _rounds(effort, partial(stack.load, bodies[size], _CLIENTS, effort.seconds))
+        shown = _shown(setting, rounds, prompt=size)
+        report.figure(f"{name}_{size}_cpu_ms", "ms", [one.cpu_ms["router"] for one in rounds], **shown)
+        if size == "small":
+            again = [
+                stack.load(bodies[size], _CLIENTS, effort.seconds, repeated=True)
+                for _ in range(effort.rounds)
+            ]
+            repeated = _shown(setting, again, prompt=size, new_chars=0)
+            cpu = [one.cpu_ms["router"] for one in again]
+            report.figure(f"{name}_small_repeated_cpu_ms", "ms", cpu, **repeated)
+            report.figure(f"{name}_per_s", "1/s", [one.seen["per_s"] for one in rounds], **shown)
+            report.figure(f"{name}_p99_ms", "ms", [one.seen["p99_ms"] for one in rounds], **shown)
+    _under_events(name, stack, bodies["small"], setting, effort, report)
+
+
+def _unary_figure(
+    stack: GatewayStack, setting: StackSetting, bodies: Path, effort: Effort, report: Report
+) -> None:
+    rounds = _rounds(effort, partial(stack.pick_load, bodies, _CLIENTS, effort.seconds))
+    cpu = [one.cpu_ms["router"] for one in rounds]
+    report.figure("pick_unary_cpu_ms", "ms", cpu, **_shown(setting, rounds, door="PickEndpoint"))
 
 
 def _under_events(
@@ -124,13 +161,19 @@ def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     setting = StackSetting(door="ext_proc", responses="full")
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
-        rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
-        cpu = [one.cpu_ms["router"] for one in rounds]
-        report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
-        _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
+        _full_figures(stack, setting, bodies, effort, report)
     setting = replace(setting, picker=bare_picker)
     with gateway_stack(setting, bodies["all"], directory) as stack:
         _chunks("chunk_floor_cpu_us", stack, setting, bodies, effort, report)
+
+
+def _full_figures(
+    stack: GatewayStack, setting: StackSetting, bodies: dict[str, Path], effort: Effort, report: Report
+) -> None:
+    rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+    cpu = [one.cpu_ms["router"] for one in rounds]
+    report.figure("extproc_full_small_cpu_ms", "ms", cpu, **_shown(setting, rounds))
+    _chunks("chunk_full_cpu_us", stack, setting, bodies, effort, report)
 
 
 def _chunks(
@@ -149,12 +192,14 @@ def _chunks(
     second, and with the pieces that clients read for chunks, of which there are fewer, for several may be
     read at once.
     """
+    seconds = max(effort.seconds, _QUICK_STREAMS_S)
 
     def turn() -> dict[str, Stretch]:
         kinds = ("small", "sparse", "stream")
-        return {kind: stack.load(bodies[kind], _STREAM_CLIENTS, effort.seconds) for kind in kinds}
+        return {kind: stack.load(bodies[kind], _STREAM_CLIENTS, seconds) for kind in kinds}
 
-    turns = [turn() for _ in range(effort.rounds + 1)][1:]
+    warm = 0 if effort.quick else 1
+    turns = [turn() for _ in range(warm + effort.rounds)][warm:]
     chunk_us, by_reads_us = [], []
     for turn_of in turns:
         plain, few, many = turn_of.values()
@@ -174,7 +219,7 @@ def _chunks(
 
 
 def _floors(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    for name, door in _DOORS.items():
+    for name, door in list(_DOORS.items())[: 1 if effort.quick else None]:
         setting = StackSetting(door=door, picker=bare_picker)
         with gateway_stack(setting, bodies["all"], directory) as stack:
             rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
@@ -186,16 +231,22 @@ def _idle(bodies: dict[str, Path], directory: Path, effort: Effort, report: Repo
     setting = StackSetting(pods=_IDLE_PODS, with_events=False)
     with gateway_stack(setting, bodies["small"], directory) as stack:
         time.sleep(2 * effort.seconds)
-        values = []
-        for _ in range(effort.rounds):
-            before_s, cpu_s = time.monotonic(), stack.cpu_s("router")
-            time.sleep(effort.seconds)
-            values.append(1000 * (stack.cpu_s("router") - cpu_s) / (time.monotonic() - before_s))
-        report.figure("idle_100_pods_mcpu", "mCPU", values, pods=setting.pods)
+        _idle_figure(stack, setting, effort, report)
+
+
+def _idle_figure(stack: GatewayStack, setting: StackSetting, effort: Effort, report: Report) -> None:
+    values = []
+    for _ in range(effort.rounds):
+        before_s, cpu_s = time.monotonic(), stack.cpu_s("router")
+        time.sleep(effort.seconds)
+        values.append(1000 * (stack.cpu_s("router") - cpu_s) / (time.monotonic() - before_s))
+    report.figure("idle_100_pods_mcpu", "mCPU", values, pods=setting.pods)
 
 
 def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:
     """Some stretches of load after those that warm caches: every chat was there before it goes on."""
+    if effort.quick:
+        return [stretch()]
     for _ in range(_WARM_STRETCHES):
         if stretch(repeated=True).seen["requests"] >= _WARM_REQUESTS:
             break

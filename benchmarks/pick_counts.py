@@ -10,6 +10,7 @@ Needs valgrind (Debian: `apt-get install valgrind`).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 
@@ -27,9 +29,7 @@ from benchmarks.pick_inside import Inside
 from benchmarks.report import Report, read_options
 
 _INSIDE, _BEFORE = "inside", "before"
-_BURST, _BURSTS = 32, 6
-# So that most words of the prose have come once.
-_WARM_BURSTS, _WARM_BURSTS_QUICK = 150, 2
+_BURST = 32
 # Bytes, ways, bytes of a line.
 _CACHES = ("--I1=32768,8,64", "--D1=32768,8,64", "--LL=524288,8,64")
 _VALGRIND = (
@@ -48,7 +48,24 @@ _FIGURES = {
 }
 
 
-def serve(warm_bursts: int, callgrind: Callable[[str], None]) -> None:
+class Load(NamedTuple):
+    """What is served.
+
+    Attributes:
+        warm_bursts: Before anything is counted, so that most words of the prose have come once.
+        bursts: Counted.
+        held: The chats that the pods hold, see `write_bodies`.
+    """
+
+    warm_bursts: int
+    bursts: int
+    held: str
+
+
+_FULL, _QUICK = Load(150, 6, "all"), Load(0, 1, "small")
+
+
+def serve(load: Load, callgrind: Callable[[str], None]) -> None:
     """The requests.
 
     Args:
@@ -56,14 +73,14 @@ def serve(warm_bursts: int, callgrind: Callable[[str], None]) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         bodies = write_bodies(Path(name))
-        inside = Inside(bodies["all"])
+        inside = Inside(bodies[load.held])
         try:
             chats = bodies["small"].read_bytes().splitlines()
             _burst(inside, inside.requests(iter(chats), len(chats)))
             lines = next_turns(chats, seed=1)
-            for _ in range(warm_bursts):
+            for _ in range(load.warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
-            counted = [inside.requests(lines, _BURST) for _ in range(_BURSTS)]
+            counted = [inside.requests(lines, _BURST) for _ in range(load.bursts)]
             # As in the router, which puts what stays out of the collector's sight.
             gc.collect()
             gc.freeze()
@@ -87,7 +104,7 @@ def _callgrind(command: str) -> None:
     subprocess.run(["callgrind_control", command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(report: Report, warm_bursts: int) -> None:
+def measure(report: Report, load: Load) -> None:
     """Counts, and prints the figures.
 
     Raises:
@@ -103,12 +120,18 @@ def measure(report: Report, warm_bursts: int) -> None:
         features = re.sub(r"\+(avx512|evex512|avx10)", r"-\1", llvm.get_host_cpu_features().flatten())
         processor = {"NUMBA_CPU_NAME": llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": features}
         environment = {**os.environ, **processor, "PYTHONHASHSEED": "0"}
-        _run([sys.executable, "-m", __spec__.name, _BEFORE, "0"], environment, "beforehand")
-        _run([*argv, _INSIDE, str(warm_bursts)], environment, "under valgrind")
+        _run(
+            [sys.executable, "-m", __spec__.name, _BEFORE, json.dumps(load._replace(warm_bursts=0))],
+            environment,
+            "beforehand",
+        )
+        _run([*argv, _INSIDE, json.dumps(load)], environment, "under valgrind")
         counts = _totals(out.with_name(f"{out.name}.1"))
     for figure, events in _FIGURES.items():
-        each = sum(counts[event] for event in events) / (_BURST * _BURSTS)
-        report.figure(f"request_small_{figure}", "count", [each], requests=_BURST * _BURSTS, caches=_CACHES)
+        each = sum(counts[event] for event in events) / (_BURST * load.bursts)
+        report.figure(
+            f"request_small_{figure}", "count", [each], requests=_BURST * load.bursts, caches=_CACHES
+        )
 
 
 def _run(argv: list[str], environment: dict[str, str], where: str) -> None:
@@ -126,11 +149,11 @@ def _totals(dump: Path) -> dict[str, int]:
 def main() -> int:
     """Counts and prints."""
     if sys.argv[1:2] in ([_INSIDE], [_BEFORE]):
-        serve(int(sys.argv[2]), _callgrind if sys.argv[1] == _INSIDE else lambda _command: None)
+        serve(Load(*json.loads(sys.argv[2])), _callgrind if sys.argv[1] == _INSIDE else lambda _command: None)
         return 0
     read = read_options(__doc__)
     read.report.machine()
-    measure(read.report, read.of_size(_WARM_BURSTS, _WARM_BURSTS_QUICK))
+    measure(read.report, _QUICK if read.quick else _FULL)
     return 0
 
 

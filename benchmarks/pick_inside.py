@@ -30,6 +30,7 @@ from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.fake_events import BLOCK_TOKENS
 from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
 from benchmarks.next_turns import next_turns
+from benchmarks.ports import BASE_PORT
 from benchmarks.report import Report, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
@@ -55,7 +56,7 @@ from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 
 _PODS = 16
-_EVENTS_PORT, _REPLAY_PORT = 21_601, 21_701
+_EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
 _WAIT_S = 120.0
 # Far off, so that a busy machine cannot turn the measured work into a refusal.
 _DEADLINE_S = 30.0

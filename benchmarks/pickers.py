@@ -19,11 +19,12 @@ from pathlib import Path
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
 from benchmarks.go_picker import VERSION, go_picker
+from benchmarks.ports import BASE_PORT
 from benchmarks.report import Report, options_of, options_parser
 
 _OURS, _OTHER = "kvroute", "gie_epp"
 _CLIENTS, _STREAM_CLIENTS = 32, 4
-_OTHER_BASE_PORT = 24_000
+_OTHER_BASE_PORT = BASE_PORT + 3000
 # Stretches until the words of the new turns have come once, as they have in a router that serves for a while.
 _STRETCHES_OF_WORDS = 12
 _WARM_STRETCHES = 3

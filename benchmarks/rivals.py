@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway_stack import HOST, Effort, StackSetting, gateway_stack, process_cpu_s, run_load
+from benchmarks.ports import BASE_PORT
 from benchmarks.rival_environment import environment
 
 _PODS = 16
-_PODS_PORT, _PORT, _METRICS_PORT = 22_101, 22_000, 22_001
+_PODS_PORT, _PORT, _METRICS_PORT = BASE_PORT + 1101, BASE_PORT + 1000, BASE_PORT + 1001
 _CLIENTS = 32
 _READY_S = 60.0
 

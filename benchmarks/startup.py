@@ -25,13 +25,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.conversations import write_bodies
 from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
+from benchmarks.ports import BASE_PORT
 from benchmarks.report import read_options
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.supervisor import check_ports
 
 _PODS = 16
 _ROUNDS = 5
-_BASE_PORT = 23_000
+_BASE_PORT = BASE_PORT + 2000
 _POLL_S = 0.01
 _TIMEOUT_S = 120.0
 _LIBRARIES = (

@@ -18,23 +18,14 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How to sample one row.
+    """How to sample one row."""
 
-    Attributes:
-        params: The request's wishes.
-        seed: Base of its random draws.
-        position: Tokens generated before this one.
-        banned: Tokens that must not be chosen now.
-        token_ids: Prompt and generated tokens; the last `position` ones are the generated.
-        allowed_bits: One bit a token, as `TokenConstraint` tells them; None allows all.
-    """
-
-    params: SamplingParams
-    seed: int
-    position: int
-    banned: frozenset[int] = frozenset()
-    token_ids: Sequence[int] = ()
-    allowed_bits: bytes | None = None
+    params: SamplingParams  # the request's wishes
+    seed: int  # base of its random draws
+    position: int  # tokens generated before this one
+    banned: frozenset[int] = frozenset()  # tokens that must not be chosen now
+    token_ids: Sequence[int] = ()  # prompt and generated tokens; the last `position` ones are the generated
+    allowed_bits: bytes | None = None  # one bit a token, as `TokenConstraint` tells them; None allows all
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

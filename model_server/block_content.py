@@ -18,23 +18,14 @@ ContentKey: TypeAlias = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockContent:
-    """One full block.
+    """One full block."""
 
-    Attributes:
-        group: KV cache group.
-        digest: Chained hash of its tokens and all before them.
-        parent: Digest of the block before it; None at the start of a prompt.
-        token_ids: Its own tokens.
-        extra_keys: What else entered the digest, tagged.
-        lora: Number and name of the adapter that it was computed with.
-    """
-
-    group: int
-    digest: bytes
-    parent: bytes | None
-    token_ids: tuple[int, ...]
-    extra_keys: ExtraKeys | None
-    lora: tuple[int, str] | None
+    group: int  # KV cache group
+    digest: bytes  # chained hash of its tokens and all before them
+    parent: bytes | None  # digest of the block before it; None at the start of a prompt
+    token_ids: tuple[int, ...]  # its own tokens
+    extra_keys: ExtraKeys | None  # what else entered the digest, tagged
+    lora: tuple[int, str] | None  # number and name of the adapter that it was computed with
 
     @property
     def key(self) -> ContentKey:

@@ -19,17 +19,12 @@ from model_server.shapes import KvGroupSpec
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What was found for a request's first tokens.
+    """What was found for a request's first tokens."""
 
-    Attributes:
-        length: In blocks.
-        entries: Per group, each block of the prefix: on the device, in the host tier, or not needed.
-        full_length: What the groups with full attention hold.
-    """
-
-    length: int
+    length: int  # in blocks
+    # Per group, each block of the prefix: on the device, in the host tier, or not needed.
     entries: Sequence[Sequence[Block | HostBlock | None]]
-    full_length: int
+    full_length: int  # what the groups with full attention hold
 
 
 class BlockManager:
@@ -43,11 +38,6 @@ class BlockManager:
         chunk_tokens: Most tokens of one request in a step.
         enable_prefix_caching: Whether requests find each other's blocks.
         swap: Whether a preempted request's full blocks are held in the host tier, where there is room.
-
-    Attributes:
-        pool: See above.
-        offload: See above.
-        block_tokens: See above.
     """
 
     def __init__(

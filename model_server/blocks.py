@@ -20,17 +20,14 @@ class BlockPool:
     Args:
         num_blocks: Blocks in the pool.
         announcer: Writes its events.
-
-    Attributes:
-        on_evict: Told of a block that is about to lose its content, while it still has it.
-        blocks: All blocks, by their number.
-        free: Those that nobody holds, in the order of their reuse; many of them can still be found.
     """
 
     def __init__(self, num_blocks: int, announcer: Announcer) -> None:
+        # Told of a block that is about to lose its content, while it still has it.
         self.on_evict: Callable[[Block], object] | None = None
         self._announcer = announcer
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]  # all blocks, by their number
+        # Those that nobody holds, in the order of their reuse; many of them can still be found.
         self.free = FreeQueue(self.blocks)
         self._cached: dict[ContentKey, dict[int, Block]] = {}
         self._events: list[KVEvent] = []
@@ -145,10 +142,6 @@ class BlockPool:
         self._cached.clear()
         self._events.append(AllBlocksCleared())
         return True
-
-    def cached_copies(self) -> dict[ContentKey, int]:
-        """Return how many blocks hold each content: what a listener's mirror must hold."""
-        return {key: len(copies) for key, copies in self._cached.items()}
 
     def _evict(self, block: Block) -> None:
         content = block.content

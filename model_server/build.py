@@ -10,13 +10,10 @@ from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.events import EventSink
+from model_server.executor import Executor
 from model_server.lora_registry import LoraRegistry
-from model_server.parallel.leader import lead
-from model_server.parallel.ranks import Ranks
 from model_server.prefix import blocks_behind, blocks_bound
-from model_server.runner import TorchRunner
 from model_server.shapes import KvGroupSpec
-from model_server.shard import load_shard
 
 
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
@@ -31,14 +28,13 @@ def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
         ConfigError: A setting does not fit the model or the machine.
         WorkerError: A process that should compute a part of the model does not start.
     """
-    loaded, shard = load_shard(config, Ranks()) if config.tensor_parallel_size == 1 else lead(config)
+    executor = Executor(config)
     try:
-        max_model_len = _max_model_len(config, loaded.max_positions, shard.kv_groups)
-        runner = TorchRunner(shard, loaded.model.shape.vocab_size, loaded.eos_token_ids)
-        loras = LoraRegistry(shard.load_adapter, config.max_loras)
-        return Engine(config, runner, sink, max_model_len, loras)
+        max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)
+        loras = LoraRegistry(executor.load_adapter, config.max_loras)
+        return Engine(config, executor, sink, max_model_len, loras)
     except BaseException:
-        shard.close()
+        executor.close()
         raise
 
 

@@ -1,70 +1,86 @@
-"""The engine's settings, checked once when they are made.
+"""The settings of a model server, each declared once: its default, its flag, its meaning; checked when made.
 
 The names and defaults follow vLLM's flags where it has the same thing. Nothing here loads a model.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal, get_args
 
 from model_server.errors import ConfigError
+from model_server.flags import Flag, positive, tcp_port
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDType = Literal["auto", "fp8"]
-DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES: tuple[KvCacheDType, ...] = ("auto", "fp8")
 SchedulingPolicy = Literal["fcfs", "priority", "aged"]
 PreemptionMode = Literal["recompute", "swap"]
-SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority", "aged")
-PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("recompute", "swap")
+DTYPES: tuple[DType, ...] = get_args(DType)
+KV_CACHE_DTYPES: tuple[KvCacheDType, ...] = get_args(KvCacheDType)
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
+PREEMPTION_MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
 TINY_MODEL = "kvroute-tiny"
+
+_MAX_BODY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine.
+    """Settings of one engine."""
 
-    Attributes:
-        model: "kvroute-tiny", or a Hugging Face checkpoint directory.
-        dtype: "auto" takes the checkpoint's own.
-        kv_cache_dtype: "auto" keeps keys and values in the model's dtype, "fp8" in scaled 8-bit floats.
-        device: A torch device such as "cpu" or "cuda:0".
-        tensor_parallel_size: Processes that compute one model together, on CUDA each on a GPU of its own,
-            from `device` on.
-        block_tokens: Tokens in one KV block.
-        gpu_blocks: KV blocks in the pool (on the device, also when that is a CPU).
-        cpu_blocks: KV blocks in the host tier; 0 for none.
-        cpu_gib: The same in GiB of host memory; None leaves it to `cpu_blocks`.
-        max_model_len: Most tokens of prompt and answer together; None takes the model's own.
-        max_num_seqs: Most requests that run at once.
-        max_num_batched_tokens: Token budget of one step.
-        max_waiting: Most requests that wait to run; one more is refused.
-        scheduling_policy: Order of prefills, see `prefill_order.order_key`.
-        preemption_mode: Whether a preempted request computes its KV again or finds it in the host tier.
-        enable_prefix_caching: Reuse blocks between requests (and announce them).
-        max_loras: Most LoRA adapters loaded at once; 0 for none.
-        torch_threads: Threads of one CPU operation; None leaves torch's choice.
-        seed: Seeds requests that bring none.
-    """
-
-    model: str = TINY_MODEL
-    dtype: DType = "auto"
-    kv_cache_dtype: KvCacheDType = "auto"
-    device: str = "cpu"
-    tensor_parallel_size: int = 1
-    block_tokens: int = 16
-    gpu_blocks: int = 1024
-    cpu_blocks: int = 0
-    cpu_gib: float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_waiting: int = 1024
-    scheduling_policy: SchedulingPolicy = "aged"
-    preemption_mode: PreemptionMode = "recompute"
-    enable_prefix_caching: bool = True
-    max_loras: int = 4
-    torch_threads: int | None = None
-    seed: int = 0
+    model: Annotated[str, Flag("a Hugging Face checkpoint directory, or the built-in tiny model")] = (
+        TINY_MODEL
+    )
+    dtype: Annotated[DType, Flag("type of weights and KV cache; auto: the checkpoint's own")] = "auto"
+    kv_cache_dtype: Annotated[
+        KvCacheDType, Flag("type of the KV cache, if not --dtype: fp8 takes half the bytes of a 16-bit type")
+    ] = "auto"
+    device: Annotated[str, Flag("torch device")] = "cpu"
+    tensor_parallel_size: Annotated[
+        int,
+        Flag(
+            "processes that compute the model together, on CUDA each on a GPU of its own, from --device on",
+            ("--tensor-parallel-size", "-tp"),
+        ),
+    ] = 1
+    max_loras: Annotated[int, Flag("most LoRA adapters loaded at once; 0 for none")] = 4
+    block_tokens: Annotated[int, Flag("tokens per KV block", ("--block-size",))] = 16
+    gpu_blocks: Annotated[
+        int,
+        Flag(
+            "KV blocks in the pool, on the device, also where that is a CPU",
+            ("--num-gpu-blocks", "--gpu-blocks", "--num-gpu-blocks-override"),
+        ),
+    ] = 1024
+    cpu_blocks: Annotated[int, Flag("KV blocks in the host tier; 0 for none")] = 0
+    cpu_gib: Annotated[float | None, Flag("the same as GiB of host memory")] = None
+    max_model_len: Annotated[
+        int | None, Flag("most tokens of prompt and answer together", default_text="the model's own")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Flag("reuse blocks between requests, and announce them", default_text="they are")
+    ] = True
+    max_num_seqs: Annotated[int, Flag("most requests running at once")] = 64
+    max_num_batched_tokens: Annotated[int, Flag("token budget of one step")] = 2048
+    max_waiting: Annotated[
+        int, Flag("most requests waiting; one more is refused", ("--max-num-queued-reqs",))
+    ] = 1024
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Flag(
+            "order of prefills: by arrival, by the request's priority, or by arrival plus ten times the "
+            "prefill's own seconds"
+        ),
+    ] = "aged"
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Flag(
+            "what a preempted request does to go on: compute again what is cached no more, or fetch its full "
+            "blocks from the host tier, which holds them for it"
+        ),
+    ] = "recompute"
+    torch_threads: Annotated[
+        int | None, Flag("threads of one CPU operation", default_text="torch's choice")
+    ] = None
+    seed: Annotated[int, Flag("seeds requests that bring no seed")] = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -72,13 +88,15 @@ class EngineConfig:
         Raises:
             ConfigError: A value is out of range.
         """
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; use one of {', '.join(KV_CACHE_DTYPES)}"
-            )
-        self._check_tiers_and_order()
+        for name, known in (
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+            ("preemption_mode", PREEMPTION_MODES),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        self._check_tiers()
         if self.max_loras < 0:
             raise ConfigError(f"max_loras is {self.max_loras}; it must be at least 0")
         for name in (
@@ -101,13 +119,7 @@ class EngineConfig:
                 f"({self.max_num_seqs}): not every running request could decode in one step; raise the first"
             )
 
-    def _check_tiers_and_order(self) -> None:
-        for name, value, known in (
-            ("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES),
-            ("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(known)}")
+    def _check_tiers(self) -> None:
         if self.cpu_blocks < 0:
             raise ConfigError(f"cpu_blocks is {self.cpu_blocks}; it must be at least 0")
         if self.cpu_gib is not None and not 0 <= self.cpu_gib < float("inf"):
@@ -123,3 +135,105 @@ class EngineConfig:
                 "preemption_mode is 'swap', but enable_prefix_caching is off, by which swapped blocks are "
                 "found again; leave one out"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
+
+    Attributes:
+        buffer_steps: Batches kept for replay.
+        hwm: Batches that wait for one slow subscriber before its newest are dropped.
+        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
+        always_bind: Not vLLM's, but without it nothing can be published on a loopback address alone.
+    """
+
+    endpoint: Annotated[
+        str,
+        Flag(
+            "PUB socket: bound if it holds * or ::, or is ipc or inproc; otherwise connected",
+            ("--kv-events-endpoint",),
+            metavar="ENDPOINT",
+        ),
+    ] = "tcp://*:5557"
+    replay_endpoint: Annotated[
+        str | None,
+        Flag(
+            "ROUTER socket for replays, always bound; empty turns replay off",
+            ("--kv-replay-endpoint",),
+            metavar="ENDPOINT",
+        ),
+    ] = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: Annotated[
+        str, Flag("first frame", ("--kv-events-topic",), default_text="kv@HOST:PORT@MODEL", metavar="TOPIC")
+    ] = ""
+    always_bind: Annotated[
+        bool, Flag("bind --kv-events-endpoint whatever it is, a loopback address too", ("--kv-events-bind",))
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: A cap is below 1.
+        """
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
+
+    def announced(self) -> dict[str, object]:
+        """Return the settings as vLLM's /kv_event_sources shows them."""
+        settings = asdict(self)
+        del settings["always_bind"]
+        return {"enable_kv_cache_events": True, "publisher": "zmq", **settings}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How to run one model server.
+
+    Attributes:
+        engine: The engine's settings.
+        events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
+        admin_token: What must be sent to the administration port; None lets everybody in who reaches it.
+    """
+
+    engine: EngineConfig
+    host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Flag("port to listen on; 0 lets the system choose", read=tcp_port)] = 8000
+    served_names: Annotated[
+        tuple[str, ...],
+        Flag(
+            "names the API knows the model by, the main one first",
+            ("--served-model-name",),
+            default_text="the tiny model's name, or the directory's",
+            metavar="NAME",
+        ),
+    ] = ()
+    events: KVEventsConfig | None = None
+    max_body_bytes: Annotated[int, Flag("refuse larger HTTP bodies", read=positive)] = _MAX_BODY_BYTES
+    api_key: Annotated[str | None, Flag("refuse API requests without it", metavar="KEY")] = field(
+        default=None, repr=False
+    )
+    admin_port: Annotated[
+        int | None,
+        Flag(
+            "port of administration (sleep, cache reset, adapters) and snapshots, none of which the serving "
+            "port answers; 0 lets the system choose",
+            default_text="they are not served",
+            read=tcp_port,
+            metavar="PORT",
+        ),
+    ] = None
+    admin_token: str | None = field(default=None, repr=False)
+    runtime_loras: Annotated[
+        bool,
+        Flag(
+            "let operators load adapters from this machine's directories at --admin-port",
+            ("--allow-runtime-lora-updating",),
+            default_text="they may not",
+        ),
+    ] = False

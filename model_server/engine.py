@@ -1,7 +1,7 @@
 """The engine: takes requests from any thread, runs them step by step on its own, hands out tokens.
 
 One step is drain the inbox -> schedule -> run the model -> publish cache events -> deliver tokens. It knows
-no text and no HTTP; the model is behind `Runner`, the listeners behind two callables.
+no text and no HTTP; the model is behind `Executor`, the listeners behind two callables.
 """
 
 import itertools
@@ -12,23 +12,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from model_server.admission import check_request
 from model_server.config import EngineConfig
 from model_server.engine_stats import EngineStats
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
+from model_server.executor import Executor
 from model_server.kv_cache import KvCache
 from model_server.live_request import LiveRequest
 from model_server.lora_registry import LoraRegistry
 from model_server.prefill_order import PrefillRate
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 from model_server.scheduler import Chunk, Scheduler
-from model_server.step_runner import Runner
-
-__all__ = ["Engine", "EngineStats", "OutputSink", "Runner"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OutputSink = Callable[[TokenOutput], None]
 
@@ -42,30 +43,30 @@ class Engine:
     own after `start`, or the caller's of `step`.
 
     Attributes:
+        vocab_size: Token ids are below this.
         max_model_len: Most tokens of prompt and answer together.
         block_tokens: Tokens in one KV block.
         loras: The adapters that requests can name; None where there can be none.
-        runner: Computes the steps.
-        cache: Both tiers of KV blocks.
-        scheduler: Knows all requests.
+        is_sleeping: Whether it has given its memory back and runs nothing.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        executor: Executor,
         events: EventSink,
         max_model_len: int,
         loras: LoraRegistry | None = None,
     ) -> None:
+        self.vocab_size = executor.vocab_size
         self.max_model_len = max_model_len
         self.block_tokens = config.block_tokens
         self.loras = loras
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
-        self.runner = runner
+        self.executor = executor
         self._events = events
-        self.cache = KvCache(config, runner, max_model_len)
+        self.cache = KvCache(config, executor, max_model_len)
         self.scheduler = Scheduler(
             self.cache.manager,
             max_num_seqs=config.max_num_seqs,
@@ -73,7 +74,7 @@ class Engine:
             policy=config.scheduling_policy,
         )
         self._rate = PrefillRate()
-        self._asleep = False
+        self.is_sleeping = False
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
         self._wake = threading.Condition()  # guards the next four
@@ -100,7 +101,7 @@ class Engine:
             QueueFullError: Too many requests wait already.
             EngineClosedError: The engine takes nothing more.
         """
-        check_request(request, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len)
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         adapter = None
         if request.lora_name is not None:
             if self.loras is None:
@@ -154,26 +155,12 @@ class Engine:
         """Take the memory again and go on; returns False if the engine did not sleep."""
         return self._ask(self._wake_up)
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self.runner.vocab_size
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-        return self._asleep
-
     def stats(self) -> EngineStats:
         """Return the counters; callable from any thread."""
-        scheduler, cache = self.scheduler, self.cache
-        pool, host, offload = cache.pool, cache.host, cache.offload
-        running = len(scheduler.running)
+        scheduler, running = self.scheduler, len(self.scheduler.running)
         return EngineStats(
             running=running,
             waiting=max(len(self._live) - running, 0),
-            kv_usage=1.0 - pool.num_free / pool.num_blocks,
-            total_blocks=pool.num_blocks,
             prefix_queries_tokens=scheduler.prompt_tokens if self._caching else 0,
             prefix_hits_tokens=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
@@ -183,14 +170,9 @@ class Engine:
             last_step_monotonic_s=self._turned_s,
             healthy=self._healthy,
             host_hits_tokens=scheduler.host_prompt_tokens,
-            host_blocks=host.num_blocks,
-            host_usage=host.num_used / max(1, host.num_blocks),
-            swapped_in_blocks=offload.swapped_in_blocks,
-            swapped_out_blocks=offload.swapped_out_blocks,
-            block_bytes=offload.block_bytes,
-            restores=offload.restores,
             prefill_tokens_per_s=self._rate.tokens_per_s,
-            asleep=self._asleep,
+            asleep=self.is_sleeping,
+            **self.cache.stats(),
         )
 
     def start(self) -> None:
@@ -208,12 +190,12 @@ class Engine:
             self._thread.join()
         else:
             self._end_all("abort", None)
-        self.runner.close()
+        self.executor.close()
 
     def step(self) -> bool:
         """Run one step on the caller's thread. Returns False when there was nothing to compute."""
         self._drain_inbox()
-        if self._asleep:
+        if self.is_sleeping:
             return False
         chunks: list[Chunk] = []
         try:
@@ -235,7 +217,7 @@ class Engine:
         try:
             while not self._closing:
                 self._turned_s = time.monotonic()
-                self.runner.check()
+                self.executor.check()
                 if not self.step():
                     with self._wake:
                         if not self._inbox and not self._closing:
@@ -278,21 +260,40 @@ class Engine:
         started_s = time.monotonic()
         for chunk in chunks:
             chunk.live.started_s = chunk.live.started_s or started_s
-        tokens = self.runner.run(chunks)
+        tokens = self.executor.run(chunks)
         prefills = sum(chunk.length for chunk in chunks) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
 
-    def _ask(self, action: Callable[[], bool]) -> bool:
-        """Have the stepping thread do something between two steps; returns False once the engine closes."""
-        answer: Future[bool] = Future()
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """Have the stepping thread do something between two steps, all events of the first published.
+
+        Raises:
+            EngineClosedError: The engine closes.
+        """
+        answer: Future[T] = Future()
+
+        def act() -> None:
+            self._publish()
+            try:
+                answer.set_result(action())
+            except Exception as error:
+                answer.set_exception(error)
+
         with self._wake:
             if self._closing:
-                return False
-            self._post(lambda: answer.set_result(action()))
+                raise EngineClosedError("the engine is closed")
+            self._post(act)
         if self._thread is None:
             self._drain_inbox()
         return answer.result()
+
+    def _ask(self, action: Callable[[], bool]) -> bool:
+        """Have the stepping thread change something; returns False once the engine closes."""
+        try:
+            return self.between_steps(action)
+        except EngineClosedError:
+            return False
 
     def _post(self, action: Callable[[], None]) -> None:
         """Leave work for the stepping thread; the caller holds the lock."""
@@ -320,7 +321,7 @@ class Engine:
 
     def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
         sampling = live.request.sampling
-        is_eos = token in self.runner.eos_token_ids and not sampling.ignore_eos
+        is_eos = token in self.executor.eos_token_ids and not sampling.ignore_eos
         if is_eos or token in sampling.stop_token_ids:
             return "stop"
         if live.num_generated >= sampling.max_tokens or live.num_tokens >= self.max_model_len:
@@ -372,19 +373,18 @@ class Engine:
         return done
 
     def _fall_asleep(self) -> bool:
-        if self._asleep or not self._reset_pool():
-            return self._asleep
-        self._asleep = True
-        self.cache.offload.detach()
-        self.runner.free_kv()
+        if self.is_sleeping or not self._reset_pool():
+            return self.is_sleeping
+        self.is_sleeping = True
+        self.executor.free_kv()
         return True
 
     def _wake_up(self) -> bool:
-        if not self._asleep:
+        if not self.is_sleeping:
             return False
-        self.runner.allocate_kv()
-        self.cache.offload.attach(self.runner.block_copies(self.cache.host.num_blocks))
-        self._asleep = False
+        self.executor.allocate_kv()
+        self.executor.allocate_host(self.cache.host.num_blocks)
+        self.is_sleeping = False
         return True
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:

@@ -42,15 +42,11 @@ class WorkerError(ModelServerError):
 
 
 class RequestError(ModelServerError):
-    """The engine can never run this request as asked.
-
-    Attributes:
-        param: Name of the request field at fault in the OpenAI API, or None.
-    """
+    """The engine can never run this request as asked."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param = param  # name of the request field at fault in the OpenAI API, or None
 
 
 class QueueFullError(RequestError):

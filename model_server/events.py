@@ -20,32 +20,20 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True, gc=
     """A run of newly full blocks of one request, in chain order.
 
     Fields without a default are always on the wire (nil when None); the others only when set.
-
-    Attributes:
-        block_hashes: The engine's own hashes, opaque to readers.
-        parent_block_hash: Hash of the block before the run; None at the start of a prompt.
-        token_ids: The tokens of the whole run.
-        block_size: Tokens per block.
-        lora_id: One-based adapter number, None for the base model.
-        medium: Where the blocks lie: ``GPU`` (any device) or ``CPU``.
-        lora_name: Adapter name, None for the base model.
-        extra_keys: What went into each hash beside the tokens (adapter, salt), one entry per hash.
-        group_idx: KV cache group of models with several kinds of attention.
-        kv_cache_spec_kind: For example ``full_attention`` or ``sliding_window``.
-        kv_cache_spec_sliding_window: Window in tokens.
     """
 
-    block_hashes: Sequence[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: Sequence[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    block_hashes: Sequence[BlockHash]  # the engine's own hashes, opaque to readers
+    parent_block_hash: BlockHash | None  # hash of the block before the run; None at the start of a prompt
+    token_ids: Sequence[int]  # the tokens of the whole run
+    block_size: int  # tokens per block
+    lora_id: int | None  # one-based adapter number, None for the base model
+    medium: str | None  # where the blocks lie: ``GPU`` (any device) or ``CPU``
+    lora_name: str | None  # adapter name, None for the base model
+    # What went into each hash beside the tokens (adapter, salt), one entry per hash.
     extra_keys: Sequence[ExtraKeys | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
+    group_idx: int | None = None  # KV cache group of models with several kinds of attention
+    kv_cache_spec_kind: str | None = None  # for example ``full_attention`` or ``sliding_window``
+    kv_cache_spec_sliding_window: int | None = None  # window in tokens
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True, gc=False):
@@ -64,16 +52,11 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """All events of one engine step: the positional array ``[ts, events, data_parallel_rank]``.
+    """All events of one engine step: the positional array ``[ts, events, data_parallel_rank]``."""
 
-    Attributes:
-        ts: Wall clock in seconds since the epoch.
-        events: In the order of the pool's operations.
-        data_parallel_rank: Which engine of a data-parallel server; None when there is only one.
-    """
-
-    ts: float
-    events: Sequence[KVEvent]
+    ts: float  # wall clock in seconds since the epoch
+    events: Sequence[KVEvent]  # in the order of the pool's operations
+    # Which engine of a data-parallel server; None when there is only one.
     data_parallel_rank: int | None = None
 
 

@@ -9,20 +9,14 @@ from model_server.block_content import BlockContent
 
 
 class Block:
-    """One physical KV block.
-
-    Attributes:
-        block_id: Row of the KV tensors.
-        ref_count: Requests that hold it; 0 means that it is in the free queue.
-        content: What it holds once it is full and can be found, else None.
-    """
+    """One physical KV block."""
 
     __slots__ = ("block_id", "content", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.content: BlockContent | None = None
+        self.block_id = block_id  # row of the KV tensors
+        self.ref_count = 0  # requests that hold it; 0 means that it is in the free queue
+        self.content: BlockContent | None = None  # what it holds once it is full and can be found, else None
         self.previous: Block | None = None
         self.next: Block | None = None
 

@@ -10,30 +10,13 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from model_server.api_errors import ApiError, from_exception
+from model_server.engine import Engine
 from model_server.errors import RequestError
 from model_server.metrics import ChoiceObserver, RequestMetrics
 from model_server.requests import GenerationRequest, TokenOutput
 from model_server.text import Delta, TextAssembler
-
-
-class EngineLike(Protocol):
-    """The part of the engine that a request needs."""
-
-    def submit(self, request: GenerationRequest, sink: "OutputSink") -> None:
-        """Start a request."""
-
-    def abort(self, request_id: str) -> None:
-        """Stop a request and free its blocks."""
-
-
-class OutputSink(Protocol):
-    """Takes outputs on the engine thread."""
-
-    def __call__(self, output: TokenOutput, /) -> None:
-        """Take one output; must not block."""
 
 
 class AsyncEngine:
@@ -54,7 +37,7 @@ class AsyncEngine:
 
     now_s = staticmethod(time.monotonic)
 
-    def __init__(self, engine: EngineLike, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
         self._engine = engine
         self.loop = loop
         self.metrics = metrics
@@ -135,11 +118,7 @@ class AsyncEngine:
 
 
 class Generation:
-    """All choices of one HTTP request: iterate it for (choice index, delta) pairs; close aborts the rest.
-
-    Attributes:
-        texts: One per choice.
-    """
+    """All choices of one HTTP request: iterate it for (choice index, delta) pairs; close aborts the rest."""
 
     def __init__(
         self,
@@ -158,7 +137,7 @@ class Generation:
         self._unfinished = len(texts)
         self._pass_on: Callable[[], bool] | None = None
         self._error: Exception | None = None
-        self.texts = texts
+        self.texts = texts  # one per choice
 
     @property
     def completion_tokens(self) -> int:

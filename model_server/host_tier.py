@@ -12,23 +12,16 @@ from model_server.events import MEDIUM_CPU, KVEvent
 
 
 class HostBlock:
-    """One slot of host memory.
-
-    Attributes:
-        slot: Row of the host tensors.
-        content: What can be found in it.
-        holders: Copies under way into or out of it, and requests that are swapped out; it stays while
-            there are any.
-        ready: Whether the copy into it is done.
-    """
+    """One slot of host memory."""
 
     __slots__ = ("content", "holders", "ready", "slot")
 
     def __init__(self, slot: int, content: BlockContent) -> None:
-        self.slot = slot
-        self.content = content
+        self.slot = slot  # row of the host tensors
+        self.content = content  # what can be found in it
+        # Copies under way into or out of it, and requests that are swapped out; it stays while there are any.
         self.holders = 1
-        self.ready = False
+        self.ready = False  # whether the copy into it is done
 
 
 class HostTier:
@@ -38,17 +31,14 @@ class HostTier:
         num_blocks: Slots; 0 for no such tier.
         announcer: Writes its events.
         announce: Takes them, in order.
-
-    Attributes:
-        num_blocks: Slots.
-        kept: What is here or on its way here, least recently used first.
     """
 
     def __init__(self, num_blocks: int, announcer: Announcer, announce: Callable[[KVEvent], None]) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks  # slots
         self._announcer = announcer
         self._announce = announce
         self._free = list(range(num_blocks - 1, -1, -1))
+        # What is here or on its way here, least recently used first.
         self.kept: OrderedDict[ContentKey, HostBlock] = OrderedDict()
 
     @property
@@ -119,10 +109,6 @@ class HostTier:
         assert not self.is_held, "a block is held"
         self._free.extend(block.slot for block in self.kept.values())
         self.kept.clear()
-
-    def cached_copies(self) -> dict[ContentKey, int]:
-        """Return what can be fetched: what a listener's mirror must hold."""
-        return {key: 1 for key, block in self.kept.items() if block.ready}
 
     def _take_slot(self) -> int | None:
         if self._free:

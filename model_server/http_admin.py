@@ -6,14 +6,15 @@ engine's switches; knows nothing of prompts and answers.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,13 +25,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from model_server.api_errors import ApiError
-from model_server.errors import AdapterError
+from model_server.engine import Engine
+from model_server.errors import AdapterError, EngineClosedError
 from model_server.http_io import BodyReader, EventStream, json_response
 from model_server.lora_registry import LoraRegistry
 from model_server.openai_types import convert, decode_body
 from model_server.prepare import ServedModel
+from model_server.publish import KVEventPublisher
 from model_server.snapshot import MEDIA_TYPE as SNAPSHOT_TYPE
-from model_server.snapshot import Snapshot
 
 # Each is a copy of the caches' books.
 _SNAPSHOTS_AT_ONCE = 2
@@ -38,25 +40,6 @@ _PIECES_AT_ONCE = 16
 
 _Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 _T = TypeVar("_T")
-
-
-class SwitchableEngine(Protocol):
-    """The part of the engine that operators use."""
-
-    loras: LoraRegistry | None
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False while some are in use."""
-
-    def sleep(self) -> bool:
-        """Give the pool's memory back; False while requests hold blocks."""
-
-    def wake_up(self) -> bool:
-        """Take it again; False if the engine did not sleep."""
 
 
 class LoadAdapterBody(msgspec.Struct):
@@ -74,23 +57,13 @@ class UnloadAdapterBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What the server tells of itself.
+    """What the server tells of itself."""
 
-    Attributes:
-        registry: Shown at /metrics.
-        healthy: Answers /health.
-        event_sources: Resolved event settings by data-parallel rank.
-        snapshot: Copies what the caches hold; None without KV events.
-        load: How many requests are handled now.
-        runtime_loras: Whether operators may load adapters from the server's own directories.
-    """
-
-    registry: CollectorRegistry
-    healthy: Callable[[], bool]
-    event_sources: Mapping[str, object]
-    snapshot: Callable[[], Snapshot] | None
-    load: Callable[[], int]
-    runtime_loras: bool
+    registry: CollectorRegistry  # shown at /metrics
+    healthy: Callable[[], bool]  # answers /health
+    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
+    load: Callable[[], int]  # how many requests are handled now
+    runtime_loras: bool  # whether operators may load adapters from the server's own directories
 
 
 class AdminApi:
@@ -98,7 +71,7 @@ class AdminApi:
 
     Args:
         model: The served model.
-        engine: Its switches.
+        engine: What operators switch.
         state: What is told.
         bodies: Reads request bodies.
         threads: For work that would hold the event loop up.
@@ -107,7 +80,7 @@ class AdminApi:
     def __init__(
         self,
         model: ServedModel,
-        engine: SwitchableEngine,
+        engine: Engine,
         state: ServerState,
         bodies: BodyReader,
         threads: ThreadPoolExecutor,
@@ -199,18 +172,24 @@ class AdminApi:
 
     async def kv_event_sources(self, _: Request) -> Response:
         """GET /kv_event_sources: where this server publishes its KV events."""
-        return json_response(self._state.event_sources)
+        publisher = self._state.publisher
+        return json_response({} if publisher is None else {"0": publisher.config.announced()})
 
     async def kv_events_snapshot(self, _: Request) -> Response:
         """GET /kv_events/snapshot: what the caches hold, see `snapshot`; 404 without KV events."""
-        if self._state.snapshot is None:
+        publisher = self._state.publisher
+        if publisher is None:
             raise ApiError(404, "this server publishes no KV events")
         if self._snapshots >= _SNAPSHOTS_AT_ONCE:
             raise ApiError(503, f"{_SNAPSHOTS_AT_ONCE} snapshots are being sent already; try again later")
         self._snapshots += 1
         with ExitStack() as cleanup:
             cleanup.callback(self._snapshot_sent)
-            pieces = (await self._in_thread(self._state.snapshot)).pieces()
+            take = partial(publisher.snapshot, self._engine.cache)
+            try:
+                pieces = (await self._in_thread(self._engine.between_steps, take)).pieces()
+            except EngineClosedError as error:
+                raise ApiError(503, str(error)) from error
             first = await self._in_thread(_joined, pieces)
             return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
 

@@ -5,9 +5,10 @@ In: HTTP requests. Out: answers, whole or streamed. Knows the routes and the ord
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -17,13 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from model_server.answer_stream import AnswerStream, usage
 from model_server.api_errors import ApiError
+from model_server.engine import Engine
 from model_server.generation import AsyncEngine, Generation
-from model_server.http_admin import AdminApi, ServerState, SwitchableEngine
-from model_server.http_auth import AdminPort, BearerGate, by_port
+from model_server.http_admin import AdminApi, ServerState
 from model_server.http_io import BodyReader, EventStream, QuietEnd, json_response, unless_disconnected
-from model_server.openai_responses import Responder
+from model_server.http_server import AdminPort, BearerGate, by_port
+from model_server.openai_responses import AnswerStream, Responder, usage
 from model_server.openai_types import Api, GenerationBody
 from model_server.prepare import ServedModel, detokenize, prepare, render, tokenize
 from model_server.text import Delta, TextAssembler, joined
@@ -69,9 +70,7 @@ class HttpApi:
         """How many requests are handled now."""
         return self._requests
 
-    def app(
-        self, engine: SwitchableEngine, state: ServerState, admin_port: AdminPort | None = None
-    ) -> ASGIApp:
+    def app(self, engine: Engine, state: ServerState, admin_port: AdminPort | None = None) -> ASGIApp:
         """The ASGI application.
 
         Args:
@@ -91,47 +90,25 @@ class HttpApi:
         return QuietEnd(by_port(admin_port.number, switches, serving))
 
     def _routes(self) -> list[Route]:
+        model = self._model
+        posted: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/completions": partial(self._generate, api="completion"),
+            "/v1/chat/completions": partial(self._generate, api="chat"),
+            # The ids of a completion's prompts or of a chat, as vLLM tells them.
+            "/v1/completions/render": partial(self._computed, work=partial(render, model, "completion")),
+            "/v1/chat/completions/render": partial(self._computed, work=partial(render, model, "chat")),
+            # The ids that a prompt or messages would become; the text of ids, special tokens included.
+            "/tokenize": partial(self._computed, work=partial(tokenize, model)),
+            "/detokenize": partial(self._computed, work=partial(detokenize, model)),
+        }
         return [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/completions/render", self.render_completions, methods=["POST"]),
-            Route("/v1/chat/completions/render", self.render_chat, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posted.items()),
             Route("/v1/requests/{request_id}", self.abort, methods=["DELETE"]),
         ]
 
     def close(self) -> None:
         """Let the worker threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._generate(request, "completion")
-
-    async def chat_completions(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._generate(request, "chat")
-
-    async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: the ids that a prompt or messages would become."""
-        async with self._bodies.read(request) as raw:
-            return json_response(await self._in_thread(tokenize, self._model, raw))
-
-    async def render_completions(self, request: Request) -> Response:
-        """POST /v1/completions/render: the ids of a completion's prompts, as vLLM tells them."""
-        async with self._bodies.read(request) as raw:
-            return json_response(await self._in_thread(render, self._model, "completion", raw))
-
-    async def render_chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions/render: the ids of a chat."""
-        async with self._bodies.read(request) as raw:
-            return json_response(await self._in_thread(render, self._model, "chat", raw))
-
-    async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize: the text of ids, special tokens included."""
-        async with self._bodies.read(request) as raw:
-            return json_response(await self._in_thread(detokenize, self._model, raw))
 
     async def abort(self, request: Request) -> Response:
         """DELETE /v1/requests/{id}: end a running request; its own client is told so."""
@@ -142,6 +119,11 @@ class HttpApi:
         for generation in generations:
             generation.fail(ApiError(409, "the request was ended by DELETE /v1/requests"))
         return json_response({"id": request_id, "object": "request", "deleted": True})
+
+    async def _computed(self, request: Request, work: Callable[[bytes], object]) -> Response:
+        """Answer with what a thread makes of the body."""
+        async with self._bodies.read(request) as raw:
+            return json_response(await self._in_thread(work, raw))
 
     async def _generate(self, request: Request, api: Api) -> Response:
         arrived_s = self._async_engine.now_s()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model_server.api_errors import ApiError
-from model_server.http_protocol import DirectBody
+from model_server.http_server import DirectBody, send_error
 
 _BODY_TIMEOUT_S = 60.0
 # After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
@@ -192,10 +192,3 @@ class QuietEnd:
 def json_response(value: object, status: int = 200) -> Response:
     """An answer in JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    """Answer with an error, and hang up."""
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": error.body(), "more_body": False})

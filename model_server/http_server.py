@@ -1,21 +1,114 @@
-"""uvicorn as this server runs it: its settings, its life from listening to a stop, and nothing in between.
+"""uvicorn as this server runs it: caps on a request's head, bearer secrets, its life until a stop.
 
-In: an ASGI application and bound sockets. Out: answers. It leaves signals to its caller, whom it tells when
-it is ready, and whom it asks whether to go on.
+In: an ASGI application and bound sockets. Out: answers; what is not HTTP, or lacks its secret, is answered in
+the shape of the API's other errors. It leaves signals to its caller, whom it tells when it is ready, and whom
+it asks whether to go on. Knows nothing of what is asked or answered.
 """
 
 import asyncio
+import hmac
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from model_server.api_errors import ApiError
 from model_server.errors import StartError
-from model_server.http_protocol import ModelServerProtocol
+
+HEAD_BYTES_MAX = 256 << 10
+_DIRECT_BODY = "kvroute.direct_body"
+
+
+class DirectBody:
+    """Writes chunks of a body, of no declared length, whose head was sent by ASGI and whose end will be.
+
+    ASGI's own `send` is awaited, by a task that must be woken first; that costs more than the write.
+    """
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+
+    @classmethod
+    def of(cls, scope: Scope) -> "DirectBody | None":
+        """The body of this request's answer, an ASGI extension; None on a server that does not have it."""
+        body: DirectBody | None = scope.get("extensions", {}).get(_DIRECT_BODY, {}).get("body")
+        return body
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client is there and keeps up; if not, `send` waits until it does."""
+        return not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, chunk: bytes) -> None:
+        """Write one chunk, not empty; called on the loop, while it is writable and no `send` runs."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+
+
+class ModelServerProtocol(HttpToolsProtocol):
+    """Ends a connection whose request head does not end; uvicorn alone would wait for it for ever."""
+
+    _head_bytes = 0
+    _head_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first head is awaited from here on; later ones from their first byte."""
+        super().connection_made(transport)
+        self._open_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._close_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; it counts only if the head is still open after it."""
+        super().data_received(data)
+        if self._head_deadline is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+                self.send_400_response("the request's headers are too large")
+
+    def on_message_begin(self) -> None:
+        """The parser's callback: a head begins."""
+        self._open_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The parser's callback: what follows is the body, which has its own caps."""
+        self._close_head()
+        super().on_headers_complete()
+        self.scope["extensions"] = {_DIRECT_BODY: {"body": DirectBody(self.transport, self.flow)}}
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed, and hang up."""
+        body = ApiError(400, msg).body()
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+    def _open_head(self) -> None:
+        if self._head_deadline is None:
+            self._head_bytes = 0
+            self._head_deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    def _close_head(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +186,60 @@ class HttpServer(uvicorn.Server):
         except (ValueError, RuntimeError):
             logger.debug("not the main thread: signals are someone else's")
         yield
+
+
+_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdminPort:
+    """The port that serves administration and snapshots."""
+
+    number: int  # the port
+    # Bearer secret of the requests there; None lets everybody in who reaches it.
+    token: str | None = field(default=None, repr=False)
+
+
+class BearerGate:
+    """ASGI layer that knows one secret.
+
+    Args:
+        app: The application.
+        secret: Sent as `Authorization: Bearer SECRET`.
+        name: What the secret is called in errors.
+    """
+
+    def __init__(self, app: ASGIApp, secret: str, name: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {secret}".encode()
+        self._message = f"send {name} as Authorization: Bearer SECRET"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for those who may; the ASGI interface."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                await send_error(send, ApiError(401, self._message))
+                return
+        await self._app(scope, receive, send)
+
+
+def by_port(number: int, there: ASGIApp, elsewhere: ASGIApp) -> ASGIApp:
+    """Return an application that is `there` for connections to one port, and `elsewhere` for all others.
+
+    The port is the accepted socket's own: no header can name another.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        server = scope.get("server")
+        at_port = server is not None and server[1] == number
+        await (there if at_port else elsewhere)(scope, receive, send)
+
+    return app
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Answer with an error, and hang up."""
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": error.body(), "more_body": False})

@@ -3,14 +3,17 @@
 In: the settings and what computes the steps. Out: the parts, put together. Knows no requests.
 """
 
-from model_server.block_content import Announcer
+from typing import Any
+
+from model_server.block_content import Announcer, BlockContent
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
+from model_server.events import MEDIUM_CPU, MEDIUM_GPU
+from model_server.executor import Executor
 from model_server.host_tier import HostTier
 from model_server.offload import Offload
-from model_server.step_runner import Runner
 
 
 class KvCache:
@@ -21,20 +24,22 @@ class KvCache:
         host: The host tier's.
         offload: The traffic between them.
         manager: Gives blocks to requests.
+        announcer: Writes the events.
 
     Raises:
         ConfigError: The longest request allowed does not fit.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, max_model_len: int) -> None:
-        announcer = Announcer(runner.kv_groups, config.block_tokens)
+    def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
+        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)
         self.pool = BlockPool(config.gpu_blocks, announcer)
-        self.host = HostTier(_host_blocks(config, runner), announcer, self.pool.announce)
-        self.offload = Offload(self.pool, self.host, runner.block_copies(self.host.num_blocks))
+        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)
+        self.offload = Offload(self.pool, self.host, executor)
+        executor.allocate_host(self.host.num_blocks)
         self.manager = BlockManager(
             self.pool,
             self.offload,
-            runner.kv_groups,
+            executor.kv_groups,
             block_tokens=config.block_tokens,
             chunk_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -47,6 +52,27 @@ class KvCache:
                 f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
             )
 
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` that the cache knows."""
+        pool, host, offload = self.pool, self.host, self.offload
+        return {
+            "kv_usage": 1.0 - pool.num_free / pool.num_blocks,
+            "total_blocks": pool.num_blocks,
+            "host_blocks": host.num_blocks,
+            "host_usage": host.num_used / max(1, host.num_blocks),
+            "swapped_in_blocks": offload.swapped_in_blocks,
+            "swapped_out_blocks": offload.swapped_out_blocks,
+            "block_bytes": offload.block_bytes,
+            "restores": offload.restores,
+        }
+
+    def contents(self) -> dict[str, list[BlockContent]]:
+        """Return what can be found in each tier, by medium; a content once for each copy."""
+        return {
+            MEDIUM_GPU: [block.content for block in self.pool.blocks if block.content is not None],
+            MEDIUM_CPU: [block.content for block in self.host.kept.values() if block.ready],
+        }
+
     def reset(self) -> bool:
         """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""
         self.offload.drain()
@@ -56,7 +82,7 @@ class KvCache:
         return True
 
 
-def _host_blocks(config: EngineConfig, runner: Runner) -> int:
+def _host_blocks(config: EngineConfig, executor: Executor) -> int:
     if config.cpu_gib is None:
         return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // runner.block_bytes
+    return int(config.cpu_gib * 2**30) // executor.block_bytes

@@ -13,27 +13,21 @@ from model_server.requests import ChosenToken, FinishReason, GenerationRequest, 
 if TYPE_CHECKING:
     from model_server.free_queue import Block
     from model_server.host_tier import HostBlock
-    from model_server.lora import LoraAdapter
+    from model_server.lora import LoraRequest
     from model_server.offload import Restore
 
 
 class BlockTable:
-    """A request's blocks in one KV cache group.
-
-    Attributes:
-        blocks: In chain order; None where a block has rolled out of the group's window.
-        block_ids: The same as numbers, for building tensors; 0 for what has rolled out.
-        rolled: How many have rolled out, all at the start.
-        registered: How many of the first blocks were looked at for being made findable.
-    """
+    """A request's blocks in one KV cache group."""
 
     __slots__ = ("block_ids", "blocks", "registered", "rolled")
 
     def __init__(self) -> None:
+        # In chain order; None where a block has rolled out of the group's window.
         self.blocks: list[Block | None] = []
-        self.block_ids = array("i")
-        self.rolled = 0
-        self.registered = 0
+        self.block_ids = array("i")  # the same as numbers, for building tensors; 0 for what has rolled out
+        self.rolled = 0  # how many have rolled out, all at the start
+        self.registered = 0  # how many of the first blocks were looked at for being made findable
 
     def extend(self, blocks: "Sequence[Block | None]") -> None:
         """Append blocks."""
@@ -49,36 +43,9 @@ class BlockTable:
         """Return the blocks that are there."""
         return [block for block in self.blocks if block is not None]
 
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self.blocks.clear()
-        del self.block_ids[:]
-        self.rolled = self.registered = 0
-
 
 class LiveRequest:
-    """A request between submission and its last token.
-
-    Attributes:
-        request: As it was submitted.
-        sampling_seed: Base of its random draws.
-        adapter: What changes the model for it; None is the base model.
-        arrived_s: When it came, on the engine's clock.
-        started_s: When its first step began, on the same clock; None before.
-        serial: Rises from request to request.
-        takes_best: Whether the largest logit alone decides on each of its tokens.
-        token_ids: Prompt and generated tokens.
-        computed: How many of them have their KV in its blocks.
-        tables: Its block tables, one per KV cache group; empty while it holds no blocks.
-        restore: Its blocks that come from the host tier; None when all are there.
-        swapped: Blocks of the host tier that are held for it since it was preempted, until they are back.
-        digests: Hashes of its full blocks, as far as they were needed.
-        retained_ends: Lengths in blocks at which groups with a window keep what a later request needs to
-            resume there.
-        expected_blocks: Blocks of its prefix that were cached when it was last looked at, while it waits.
-        expected_tokens: How many tokens it will not have to compute, as far as that is known while it waits.
-        cached_tokens: Prompt tokens found in the cache when it first ran; None before.
-    """
+    """A request between submission and its last token."""
 
     __slots__ = (
         "adapter",
@@ -104,27 +71,35 @@ class LiveRequest:
         self,
         request: GenerationRequest,
         sampling_seed: int,
-        adapter: "LoraAdapter | None" = None,
+        adapter: "LoraRequest | None" = None,
         *,
         arrived_s: float = 0.0,
         serial: int = 0,
     ) -> None:
-        self.request = request
-        self.sampling_seed = sampling_seed
-        self.adapter = adapter
-        self.arrived_s = arrived_s
-        self.started_s: float | None = None
-        self.serial = serial
+        self.request = request  # as it was submitted
+        self.sampling_seed = sampling_seed  # base of its random draws
+        self.adapter = adapter  # what changes the model for it; None is the base model
+        self.arrived_s = arrived_s  # when it came, on the engine's clock
+        self.started_s: float | None = None  # when its first step began, on the same clock; None before
+        self.serial = serial  # rises from request to request
+        # Whether the largest logit alone decides on each of its tokens.
         self.takes_best = request.constraint is None and request.sampling.takes_best
-        self.token_ids = list(request.prompt_token_ids)
-        self.computed = 0
+        self.token_ids = list(request.prompt_token_ids)  # prompt and generated tokens
+        self.computed = 0  # how many of them have their KV in its blocks
+        # Its block tables, one per KV cache group; empty while it holds no blocks.
         self.tables: list[BlockTable] = []
+        # Its blocks that come from the host tier; None when all are there.
         self.restore: Restore | None = None
+        # Blocks of the host tier that are held for it since it was preempted, until they are back.
         self.swapped: list[HostBlock] = []
-        self.digests: list[bytes] = []
+        self.digests: list[bytes] = []  # hashes of its full blocks, as far as they were needed
+        # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
         self.retained_ends: set[int] = set()
+        # Blocks of its prefix that were cached when it was last looked at, while it waits.
         self.expected_blocks = 0
+        # How many tokens it will not have to compute, as far as that is known while it waits.
         self.expected_tokens = 0
+        # Prompt tokens found in the cache when it first ran; None before.
         self.cached_tokens: int | None = None
 
     @property

@@ -14,43 +14,34 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """The change of one projection: y += up @ (down @ x).
+    """The change of one projection: y += up @ (down @ x)."""
 
-    Attributes:
-        down: [rank, inputs].
-        up: [outputs, rank], with the adapter's scaling in it.
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank], with the adapter's scaling in it
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class LoraRequest:
+    """What a request with an adapter keeps of it; the factors are with whoever computes."""
+
+    name: str  # what requests call it
+    lora_id: int  # number of this loading, from 1 on; never given twice
+    content_hash: str  # hexadecimal SHA-256 of its files: what it computes depends on nothing else
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class LoraAdapter:
-    """One loaded adapter.
+    """One loaded adapter, or one rank's part of it."""
 
-    Attributes:
-        name: What requests call it.
-        lora_id: Number of this loading, from 1 on; never given twice.
-        content_hash: Hexadecimal SHA-256 of its files: what it computes depends on nothing else.
-        factors: By layer and projection.
-    """
-
-    name: str
-    lora_id: int
-    content_hash: str
-    factors: Mapping[tuple[int, str], LoraFactors]
+    content_hash: str  # as `LoraRequest.content_hash`
+    factors: Mapping[tuple[int, str], LoraFactors]  # by layer and projection
 
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """The rows of one flat token batch that adapters change.
+    """The rows of one flat token batch that adapters change."""
 
-    Attributes:
-        parts: Each adapter with its rows, int64; no row is in two parts.
-    """
-
-    parts: Sequence[tuple[LoraAdapter, Tensor]]
+    parts: Sequence[tuple[LoraAdapter, Tensor]]  # each adapter with its rows, int64; no row is in two parts
 
     @classmethod
     def of(cls, rows: Sequence[LoraAdapter | None], device: torch.device) -> "LoraBatch | None":

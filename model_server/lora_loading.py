@@ -42,13 +42,11 @@ _REFUSED = (
 _Pairs = dict[tuple[int, str], dict[str, Tensor]]
 
 
-def load_adapter(directory: Path, name: str, lora_id: int, model: Decoder) -> LoraAdapter:
+def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
     """Load an adapter.
 
     Args:
         directory: Where adapter_config.json and adapter_model.safetensors are.
-        name: What requests will call it.
-        lora_id: Number of this loading.
         model: What it will change; the factors go to its device, in its dtype.
 
     Raises:
@@ -69,7 +67,7 @@ def load_adapter(directory: Path, name: str, lora_id: int, model: Decoder) -> Lo
         (layer, projection): _fused(pairs, layer, projection, scaling, model)
         for layer, projection in {(layer, parts[part].projection) for layer, part in pairs}
     }
-    return LoraAdapter(name, lora_id, content_hash, factors)
+    return LoraAdapter(content_hash, factors)
 
 
 def _read_config(config: HfConfig) -> tuple[int, float, list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_server.errors import AdapterError, RequestError
-from model_server.lora import LoraAdapter
+from model_server.lora import LoraRequest
 
 _NAME_CHARACTERS_MAX = 256
 
@@ -23,14 +23,14 @@ class LoraRegistry:
         max_loras: Most adapters loaded at once; 0 refuses all.
     """
 
-    def __init__(self, load: Callable[[Path, str, int], LoraAdapter], max_loras: int) -> None:
+    def __init__(self, load: Callable[[Path, str, int], LoraRequest], max_loras: int) -> None:
         self._load = load
         self._max_loras = max_loras
-        self._adapters: dict[str, LoraAdapter] = {}
+        self._adapters: dict[str, LoraRequest] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # also held while a directory is read, so that the bound holds
 
-    def load(self, name: str, directory: Path) -> LoraAdapter:
+    def load(self, name: str, directory: Path) -> LoraRequest:
         """Load an adapter.
 
         Raises:
@@ -60,7 +60,7 @@ class LoraRegistry:
             if self._adapters.pop(name, None) is None:
                 raise AdapterError(f"no adapter {name!r} is loaded")
 
-    def find(self, name: str) -> LoraAdapter:
+    def find(self, name: str) -> LoraRequest:
         """Return the adapter of that name.
 
         Raises:

@@ -180,6 +180,39 @@ class LoraCollector(Collector):
         yield family
 
 
+# Name, help, and the field that tells it.
+_ENGINE_GAUGES = (
+    ("vllm:num_requests_running", "Requests being run.", "running"),
+    ("vllm:num_requests_waiting", "Requests waiting to run.", "waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+    ("kvroute_engine_prefill_tokens_per_second", "Measured speed of prefills.", "prefill_tokens_per_s"),
+    ("kvroute_engine_host_usage", "Share of the host tier in use.", "host_usage"),
+)
+_ENGINE_COUNTERS = (
+    ("vllm:prefix_cache_queries", "Tokens looked up.", "prefix_queries_tokens"),
+    ("vllm:prefix_cache_hits", "Tokens found on the device.", "device_hits_tokens"),
+    ("vllm:external_prefix_cache_queries", "Tokens looked up in the host tier.", "host_queries_tokens"),
+    ("vllm:external_prefix_cache_hits", "Tokens found in the host tier.", "host_hits_tokens"),
+    ("vllm:prompt_tokens_cached", "Prompt tokens not computed.", "prefix_hits_tokens"),
+    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
+    ("vllm:num_preemptions", "Requests preempted.", "preemptions"),
+    ("kvroute_engine_steps", "Model steps run.", "steps"),
+    ("kvroute_engine_host_hits", "Tokens restored from the host tier.", "host_hits_tokens"),
+    ("kvroute_engine_swap_ins", "Blocks restored.", "swapped_in_blocks"),
+    ("kvroute_engine_swap_outs", "Blocks stored.", "swapped_out_blocks"),
+    ("kvroute_engine_swap_in_bytes", "Bytes restored.", "swapped_in_bytes"),
+    ("kvroute_engine_swap_out_bytes", "Bytes stored.", "swapped_out_bytes"),
+    ("kvroute_engine_restores", "Waits of requests for blocks.", "restores"),
+)
+_PUBLISHER_COUNTERS = (
+    ("kvroute_kv_event_batches_published", "Batches sent.", "published"),
+    ("kvroute_kv_event_batches_dropped", "Batches not sent: queue full.", "dropped"),
+    ("kvroute_kv_event_replays", "Replay requests taken.", "replays"),
+    ("kvroute_kv_event_replays_rejected", "Replay requests refused.", "replays_rejected"),
+)
+
+
 class EngineCollector(Collector):
     """Reads the engine's and the publisher's counters at each scrape.
 
@@ -205,79 +238,27 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their present values."""
         stats = self._engine_stats()
-        yield self._gauge("vllm:num_requests_running", "Requests being run.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", stats.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries_tokens)
-        device_hits = stats.prefix_hits_tokens - stats.host_hits_tokens
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found on the device.", device_hits)
-        # The host tier is asked for what the device does not have.
-        asked = stats.prefix_queries_tokens - device_hits if stats.host_blocks else 0
-        yield self._counter("vllm:external_prefix_cache_queries", "Tokens looked up in the host tier.", asked)
-        yield self._counter(
-            "vllm:external_prefix_cache_hits", "Tokens found in the host tier.", stats.host_hits_tokens
+        told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
+        if self._publisher_stats is not None:
+            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self._publisher_stats()))
+        for metrics, kind, source in told:
+            for name, text, field in metrics:
+                family = kind(name, text, labels=_LABELS)
+                family.add_metric(self._labels, getattr(source, field))
+                yield family
+        # Sleep drops the cache, as vLLM's level 1 does.
+        states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
         )
-        yield self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens not computed.", stats.prefix_hits_tokens
-        )
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests preempted.", stats.preemptions)
-        yield self._counter("kvroute_engine_steps", "Model steps run.", stats.steps)
-        yield self._gauge(
-            "kvroute_engine_prefill_tokens_per_second",
-            "Measured speed of prefills.",
-            stats.prefill_tokens_per_s,
-        )
-        yield self._sleep_state(stats)
-        yield from self._host_tier(stats)
+        for state, is_on in states.items():
+            sleep.add_metric((*self._labels, state), float(is_on))
+        yield sleep
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=tuple(self._cache_config)
         )
         info.add_metric(tuple(self._cache_config.values()), 1)
         yield info
-        if self._publisher_stats is not None:
-            yield from self._publisher(self._publisher_stats())
-
-    def _sleep_state(self, stats: EngineStats) -> Metric:
-        # Sleep drops the cache, as vLLM's level 1 does.
-        states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
-        family = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
-        )
-        for state, is_on in states.items():
-            family.add_metric((*self._labels, state), float(is_on))
-        return family
-
-    def _host_tier(self, stats: EngineStats) -> Iterator[Metric]:
-        hits, size = stats.host_hits_tokens, stats.block_bytes
-        yield self._counter("kvroute_engine_host_hits", "Tokens restored from the host tier.", hits)
-        yield self._counter("kvroute_engine_swap_ins", "Blocks restored.", stats.swapped_in_blocks)
-        yield self._counter("kvroute_engine_swap_outs", "Blocks stored.", stats.swapped_out_blocks)
-        yield self._counter("kvroute_engine_swap_in_bytes", "Bytes restored.", stats.swapped_in_blocks * size)
-        yield self._counter("kvroute_engine_swap_out_bytes", "Bytes stored.", stats.swapped_out_blocks * size)
-        yield self._counter("kvroute_engine_restores", "Waits of requests for blocks.", stats.restores)
-        yield self._gauge("kvroute_engine_host_usage", "Share of the host tier in use.", stats.host_usage)
-
-    def _publisher(self, stats: PublisherStats) -> Iterator[Metric]:
-        yield self._counter("kvroute_kv_event_batches_published", "Batches sent.", stats.published)
-        yield self._counter(
-            "kvroute_kv_event_batches_dropped", "Batches not sent: queue full.", stats.dropped
-        )
-        yield self._counter("kvroute_kv_event_replays", "Replay requests taken.", stats.replays)
-        yield self._counter(
-            "kvroute_kv_event_replays_rejected", "Replay requests refused.", stats.replays_rejected
-        )
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
 
 
 def new_registry() -> CollectorRegistry:

@@ -16,15 +16,10 @@ from model_server.host_tier import HostBlock, HostTier
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Blocks on their way back to the device.
+    """Blocks on their way back to the device."""
 
-    Attributes:
-        pairs: From where to where.
-        done: Whether all of them are there.
-    """
-
-    pairs: list[tuple[HostBlock, Block]]
-    done: bool = False
+    pairs: list[tuple[HostBlock, Block]]  # from where to where
+    done: bool = False  # whether all of them are there
 
 
 @dataclass(slots=True)
@@ -36,47 +31,24 @@ class _Batch:
 
 
 class Offload:
-    """The traffic between two tiers.
-
-    Attributes:
-        host: The host tier.
-        block_bytes: Bytes of one block.
-        swapped_in_blocks: Blocks restored since the start.
-        swapped_out_blocks: Blocks stored since the start.
-        restores: Times that a request waited for blocks to be restored.
-    """
+    """The traffic between two tiers."""
 
     def __init__(self, pool: BlockPool, host: HostTier, copies: BlockCopies) -> None:
-        self.host = host
-        self.swapped_in_blocks = 0
-        self.swapped_out_blocks = 0
-        self.restores = 0
-        self.block_bytes = copies.block_bytes
-        self._attached: BlockCopies | None = copies
+        self.host = host  # the host tier
+        self.swapped_in_blocks = 0  # blocks restored since the start
+        self.swapped_out_blocks = 0  # blocks stored since the start
+        self.restores = 0  # times that a request waited for blocks to be restored
+        self.block_bytes = copies.block_bytes  # bytes of one block
+        self._copies = copies
         self._batch = _Batch()
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
         pool.on_evict = self.keep
 
     @property
-    def _copies(self) -> BlockCopies:
-        assert self._attached is not None, "there is no memory to copy"
-        return self._attached
-
-    @property
     def restoring(self) -> bool:
         """Whether a restore is under way."""
         return bool(self._restoring)
-
-    def detach(self) -> None:
-        """Let go of both tiers' memory; nothing may be under way."""
-        assert not self._storing, "a store is under way"
-        assert not self._restoring, "a restore is under way"
-        self._attached = None
-
-    def attach(self, copies: BlockCopies) -> None:
-        """Use this memory from now on."""
-        self._attached = copies
 
     def keep(self, block: Block) -> HostBlock | None:
         """See that the content of a block is in the host tier; returns its place there, None without room."""

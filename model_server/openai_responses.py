@@ -1,22 +1,76 @@
-"""Shapes of the OpenAI responses: whole answers, stream chunks, usage.
+"""Shapes of the OpenAI responses: whole answers, log probabilities, events of a stream, usage.
 
-In: texts and counts. Out: dicts ready for JSON, and the events of a stream. Knows nothing of HTTP, the
-engine, or how text came about.
+In: texts and counts, or a generation. Out: dicts ready for JSON, and pieces of a body, awaited one by one; or
+written as its tokens arrive, once the body is known. Knows nothing of how text came about.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
-from model_server.openai_logprobs import chat_logprobs, completion_logprobs
+from model_server.api_errors import ApiError
+from model_server.generation import Generation
+from model_server.http_server import DirectBody
 from model_server.prepare import Job
 from model_server.requests import ChosenToken
 from model_server.text import Delta
 from tokenization import PromptTokenizer
 
 Json = dict[str, Any]
+
+# What stands for the logarithm of 0, which JSON has no number for; vLLM's choice.
+_LEAST = -9999.0
+_NOT_UTF8 = "\ufffd"
+
+
+def completion_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer, offset: int) -> Json:
+    """The `logprobs` of a completion's choice.
+
+    Args:
+        tokens: Its tokens.
+        tokenizer: Spells them.
+        offset: Characters that came before them.
+    """
+    texts = [_text(tokenizer, token.token_id) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    best = []
+    for token, text in zip(tokens, texts, strict=True):
+        assert token.logprobs is not None
+        named = {_text(tokenizer, other): _shown(logprob) for other, logprob in token.logprobs.top}
+        best.append({text: _shown(token.logprobs.chosen), **named})
+    own = [_shown(token.logprobs.chosen) for token in tokens if token.logprobs is not None]
+    return {"text_offset": offsets, "token_logprobs": own, "tokens": texts, "top_logprobs": best}
+
+
+def chat_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer) -> Json:
+    """The `logprobs` of a chat's choice."""
+    content = []
+    for token in tokens:
+        assert token.logprobs is not None
+        top = [_entry(tokenizer, other, logprob) for other, logprob in token.logprobs.top]
+        content.append({**_entry(tokenizer, token.token_id, token.logprobs.chosen), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: PromptTokenizer, token_id: int, logprob: float) -> Json:
+    text = _text(tokenizer, token_id)
+    # A token that is only a part of a character has no text of its own to take bytes from.
+    own_bytes = None if _NOT_UTF8 in text else list(text.encode())
+    return {"token": text, "logprob": _shown(logprob), "bytes": own_bytes}
+
+
+def _text(tokenizer: PromptTokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _shown(logprob: float) -> float:
+    # Written so that NaN, of a model whose logits overflowed, becomes a number too.
+    return logprob if logprob > _LEAST else _LEAST
 
 
 class Responder:
@@ -154,3 +208,66 @@ class Responder:
 
 def _event(chunk: Json) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class AnswerStream:
+    """One streamed answer.
+
+    Args:
+        responder: Shapes the deltas.
+        generation: Makes them.
+    """
+
+    def __init__(self, responder: Responder, generation: Generation) -> None:
+        self._responder = responder
+        self._generation = generation
+        self._body: DirectBody | None = None
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """Make the events; an error after the first piece is an event too.
+
+        Raises:
+            ApiError: There is no answer.
+        """
+        begun = False
+        try:
+            async for deltas in self._generation:
+                if piece := self._piece(deltas):
+                    yield piece
+                    begun = True
+            if self._responder.usage_last:
+                yield self._responder.usage_event(usage(self._responder, self._generation))
+        except ApiError as error:
+            if not begun:
+                raise
+            yield b"data: " + error.body() + b"\n\n"
+        yield _DONE
+
+    def write_to(self, body: DirectBody) -> None:
+        """From here on write what arrives while the next piece is awaited; the end is still a piece."""
+        self._body = body
+        self._generation.divert(self._write)
+
+    def _write(self) -> bool:
+        assert self._body is not None
+        if not self._body.writable:
+            return False
+        if piece := self._piece(self._generation.take()):
+            self._body.write(piece)
+        return True
+
+    def _piece(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        responder = self._responder
+        counts = usage(responder, self._generation) if responder.usage_always else None
+        piece = b""
+        for index, delta in deltas:
+            piece += responder.events(index, delta, counts)
+        return piece
+
+
+def usage(responder: Responder, generation: Generation) -> dict[str, Any]:
+    """What the answer has cost so far."""
+    return responder.usage(generation.completion_tokens, generation.cached_tokens)

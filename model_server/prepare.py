@@ -5,9 +5,9 @@ Runs on a worker thread, because encoding a long prompt takes long. Knows nothin
 
 import secrets
 from dataclasses import dataclass
-from typing import Protocol
 
 from model_server.api_errors import ApiError, from_exception
+from model_server.lora_registry import LoraRegistry
 from model_server.openai_types import (
     Api,
     Body,
@@ -28,34 +28,18 @@ _CHOICES_MAX = 1024
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
-class Adapters(Protocol):
-    """The LoRA adapters that are loaded now."""
-
-    def names(self) -> tuple[str, ...]:
-        """Return their names."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against.
+    """What requests are checked against."""
 
-    Attributes:
-        names: Names it is served under, the main one first.
-        root: Where it came from: a path, or the name of a built-in model.
-        tokenizer: Its tokenizer.
-        max_model_len: Most tokens of prompt and answer together.
-        vocab_size: Rows of its embeddings, which may be more than its tokenizer has ids.
-        grammars: Compiles the shapes that answers shall have.
-        adapters: Served beside it, each under its own name; None where there can be none.
-    """
-
-    names: tuple[str, ...]
-    root: str
-    tokenizer: PromptTokenizer
-    max_model_len: int
-    vocab_size: int
-    grammars: GrammarTokenizer
-    adapters: Adapters | None = None
+    names: tuple[str, ...]  # names it is served under, the main one first
+    root: str  # where it came from: a path, or the name of a built-in model
+    tokenizer: PromptTokenizer  # its tokenizer
+    max_model_len: int  # most tokens of prompt and answer together
+    vocab_size: int  # rows of its embeddings, which may be more than its tokenizer has ids
+    grammars: GrammarTokenizer  # compiles the shapes that answers shall have
+    # Served beside it, each under its own name; None where there can be none.
+    adapters: LoraRegistry | None = None
 
     @property
     def ids_below(self) -> int:
@@ -82,25 +66,15 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked HTTP request.
+    """One checked HTTP request."""
 
-    Attributes:
-        api: Which of the two it came through.
-        request_id: The id shown to the client.
-        model: The name to answer under.
-        fields: The checked body.
-        prompts: Token ids of each prompt (a chat has one).
-        requests: One per choice: `n` for the first prompt, then `n` for the next.
-        echoed: What each choice's text begins with.
-    """
-
-    api: Api
-    request_id: str
-    model: str
-    fields: GenerationBody
-    prompts: tuple[tuple[int, ...], ...]
-    requests: tuple[GenerationRequest, ...]
-    echoed: tuple[str, ...]
+    api: Api  # which of the two it came through
+    request_id: str  # the id shown to the client
+    model: str  # the name to answer under
+    fields: GenerationBody  # the checked body
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt (a chat has one)
+    requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
+    echoed: tuple[str, ...]  # what each choice's text begins with
 
     @property
     def prompt_tokens(self) -> int:

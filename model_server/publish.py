@@ -12,15 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import zmq
 
-from model_server.cache_mirror import CacheMirror
-from model_server.errors import ConfigError, ModelServerError
+from model_server.config import KVEventsConfig
+from model_server.errors import ModelServerError
 from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
 from model_server.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from model_server.kv_cache import KvCache
 
 logger = logging.getLogger(__name__)
 
@@ -33,60 +37,13 @@ class EndpointError(ModelServerError):
 
 
 @dataclass(frozen=True, slots=True)
-class KVEventsConfig:
-    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
-
-    Attributes:
-        endpoint: Bound if it holds ``*`` or ``::`` or is ipc or inproc, otherwise connected.
-        replay_endpoint: Bound for replay requests; None for no replay.
-        buffer_steps: Batches kept for replay.
-        hwm: Batches that wait for one slow subscriber before its newest are dropped.
-        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
-        topic: First frame of every message.
-        always_bind: Bind whatever the endpoint is: not vLLM's, but without it nothing can be published on
-            a loopback address alone.
-    """
-
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-    always_bind: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            ConfigError: A cap is below 1.
-        """
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
-
-    def announced(self) -> dict[str, object]:
-        """The settings as vLLM's /kv_event_sources shows them."""
-        settings = asdict(self)
-        del settings["always_bind"]
-        return {"enable_kv_cache_events": True, "publisher": "zmq", **settings}
-
-
-@dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Totals since start.
+    """Totals since start."""
 
-    Attributes:
-        published: Batches sent on the PUB socket.
-        dropped: Batches never sent because the queue was full; a replay still heals them.
-        replays: Replay requests taken.
-        replays_rejected: Replay requests that were malformed or too many at once.
-    """
-
-    published: int
-    dropped: int
-    replays: int
-    replays_rejected: int
+    published: int  # batches sent on the PUB socket
+    dropped: int  # batches never sent because the queue was full; a replay still heals them
+    replays: int  # replay requests taken
+    replays_rejected: int  # replay requests that were malformed or too many at once
 
 
 class KVEventPublisher:
@@ -104,14 +61,13 @@ class KVEventPublisher:
     """
 
     def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
-        self._rank = data_parallel_rank
+        self.boot_id = secrets.token_hex(8)  # names this process
+        self.rank = data_parallel_rank  # third element of every batch
         self._topic = config.topic.encode()
         self._ring = StepRing(config.buffer_steps)
         self._queue: deque[Step] = deque()
         self._queue_cap = config.max_queue_size
         self._lock = threading.Lock()
-        self._boot_id = secrets.token_hex(8)
-        self._mirror = CacheMirror()
         self._woken = self._stopping = False
         self._published = self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -126,6 +82,7 @@ class KVEventPublisher:
             self.close()
             raise
         bound = self._replay.endpoint if self._replay is not None else None
+        # As given, with the endpoints that were bound.
         self.config = replace(config, endpoint=endpoint, replay_endpoint=bound)
 
     def start(self) -> None:
@@ -136,8 +93,7 @@ class KVEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Give one step's events the next sequence number and hand them over; never blocks."""
         with self._lock:
-            step = self._ring.append(time.time(), events, self._rank)
-            self._mirror.apply(events)
+            step = self._ring.append(time.time(), events, self.rank)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -146,12 +102,14 @@ class KVEventPublisher:
         if must_wake:
             self._wake()
 
-    def snapshot(self, block_size: int) -> Snapshot:
-        """What the caches hold and which batch comes next, as of one moment between two steps."""
-        with self._lock:
-            return Snapshot(
-                self._boot_id, self._ring.next_sequence, block_size, self._rank, self._mirror.copy()
-            )
+    @property
+    def next_sequence(self) -> int:
+        """Number of the batch that is published next."""
+        return self._ring.next_sequence
+
+    def snapshot(self, cache: "KvCache") -> Snapshot:
+        """Return what the caches hold and which batch comes next; to be called between two steps."""
+        return Snapshot(self.boot_id, self.next_sequence, self.rank, cache.announcer, cache.contents())
 
     def stats(self) -> PublisherStats:
         """Totals since start."""

@@ -106,15 +106,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable a chosen token was; natural logarithms, before penalties, temperature and bans.
+    """How probable a chosen token was; natural logarithms, before penalties, temperature and bans."""
 
-    Attributes:
-        chosen: Of the token that was chosen.
-        top: The most probable tokens and theirs, best first.
-    """
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
+    chosen: float  # of the token that was chosen
+    top: tuple[tuple[int, float], ...]  # the most probable tokens and theirs, best first
 
 
 class ChosenToken(msgspec.Struct, frozen=True, gc=False):

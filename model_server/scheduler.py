@@ -21,19 +21,12 @@ _LOOKUPS_PER_STEP = 512
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The next `length` tokens of one request, to be computed in this step.
+    """The next `length` tokens of one request, to be computed in this step."""
 
-    Attributes:
-        live: The request; its tokens before `start` have their KV.
-        start: Position of the chunk's first token.
-        length: Tokens in the chunk; 1 for a decode.
-        samples: Whether it reaches the last known token, so that the next one is sampled.
-    """
-
-    live: LiveRequest
-    start: int
-    length: int
-    samples: bool
+    live: LiveRequest  # the request; its tokens before `start` have their KV
+    start: int  # position of the chunk's first token
+    length: int  # tokens in the chunk; 1 for a decode
+    samples: bool  # whether it reaches the last known token, so that the next one is sampled
 
     @property
     def stop(self) -> int:
@@ -45,14 +38,6 @@ class Scheduler:
     """Decodes first, then prefills in the policy's order, in chunks; preemption of whoever is last in it.
 
     The queue of waiting requests is bounded by the engine, which refuses requests before they come here.
-
-    Attributes:
-        running: Requests that hold blocks, in the order of their admission.
-        waiting: Requests that hold none; preempted ones first.
-        preemptions: Requests pushed back to waiting since the start.
-        prompt_tokens: Prompt tokens of admitted requests since the start.
-        cached_prompt_tokens: Those of them that were found in the cache, in either tier.
-        host_prompt_tokens: Those that had to be restored from the host tier.
     """
 
     def __init__(
@@ -70,12 +55,12 @@ class Scheduler:
         self._policy = policy
         self._key = order_key(policy, 0.0)
         self._looked_up_to = 0
-        self.running: list[LiveRequest] = []
-        self.waiting: deque[LiveRequest] = deque()
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.cached_prompt_tokens = 0
-        self.host_prompt_tokens = 0
+        self.running: list[LiveRequest] = []  # requests that hold blocks, in the order of their admission
+        self.waiting: deque[LiveRequest] = deque()  # requests that hold none; preempted ones first
+        self.preemptions = 0  # requests pushed back to waiting since the start
+        self.prompt_tokens = 0  # prompt tokens of admitted requests since the start
+        self.cached_prompt_tokens = 0  # those of them that were found in the cache, in either tier
+        self.host_prompt_tokens = 0  # those that had to be restored from the host tier
 
     def add(self, live: LiveRequest) -> None:
         """Queue a request."""

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,19 +18,17 @@ import uvloop
 
 from model_server.build import build_engine
 from model_server.capacity import log_pool
-from model_server.config import TINY_MODEL, EngineConfig
+from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine import Engine
 from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
 from model_server.http_admin import ServerState
 from model_server.http_api import HttpApi
-from model_server.http_auth import AdminPort
-from model_server.http_server import GRACE_S, HttpServer
+from model_server.http_server import GRACE_S, AdminPort, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import ServedModel
-from model_server.publish import KVEventPublisher, KVEventsConfig
-from model_server.snapshot import Snapshot
+from model_server.publish import KVEventPublisher
 from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
@@ -38,35 +36,6 @@ logger = logging.getLogger(__name__)
 
 # A step that takes longer, with work to do, is a hang: no sane token budget needs this long.
 _STUCK_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """How to run one model server.
-
-    Attributes:
-        engine: The engine's settings.
-        host: Address to listen on.
-        port: Port to listen on; 0 lets the system choose.
-        served_names: Names the model is served under, the main one first.
-        events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
-        max_body_bytes: Larger HTTP bodies are refused.
-        api_key: What clients must send; None lets everybody in.
-        admin_port: Port of administration and snapshots; None serves neither.
-        admin_token: What must be sent there; None lets everybody in who reaches it.
-        runtime_loras: Whether operators may load adapters from this machine's directories.
-    """
-
-    engine: EngineConfig
-    host: str
-    port: int
-    served_names: tuple[str, ...]
-    events: KVEventsConfig | None
-    max_body_bytes: int
-    api_key: str | None = field(default=None, repr=False)
-    admin_port: int | None = None
-    admin_token: str | None = field(default=None, repr=False)
-    runtime_loras: bool = False
 
 
 class EngineDiedError(ModelServerError):
@@ -171,8 +140,7 @@ class Server:
         state = ServerState(
             registry=registry,
             healthy=self._healthy,
-            event_sources=self._event_sources(),
-            snapshot=self._snapshot(),
+            publisher=self._publisher,
             load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
         )
@@ -200,13 +168,6 @@ class Server:
         has_work = stats.running + stats.waiting > 0 and not self._engine.is_sleeping
         stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > _STUCK_S
         return stats.healthy and not stuck and (self._publisher is None or self._publisher.healthy)
-
-    def _event_sources(self) -> dict[str, dict[str, object]]:
-        return {} if self._publisher is None else {"0": self._publisher.config.announced()}
-
-    def _snapshot(self) -> Callable[[], Snapshot] | None:
-        publisher = self._publisher
-        return None if publisher is None else lambda: publisher.snapshot(self._engine.block_tokens)
 
     def _cache_config(self) -> dict[str, str]:
         config = self._options.engine

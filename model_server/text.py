@@ -16,21 +16,14 @@ ChoiceEnd = Literal["stop", "length"]
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What is new in one choice.
+    """What is new in one choice."""
 
-    Attributes:
-        text: May be empty while text is held back.
-        finish_reason: Set on a choice's last delta.
-        stop_reason: The stop string or stop token id that ended it, if one did.
-        tokens: The tokens that were counted, with their log probabilities, where these were asked for.
-        token_ids: Ids of the tokens that were counted, where these were asked for.
-    """
-
-    text: str
-    finish_reason: ChoiceEnd | None
-    stop_reason: str | int | None = None
+    text: str  # may be empty while text is held back
+    finish_reason: ChoiceEnd | None  # set on a choice's last delta
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it, if one did
+    # The tokens that were counted, with their log probabilities, where these were asked for.
     tokens: tuple[ChosenToken, ...] = ()
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # ids of the tokens that were counted, where these were asked for
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -53,11 +46,6 @@ class TextAssembler:
         show_stop: Keep the stop string or stop token that ended the text in it.
         skip_special_tokens: Leave special tokens out of the text.
         tells_ids: Put the ids of the counted tokens into each delta.
-
-    Attributes:
-        completion_tokens: Tokens generated so far.
-        cached_tokens: Prompt tokens that came from the cache.
-        finished: No more output is wanted.
     """
 
     def __init__(
@@ -78,9 +66,9 @@ class TextAssembler:
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._show_stop = show_stop
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.finished = False
+        self.completion_tokens = 0  # tokens generated so far
+        self.cached_tokens = 0  # prompt tokens that came from the cache
+        self.finished = False  # no more output is wanted
 
     def push(self, output: TokenOutput) -> Delta:
         """Take one output of the engine; its finish reason must not be "abort" or "error"."""
@@ -130,9 +118,6 @@ class StopStrings:
     Args:
         stops: The strings.
         show: Keep the one that was found at the text's end.
-
-    Attributes:
-        matched: The string that was found; nothing may be pushed after it.
     """
 
     def __init__(self, stops: tuple[str, ...], *, show: bool = False) -> None:
@@ -140,7 +125,7 @@ class StopStrings:
         self._show = show
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.matched: str | None = None
+        self.matched: str | None = None  # the string that was found; nothing may be pushed after it
 
     def push(self, piece: str) -> str:
         """Take the next piece; returns what can no longer be part of a stop string."""

@@ -32,17 +32,11 @@ _LISTED_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run.
+    """A model ready to run."""
 
-    Attributes:
-        model: With its weights.
-        eos_token_ids: Tokens that end a text.
-        max_positions: Longest text it was made for, in tokens.
-    """
-
-    model: Decoder
-    eos_token_ids: frozenset[int]
-    max_positions: int
+    model: Decoder  # with its weights
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    max_positions: int  # longest text it was made for, in tokens
 
 
 def load_checkpoint(

@@ -25,7 +25,7 @@ from router.ext_proc_messages import (
     BodyMode,
     header_values,
     immediate_answer,
-    request_body_routed_answer,
+    request_body_answer,
     request_headers_answer,
 )
 from router.ext_proc_response import ResponsePhase
@@ -203,7 +203,10 @@ class _Exchange:
             body = self._picks.guard.without(body)
         destination = self._pick(request)
         if self._body_mode == BodyMode.BUFFERED:
-            yield request_body_routed_answer(destination, set_headers, headers, body if is_cut else None)
+            if is_cut:
+                set_headers["content-length"] = str(len(body))
+            changed = body if is_cut else None
+            yield request_body_answer(destination, set_headers, system_owned(headers), body=changed)
         else:
             made_request_id = set_headers.get(REQUEST_ID_HEADER)
             yield routed_bytes(destination, made_request_id, system_owned(headers), len(body))
@@ -224,7 +227,7 @@ class _Exchange:
             headers=headers,
         )
         destination = self._pick(request)
-        yield request_headers_answer(destination, set_headers, headers)
+        yield request_headers_answer(destination, set_headers, system_owned(headers))
 
     def _pick(self, request: RouteRequest) -> str:
         """The destination's value."""

@@ -5,17 +5,23 @@ The forms are those of the endpoint picker protocol v1.0.0 (Gateway API Inferenc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
+from google.protobuf import struct_pb2
 
-from router.envoy_headers import DESTINATION_HEADER, destination_metadata, error_headers, system_owned
+from router.envoy_headers import DESTINATION_HEADER, destination_metadata, error_headers
 from router.errors import RequestError
 
 BodyMode = processing_mode_pb2.ProcessingMode
+
+SCORES_KEY = "x-gateway-destination-endpoint-scores"
+_NAMESPACE = "envoy.lb"
 
 # Envoy accepts at most 64 KiB in one streamed answer.
 CHUNK_BYTES_MAX = 62_000
@@ -30,46 +36,74 @@ def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
 
 
 def request_headers_answer(
-    destination: str, set_headers: Mapping[str, str], incoming: Collection[str]
+    destination: str,
+    headers: Mapping[str, str],
+    removed: Sequence[str] = (),
+    scores: Mapping[str, float] | None = None,
 ) -> pb.ProcessingResponse:
-    """The routing result on the headers' answer, as header and as metadata."""
+    """The routing result on the headers' answer, as header and as metadata.
+
+    Args:
+        headers: To set beside the destination.
+        removed: Names of the client's headers that no pod is to see.
+        scores: To tell in the metadata; None: not to.
+    """
     return pb.ProcessingResponse(
-        request_headers=pb.HeadersResponse(response=_routed(destination, set_headers, incoming)),
-        dynamic_metadata=destination_metadata(destination),
+        request_headers=pb.HeadersResponse(response=_routed(destination, headers, removed)),
+        dynamic_metadata=_routed_metadata(destination, scores),
     )
 
 
 def content_length_answer(body_bytes: int) -> pb.ProcessingResponse:
     """Further to the routing result on the headers' answer: how long the body will be."""
-    mutation = pb.HeaderMutation(set_headers=[_set("content-length", str(body_bytes))])
+    mutation = pb.HeaderMutation(set_headers=[set_header("content-length", str(body_bytes))])
     return pb.ProcessingResponse(
         request_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
     )
 
 
-def request_body_routed_answer(
-    destination: str, set_headers: Mapping[str, str], incoming: Collection[str], body: bytes | None = None
+def request_body_answer(
+    destination: str,
+    headers: Mapping[str, str],
+    removed: Sequence[str] = (),
+    *,
+    body: bytes | None = None,
+    scores: Mapping[str, float] | None = None,
 ) -> pb.ProcessingResponse:
     """The routing result on the body's answer, where the headers had to be answered before the body came.
 
     Args:
+        headers, removed, scores: As above.
         body: Replaces the request's body; None: it stays.
     """
-    if body is not None:
-        set_headers = {**set_headers, "content-length": str(len(body))}
-    response = _routed(destination, set_headers, incoming)
+    response = _routed(destination, headers, removed)
     if body is not None:
         response.body_mutation.body = body
     return pb.ProcessingResponse(
-        request_body=pb.BodyResponse(response=response), dynamic_metadata=destination_metadata(destination)
+        request_body=pb.BodyResponse(response=response),
+        dynamic_metadata=_routed_metadata(destination, scores),
     )
 
 
-def response_headers_answer() -> pb.ProcessingResponse:
-    """The answer to response headers, with the reference's mark that they passed here."""
-    mutation = pb.HeaderMutation(set_headers=[_set("x-went-into-resp-headers", "true")])
-    return pb.ProcessingResponse(
-        response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
+def response_headers_answer(headers: Mapping[str, str] = MappingProxyType({})) -> pb.ProcessingResponse:
+    """The answer to response headers, with the mark that they passed here."""
+    options = [set_header("x-went-into-resp-headers", "true"), *_options(headers)]
+    common = pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=options))
+    return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
+
+
+def metadata(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    """Dynamic metadata by namespace."""
+    struct = struct_pb2.Struct()
+    struct.update(values)
+    return struct
+
+
+def set_header(name: str, value: str) -> base_pb2.HeaderValueOption:
+    """A header that takes the place of others of its name."""
+    return base_pb2.HeaderValueOption(
+        header=base_pb2.HeaderValue(key=name, raw_value=value.encode("utf-8", "surrogateescape")),
+        append_action=base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
     )
 
 
@@ -87,7 +121,7 @@ def streamed(body: bytes, *, end_of_stream: bool) -> Iterator[pb.BodyResponse]:
 
 def immediate_answer(error: RequestError) -> pb.ProcessingResponse:
     """The router's own answer to the client."""
-    headers = [_set(name, value) for name, value in error_headers(error).items()]
+    headers = [set_header(name, value) for name, value in error_headers(error).items()]
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
             status=http_status_pb2.HttpStatus(code=error.status),
@@ -98,19 +132,17 @@ def immediate_answer(error: RequestError) -> pb.ProcessingResponse:
     )
 
 
-def _routed(destination: str, set_headers: Mapping[str, str], incoming: Collection[str]) -> pb.CommonResponse:
-    mutation = pb.HeaderMutation(
-        set_headers=[
-            _set(DESTINATION_HEADER, destination),
-            *(_set(name, value) for name, value in set_headers.items()),
-        ],
-        remove_headers=system_owned(incoming),
-    )
+def _routed(destination: str, headers: Mapping[str, str], removed: Sequence[str]) -> pb.CommonResponse:
+    options = [set_header(DESTINATION_HEADER, destination), *_options(headers)]
+    mutation = pb.HeaderMutation(set_headers=options, remove_headers=removed)
     return pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
-def _set(name: str, value: str) -> base_pb2.HeaderValueOption:
-    return base_pb2.HeaderValueOption(
-        header=base_pb2.HeaderValue(key=name, raw_value=value.encode()),
-        append_action=base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
-    )
+def _routed_metadata(destination: str, scores: Mapping[str, float] | None) -> struct_pb2.Struct:
+    if scores is None:
+        return destination_metadata(destination)
+    return metadata({_NAMESPACE: {DESTINATION_HEADER: destination, SCORES_KEY: dict(scores)}})
+
+
+def _options(headers: Mapping[str, str]) -> list[base_pb2.HeaderValueOption]:
+    return [set_header(name, value) for name, value in headers.items()]

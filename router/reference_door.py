@@ -29,7 +29,13 @@ from router.envoy_headers import (
 from router.errors import EvictedError, RequestError
 from router.evictions import Evictable, Evictions
 from router.ext_proc_bytes import Answer, Message, ResponseChunk
-from router.ext_proc_messages import BodyMode, header_values, streamed
+from router.ext_proc_messages import (
+    BodyMode,
+    header_values,
+    request_body_answer,
+    request_headers_answer,
+    streamed,
+)
 from router.ext_proc_response import ResponsePhase
 from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
@@ -40,8 +46,6 @@ from router.pods import PodSet
 from router.reference_messages import (
     immediate_answer,
     kept_headers,
-    request_body_answer,
-    request_headers_answer,
 )
 from router.reference_response import ReferenceResponse
 from router.request import MODEL_CHARS_MAX, RequestKind, RouteRequest, too_large
@@ -221,7 +225,7 @@ class ReferenceExchange:
         request_id, _ = kept_request_id(self._headers or {})
         destination = ready[int(self._parts.random.integers(len(ready)))]
         made = {REQUEST_ID_HEADER: request_id}
-        return request_headers_answer(destination, made, None, self._removed(made))
+        return request_headers_answer(destination, made, self._removed(made))
 
     def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
         """Picks for a request whose body is complete."""
@@ -245,11 +249,12 @@ class ReferenceExchange:
             set_headers |= decision.routing.request_headers
             scores = decision.routing.scores if self._options.emit_scores else None
         set_headers |= {**kept_headers(headers), REQUEST_ID_HEADER: request_id}
+        removed = self._removed(set_headers)
         if self._body_mode == BodyMode.BUFFERED:
             changed = None if sent is body else sent
-            yield request_body_answer(destination, set_headers, changed, scores, self._removed(set_headers))
+            yield request_body_answer(destination, set_headers, removed, body=changed, scores=scores)
         else:
-            yield request_headers_answer(destination, set_headers, scores, self._removed(set_headers))
+            yield request_headers_answer(destination, set_headers, removed, scores)
             for answer in streamed(sent, end_of_stream=not has_trailers):
                 yield pb.ProcessingResponse(request_body=answer)
         self._finish_request()

@@ -12,9 +12,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.attribute_reporter import AttributeReporter
 from router.ext_proc_bytes import Answer, ResponseChunk
-from router.ext_proc_messages import BodyMode, streamed
+from router.ext_proc_messages import BodyMode, metadata, response_headers_answer, streamed
 from router.ext_proc_response import ResponsePhase
-from router.reference_messages import kept_headers, metadata, response_headers_answer
+from router.reference_messages import kept_headers
 from router.rewrite import restored_model
 
 # Where the gateways' conformance tests look for it.

@@ -20,17 +20,11 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Where the KV of all layers lies.
+    """Where the KV of all layers lies."""
 
-    Attributes:
-        groups: Of the layers; each has a block table of its own in every span.
-        num_blocks: Blocks in the pool, shared by all groups.
-        block_tokens: Tokens in one block.
-    """
-
-    groups: tuple[KvGroupSpec, ...]
-    num_blocks: int
-    block_tokens: int
+    groups: tuple[KvGroupSpec, ...]  # of the layers; each has a block table of its own in every span
+    num_blocks: int  # blocks in the pool, shared by all groups
+    block_tokens: int  # tokens in one block
 
     @property
     def num_planes(self) -> int:
@@ -47,16 +41,11 @@ class KvLayout:
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's part of a flat token batch.
+    """One sequence's part of a flat token batch."""
 
-    Attributes:
-        start: Tokens of the sequence whose KV is in the pool already.
-        length: Tokens in this batch, the next ones of the sequence.
-        block_tables: Per KV group, the sequence's blocks, long enough for all of its tokens.
-    """
-
-    start: int
-    length: int
+    start: int  # tokens of the sequence whose KV is in the pool already
+    length: int  # tokens in this batch, the next ones of the sequence
+    # Per KV group, the sequence's blocks, long enough for all of its tokens.
     block_tables: Sequence[Sequence[int]]
 
     @property

@@ -1,8 +1,7 @@
-"""The KV pool of the gathering backend: per plane, keys and values by block, head, token and element.
+"""The KV pool: keys and values by plane, block, head, token and element; as they are, or as 8-bit floats.
 
-In: keys and values with the slots they go to. Out: whole blocks, gathered, and weighted sums of values. A
-slot is block * block_tokens + offset. It knows neither sequences nor layers; a plane serves one layer of each
-group.
+In: keys and values with the slots they go to. Out: whole blocks. A slot is block * block_tokens + offset. It
+knows neither sequences nor layers; a plane serves one layer of each group.
 """
 
 from dataclasses import dataclass
@@ -10,21 +9,30 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from model_server.attention.batch import KvLayout, Numbers, to_device
 from model_server.shapes import AttentionShape
 
+_FP8 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa
+_LARGEST = 448.0
+_SMALLEST_SCALE = 2.0**-60  # of blocks that hold zeros alone
+
 
 @dataclass(frozen=True, slots=True)
-class SlotWrite:
-    """Where the tokens of one step go.
+class Write:
+    """Where the tokens of one step go."""
 
-    Attributes:
-        rows: int64 [tokens * kv_heads], rows of a plane seen as [blocks * kv_heads * block_tokens, head_dim].
-    """
-
+    # int64 [tokens * kv_heads], rows of a plane seen as [blocks * kv_heads * block_tokens, head_dim].
     rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Write(Write):
+    """The same, with what scales depend on."""
+
+    blocks: Tensor  # int64 [touched], the blocks that are written to
+    touched: Tensor  # int64 [tokens], the place in `blocks` of each token's block
+    continued: Tensor  # int64, places in `blocks` of those that hold earlier tokens of their sequence
 
 
 class KvPool:
@@ -33,88 +41,118 @@ class KvPool:
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (layout.num_blocks, shape.kv_heads, layout.block_tokens, shape.head_dim)
-        # Zeros, not garbage: masked positions are multiplied by 0, which a NaN would survive.
-        self._pool = torch.zeros((2 * layout.num_planes, *size), dtype=dtype, device=device)
-        planes = self._pool.unbind()
-        self._keys, self._values = planes[: layout.num_planes], planes[layout.num_planes :]
+        self._size = (2 * layout.num_planes, layout.num_blocks, shape.kv_heads)
+        self._num_planes = layout.num_planes
         self._kv_heads = shape.kv_heads
-        self._query_group = shape.heads // shape.kv_heads
-        # Half the bytes to read where it can number all tokens of a plane.
-        self._index_type = np.int32 if self._keys[0].numel() // shape.head_dim < 2**31 else np.int64
-        self._device = device
         self._block_tokens = layout.block_tokens
-        self._gathered = [torch.empty((0, *size[2:]), dtype=dtype, device=device) for _ in range(2)]
+        self._dtype = dtype
+        self._device = device
+        # Zeros, not garbage: masked positions are multiplied by 0, which a NaN would survive.
+        self._content = torch.zeros(
+            (*self._size, layout.block_tokens, shape.head_dim), dtype=self._stored_dtype, device=device
+        )
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return self._dtype
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
-        """Return a plane's keys and values, [blocks, kv_heads, block_tokens, head_dim] each."""
-        return self._keys[plane], self._values[plane]
+        """Return a plane's keys and values as they are stored, [blocks, kv_heads, block_tokens, head_dim]."""
+        return self._content[plane], self._content[self._num_planes + plane]
 
-    def plan_write(self, slots: Numbers) -> SlotWrite:
+    def plan_write(self, slots: Numbers) -> Write:
         """Lay out the writes of one step."""
-        return SlotWrite(to_device(head_rows(slots, self._kv_heads, self._block_tokens), self._device))
+        block, offset = np.divmod(slots, self._block_tokens)
+        rows = (block[:, None] * self._kv_heads + np.arange(self._kv_heads)) * self._block_tokens
+        return Write(to_device((rows + offset[:, None]).ravel(), self._device))
 
-    def write(self, plane: int, key: Tensor, value: Tensor, plan: SlotWrite) -> None:
+    def write(self, plane: int, key: Tensor, value: Tensor, plan: Write) -> None:
         """Write [tokens, kv_heads, head_dim] of keys and values."""
-        for pool, new in ((self._keys[plane], key), (self._values[plane], value)):
-            pool.view(-1, pool.shape[-1]).index_copy_(0, plan.rows, new.reshape(-1, pool.shape[-1]))
+        self._write(plane, key, plan)
+        self._write(self._num_planes + plane, value, plan)
 
     def plan_read(self, block_ids: Numbers) -> Tensor:
         """Return the rows that reading [sequences, blocks] block ids takes: head by head, blocks in order."""
-        return to_device(block_rows(block_ids, self._kv_heads), self._device)
+        heads = np.arange(self._kv_heads)[:, None]
+        return to_device((block_ids[:, None, :] * self._kv_heads + heads).ravel(), self._device)
 
-    def read_keys(self, plane: int, rows: Tensor) -> Tensor:
-        """Copy blocks of keys: [rows, block_tokens, head_dim], good until the next call."""
-        return self._read(0, self._keys[plane], rows)
-
-    def read_values(self, plane: int, rows: Tensor) -> Tensor:
-        """Copy blocks of values: [rows, block_tokens, head_dim], good until the next call."""
-        return self._read(1, self._values[plane], rows)
-
-    def plan_sum(self, block_ids: Numbers) -> Tensor:
-        """Return what `sum_values` takes for [sequences, blocks] block ids."""
-        rows = block_rows(block_ids, self._kv_heads)
-        if self._device.type != "cpu":
-            return to_device(rows, self._device)
-        tokens = (rows[:, None] * self._block_tokens + np.arange(self._block_tokens)).astype(self._index_type)
-        tokens = tokens.reshape(len(block_ids) * self._kv_heads, 1, -1)
-        return torch.from_numpy(tokens.repeat(self._query_group, axis=1)).flatten(0, 1)
-
-    def sum_values(self, plane: int, weights: Tensor, plan: Tensor) -> Tensor:
-        """Return weighted sums of values, [sequences * kv_heads, query heads per KV head, head_dim].
-
-        Args:
-            plane: Of the layer.
-            weights: [sequences * kv_heads, query heads per KV head, tokens of the blocks].
-            plan: Which tokens they are of.
-        """
-        values, head_dim = self._values[plane], self._values[plane].shape[-1]
-        if self._device.type != "cpu":
-            return torch.bmm(weights, self.read_values(plane, plan).view(len(weights), -1, head_dim))
-        # Where they lie: gathered and multiplied, they take a CPU twice as long.
-        sums = functional.embedding_bag(
-            plan, values.view(-1, head_dim), per_sample_weights=weights.flatten(0, 1), mode="sum"
-        )
-        return sums.view(*weights.shape[:2], head_dim)
+    def read(self, plane: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy blocks of keys and of values: [rows, block_tokens, head_dim] each, in the model's type."""
+        return self._read(plane, rows), self._read(self._num_planes + plane, rows)
 
     def block_tensors(self) -> list[Tensor]:
         """Return all that is kept, [planes, blocks, ...] each."""
-        return [self._pool]
+        return [self._content]
 
-    def _read(self, which: int, plane: Tensor, rows: Tensor) -> Tensor:
-        if len(self._gathered[which]) < len(rows):
-            self._gathered[which] = plane.new_empty((2 * len(rows), *plane.shape[2:]))
-        # Whole blocks by index_select: advanced indexing takes twenty times as long on a CPU. Into memory
-        # that stays: fresh pages for every call take the system longer than the copy.
-        return torch.index_select(plane.flatten(0, 1), 0, rows, out=self._gathered[which][: len(rows)])
+    def _write(self, row: int, new: Tensor, plan: Write) -> None:
+        self._content[row].view(-1, new.shape[-1]).index_copy_(0, plan.rows, new.reshape(-1, new.shape[-1]))
 
-
-def block_rows(block_ids: Numbers, kv_heads: int) -> Numbers:
-    """Return block * kv_heads + head as int64 [sequences * kv_heads * blocks]."""
-    return (block_ids[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).ravel()
+    def _read(self, row: int, rows: Tensor) -> Tensor:
+        # Whole blocks by index_select: advanced indexing takes twenty times as long on a CPU.
+        return self._content[row].flatten(0, 1).index_select(0, rows)
 
 
-def head_rows(slots: Numbers, kv_heads: int, block_tokens: int) -> Numbers:
-    """Return (block * kv_heads + head) * block_tokens + offset as int64 [tokens * kv_heads]."""
-    block, offset = np.divmod(slots, block_tokens)
-    return ((block[:, None] * kv_heads + np.arange(kv_heads)) * block_tokens + offset[:, None]).ravel()
+class Fp8KvPool(KvPool):
+    """Keys and values as scaled 8-bit floats, half the bytes of 16-bit ones.
+
+    Each block has, per head, a scale for its keys and one for its values; a number is content * scale.
+    Scales are powers of two: one that has to grow while its block fills moves exponents, and rounds nothing
+    again but numbers too small for the new range.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shape, layout, dtype, device)
+        self._scales = torch.full(self._size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return _FP8
+
+    def plan_write(self, slots: Numbers) -> Fp8Write:
+        """Lay out the writes of one step; a block written from its first slot on forgets what it held."""
+        block, offset = np.divmod(slots, self._block_tokens)
+        blocks, touched = np.unique(block, return_inverse=True)
+        continued = np.flatnonzero(~np.isin(blocks, block[offset == 0]))
+        places = [to_device(numbers, self._device) for numbers in (blocks, touched, continued)]
+        return Fp8Write(super().plan_write(slots).rows, *places)
+
+    def block_tensors(self) -> list[Tensor]:
+        """Return all that is kept, [planes, blocks, ...] each."""
+        return [self._content, self._scales]
+
+    def _write(self, row: int, new: Tensor, plan: Write) -> None:
+        assert isinstance(plan, Fp8Write)
+        new = new.float()
+        wanted = torch.full((len(plan.blocks), new.shape[1]), _SMALLEST_SCALE, device=new.device)
+        scales = _scale_of(new.abs().amax(dim=-1))
+        wanted.scatter_reduce_(0, plan.touched[:, None].expand_as(scales), scales, "amax")
+        if len(plan.continued):
+            self._rescale(row, wanted, plan)
+        self._scales[row].index_copy_(0, plan.blocks, wanted)
+        scaled = (new / wanted.index_select(0, plan.touched)[..., None]).to(_FP8)
+        # Copied as bytes: indexing is not defined for 8-bit floats on every device.
+        flat = self._content[row].view(torch.uint8).view(-1, new.shape[-1])
+        flat.index_copy_(0, plan.rows, scaled.view(torch.uint8).view(-1, new.shape[-1]))
+
+    def _rescale(self, row: int, wanted: Tensor, plan: Fp8Write) -> None:
+        """Raise `wanted` to the scales that the continued blocks have, or bring their content to `wanted`."""
+        blocks = plan.blocks.index_select(0, plan.continued)
+        old = self._scales[row].index_select(0, blocks)
+        new = torch.maximum(old, wanted.index_select(0, plan.continued))
+        wanted.index_copy_(0, plan.continued, new)
+        stored = self._content[row].view(torch.uint8)
+        content = stored.index_select(0, blocks).view(_FP8).float()
+        moved = (content * (old / new)[..., None, None]).to(_FP8)
+        stored.index_copy_(0, blocks, moved.view(torch.uint8))
+
+    def _read(self, row: int, rows: Tensor) -> Tensor:
+        content = self._content[row].view(torch.uint8).flatten(0, 1).index_select(0, rows).view(_FP8)
+        scales = self._scales[row].flatten().index_select(0, rows).to(self._dtype)
+        return content.to(self._dtype) * scales[:, None, None]
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    """Return the least power of two that brings numbers up to `largest` into the range."""
+    return torch.exp2(torch.ceil(torch.log2(largest / _LARGEST))).clamp_(min=_SMALLEST_SCALE)

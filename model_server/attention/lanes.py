@@ -1,7 +1,8 @@
-"""Sixteen float32 numbers that are computed with as one: lanes.
+"""Sixteen float32 numbers that are computed with as one, lanes; and memory at addresses and on the stack.
 
-In and out: operations that kernels are written in. They are compiled for the processor that they run on, to
-several instructions each where its registers are narrower. Arrays are flat; nothing checks an index.
+In and out: operations that kernels are written in, beside numba's own. They are compiled for the processor
+that they run on, to several instructions each where its registers are narrower. Arrays are flat; nothing
+checks an index or an address.
 """
 
 # ruff: noqa: ARG001, ARG005 - numba wants all arguments, and calls by position
@@ -14,6 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
+_STACK_ALIGNMENT_BYTES = 64
 VECTOR, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 
 _I32, _FLOAT = ir.IntType(32), ir.FloatType()
@@ -38,7 +40,7 @@ def splat(_: Any, number: Any) -> Any:
     """The same number in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return spread(builder, context.cast(builder, arguments[0], signature.args[0], types.float32))
+        return _spread(builder, context.cast(builder, arguments[0], signature.args[0], types.float32))
 
     return lanes_type(number), generate
 
@@ -164,6 +166,40 @@ def store_sums(_: Any, numbers: Any, index: Any, a: Any, b: Any, c: Any, d: Any)
     return types.void(numbers, types.int64, a, b, c, d), generate
 
 
+@intrinsic
+def take_ticket(_: Any, counter: Any) -> Any:
+    """Return the number that an int64 pointer points to, and count it up; no two threads get the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(64)
+        address = builder.bitcast(arguments[0], number.as_pointer())
+        return builder.atomic_rmw("add", address, ir.Constant(number, 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def pointer(_: Any, address: Any) -> Any:
+    """Return an address, given as int64, as numba's `carray` takes it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def stack(_: Any, size_bytes: Any) -> Any:
+    """Return memory on the stack, good until the function returns that asks for it; not for a loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory = builder.alloca(ir.IntType(8), arguments[0])
+        memory.align = _STACK_ALIGNMENT_BYTES
+        return memory
+
+    return types.voidptr(types.int64), generate
+
+
 def same_constant(number: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
     """Return a number in all lanes."""
     return ir.Constant(kind, [number] * LANES)
@@ -175,8 +211,8 @@ def _times_plus(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), (a, b, c))
 
 
-def spread(builder: Any, number: Any) -> Any:
-    """Put a number, float32 or 32-bit integer, into all lanes."""
+def _spread(builder: Any, number: Any) -> Any:
+    """Put a float32 into all lanes."""
     vector = ir.VectorType(number.type, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(WORDS, [0] * LANES))

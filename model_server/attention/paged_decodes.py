@@ -1,14 +1,17 @@
 """Attention of single tokens on a CPU by a compiled kernel, which reads the blocks where they lie.
 
 In: queries, a pool, and where each sequence's blocks are. Out: attention outputs. It knows neither prefills
-nor weights. Sums and softmax weights are float32.
+nor weights. Sums and softmax weights are float32. The kernel runs on torch's own threads: threads of its own
+would compete with them for the cores.
 """
 
 import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +19,11 @@ from torch import Tensor
 
 from model_server.attention.batch import KvLayout, Span, View, reads_of
 from model_server.attention.kv_pool import KvPool
-from model_server.attention.paged_job import Job, scratch_bytes
-from model_server.attention.team import has_team, run_together
 from model_server.shapes import AttentionShape
+
+TILE_TOKENS = 64  # whose weights are computed at once
+# Room for a query head's scores of a tile, which are written four at a time.
+SCORES = TILE_TOKENS + 16
 
 # What numba sees instead: it has no bfloat16.
 SEEN_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
@@ -26,19 +31,61 @@ SEEN_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _STACK_BYTES = 1 << 19
 # Sequences a thread from which on one is a part of the work small enough to share the work out evenly.
 _SEQUENCES_PER_THREAD = 4
+_LANES, _PART = 16, 32
+
+
+class Job(ctypes.Structure):
+    """One layer's attention; several threads may work on it.
+
+    Attributes:
+        ticket: Parts that somebody has begun; 0 at first.
+        keys: Address of the layer's keys, [blocks, kv_heads, block_tokens, head_dim].
+        values: Address of its values, likewise.
+        queries: Address of [tokens, query_rows, head_dim], of whose rows the first are the query heads.
+        output: Address of [tokens, kv_heads * group, head_dim].
+        tables: Address of int32 [sequences, width]: blocks; the longest sequences should come last.
+        rows: Address of int64 [sequences]: each sequence's token.
+        begins: Address of int64 [sequences]: the first position that is read, counted from the first block.
+        stops: Address of int64 [sequences]: the position after the last.
+        sequences: How many.
+        width: Of the block tables.
+        kv_heads: Key and value heads.
+        heads_at_once: KV heads that are one part of the work, 1 or all. All of a block's are read in one go.
+        group: Query heads of a KV head.
+        head_dim: Elements of a head, a multiple of 32.
+        block_tokens: Tokens in a block.
+        query_rows: Of a token.
+        scale: Of the exponents of 2 that scores are.
+    """
+
+    _fields_ = (
+        ("ticket", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("values", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("output", ctypes.c_int64),
+        ("tables", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("begins", ctypes.c_int64),
+        ("stops", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("heads_at_once", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_tokens", ctypes.c_int64),
+        ("query_rows", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Sequences with one token each.
+    """Sequences with one token each."""
 
-    Attributes:
-        job: What the kernel is told; the same for all layers but for the addresses of their numbers.
-        arrays: What the job points to, to keep it.
-    """
-
-    job: Job
-    arrays: tuple[np.ndarray, ...]
+    job: Job  # what the kernel is told; the same for all layers but for the addresses of their numbers
+    arrays: tuple[np.ndarray, ...]  # what the job points to, to keep it
 
 
 class PagedDecodes:
@@ -58,7 +105,7 @@ class PagedDecodes:
         self._shape = shape
         self._block_tokens = layout.block_tokens
         self._pool = pool
-        self._whole_fits = scratch_bytes(shape.heads, shape.head_dim) <= _STACK_BYTES
+        self._whole_fits = _scratch_bytes(shape.heads, shape.head_dim) <= _STACK_BYTES
 
     def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> PagedPlan:
         """Lay out one step.
@@ -102,7 +149,8 @@ class PagedDecodes:
         job.keys, job.values = keys.data_ptr(), values.data_ptr()
         job.queries, job.output = query.data_ptr(), output.data_ptr()
         job.query_rows = query.stride(0) // self._shape.head_dim
-        run_together(self._kernel.address, ctypes.addressof(job))
+        # As many threads as torch takes itself: for another number OpenMP would end threads and start others.
+        _parallel()(self._kernel.address, ctypes.addressof(job), torch.get_num_threads(), 0)
 
 
 def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -117,16 +165,37 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
         return f"it runs on the CPU alone, not on {device.type}"
     if dtype not in SEEN_AS:
         return f"it reads bfloat16 and float32, not {dtype}"
-    if shape.head_dim % 2:
-        return f"it takes heads of an even number of elements, not of {shape.head_dim}"
+    if shape.head_dim % _PART:
+        return f"it takes heads of a multiple of {_PART} elements, not of {shape.head_dim}"
     if find_spec("numba") is None:
         return "numba is not installed, which compiles it"
     import numba
 
     if numba.config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT forbids to compile it"
-    if not has_team():
+    if _parallel() is None:
         return "torch's threads cannot be had: it was built without OpenMP, or with one that is not GNU's"
-    if scratch_bytes(shape.heads // shape.kv_heads, shape.head_dim) > _STACK_BYTES:
+    if _scratch_bytes(shape.heads // shape.kv_heads, shape.head_dim) > _STACK_BYTES:
         return f"{shape.heads // shape.kv_heads} query heads to a KV head are more than its stack holds"
     return None
+
+
+def _scratch_bytes(query_heads: int, head_dim: int) -> int:
+    """Return how much of a thread's stack the kernel takes for `heads_at_once * group` query heads."""
+    return 4 * query_heads * (2 * head_dim + SCORES + 2 * _LANES + 1)
+
+
+@cache
+def _parallel() -> Any:
+    """Return what a compiler makes of `#pragma omp parallel`, from the library that torch is linked with.
+
+    It calls a C function of one pointer in each of torch's threads, without the GIL. Between two operations
+    these wait in a loop: they are there at once. None where torch's OpenMP is not GNU's, nor has its name.
+    """
+    try:
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel

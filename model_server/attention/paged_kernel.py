@@ -1,4 +1,4 @@
-"""Attention of single tokens, compiled: the keys and values of their sequences are read where they lie.
+"""Flash-decoding over a paged KV cache on a CPU: one pass over keys and values, SIMD through LLVM's vectors.
 
 In: a `Job`, which says where queries, pool and block tables are. Out: the attended values, written where it
 says. A sequence's numbers depend on nothing but the sequence: not on the others, nor on how many threads run.
@@ -20,17 +20,19 @@ from model_server.attention.lanes import (
     largest_of,
     load,
     plus,
+    pointer,
     power_of_two,
     splat,
+    stack,
     store,
     store_sums,
     sum_of,
+    take_ticket,
     times,
     times_plus,
 )
-from model_server.attention.native import pointer, stack, take_ticket
-from model_server.attention.paged_job import SCORES, TILE_TOKENS, Job, padded
-from model_server.attention.rows import PART, prefetch, read, read_end, write, write_end
+from model_server.attention.paged_decodes import SCORES, TILE_TOKENS, Job
+from model_server.attention.rows import PART, prefetch, read, write
 
 _NOTHING = np.float32("-inf")
 _ANY = 1 << 40  # rows: how many there are is not checked
@@ -51,7 +53,7 @@ def decode_kernel(dtype: type[np.uint16] | type[np.float32]) -> Any:
     def attend(address: Any) -> None:
         job = carray(address, 1)[0]
         shape = _Shape(job.kv_heads, job.heads_at_once, job.group, job.head_dim, job.block_tokens)
-        heads, width = shape.heads * shape.group, _padded(shape.head_dim)
+        heads, width = shape.heads * shape.group, shape.head_dim
         scratch = _Scratch(
             queries=carray(stack(4 * heads * width), heads * width, np.float32),
             sums=carray(stack(4 * heads * width), heads * width, np.float32),
@@ -90,9 +92,6 @@ def decode_kernel(dtype: type[np.uint16] | type[np.float32]) -> Any:
     return attend
 
 
-_padded = inlined(padded)
-
-
 class _Shape(NamedTuple):
     """What is attended; `heads` of the KV heads at once."""
 
@@ -104,35 +103,26 @@ class _Shape(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """One thread's memory, by query head: rows of lanes or of numbers, one after the other.
+    """One thread's memory, by query head: rows of lanes or of numbers, one after the other."""
 
-    Attributes:
-        queries: Scaled, [parts of a head] of two lots of lanes.
-        sums: Of weighted values, likewise.
-        scores: Of a tile's tokens, exponents of 2 first and then weights.
-        totals: Of the weights, one lot of lanes.
-        shrinks: What a larger score makes of the weights before it, the same in all lanes.
-        tops: The largest score, one number.
-    """
-
-    queries: _Floats
-    sums: _Floats
-    scores: _Floats
-    totals: _Floats
-    shrinks: _Floats
-    tops: _Floats
+    queries: _Floats  # scaled, [parts of a head] of two lots of lanes
+    sums: _Floats  # of weighted values, likewise
+    scores: _Floats  # of a tile's tokens, exponents of 2 first and then weights
+    totals: _Floats  # of the weights, one lot of lanes
+    shrinks: _Floats  # what a larger score makes of the weights before it, the same in all lanes
+    tops: _Floats  # the largest score, one number
 
 
 @inlined
 def _begin(scratch: _Scratch, queries: _Rows, first_row: _Row, shape: _Shape, scale: np.float32) -> None:
     """Take a sequence's queries in, and forget the sequence before."""
-    width, lanes = _padded(shape.head_dim), splat(scale)
+    lanes = splat(scale)
     for head in range(shape.heads * shape.group):
         scratch.tops[head] = _NOTHING
         store(scratch.totals, head * LANES, splat(0.0))
         for first in range(0, shape.head_dim, PART):
-            one, other = _read(queries, first_row + head, first, first + PART <= shape.head_dim)
-            place = head * width + first
+            one, other = read(queries, first_row + head, first)
+            place = head * shape.head_dim + first
             store(scratch.queries, place, times(one, lanes))
             store(scratch.queries, place + LANES, times(other, lanes))
             store(scratch.sums, place, splat(0.0))
@@ -173,24 +163,19 @@ def _score_four(
 ) -> None:
     """Score four tokens of one block; those after its last repeat it, and are written over by who is next."""
     four = row, min(row + 1, last_row), min(row + 2, last_row), min(row + 3, last_row)
-    width, whole = _padded(shape.head_dim), shape.head_dim // PART * PART
     for head in range(first, first + shape.group):
         sums = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-        for element in range(0, whole, PART):
-            sums = _score_part(scratch, keys, four, head * width, element, sums, True)
-        if whole < shape.head_dim:
-            sums = _score_part(scratch, keys, four, head * width, whole, sums, False)
+        for element in range(0, shape.head_dim, PART):
+            sums = _score_part(scratch, keys, four, head * shape.head_dim, element, sums)
         store_sums(scratch.scores, head * SCORES + token, sums[0], sums[1], sums[2], sums[3])
 
 
 @inlined
-def _score_part(
-    scratch: _Scratch, keys: _Rows, four: _Four, first: int, element: int, sums: _Sums, is_whole: bool
-) -> _Sums:
+def _score_part(scratch: _Scratch, keys: _Rows, four: _Four, first: int, element: int, sums: _Sums) -> _Sums:
     """Multiply a part of a query head, whose first element is at `first`, by that of four keys."""
     one, other = load(scratch.queries, first + element), load(scratch.queries, first + element + LANES)
-    key0, key1 = _read(keys, four[0], element, is_whole), _read(keys, four[1], element, is_whole)
-    key2, key3 = _read(keys, four[2], element, is_whole), _read(keys, four[3], element, is_whole)
+    key0, key1 = read(keys, four[0], element), read(keys, four[1], element)
+    key2, key3 = read(keys, four[2], element), read(keys, four[3], element)
     return (
         times_plus(other, key0[1], times_plus(one, key0[0], sums[0])),
         times_plus(other, key1[1], times_plus(one, key1[0], sums[1])),
@@ -232,7 +217,6 @@ def _sum(
     shape: _Shape,
 ) -> None:
     """Add a tile's weighted values to the sums, in the order of `_score`."""
-    width, whole = _padded(shape.head_dim), shape.head_dim // PART * PART
     done = 0
     while done < count:
         block, offset = divmod(position + done, shape.block_tokens)
@@ -242,10 +226,8 @@ def _sum(
             row = (table[block] * shape.kv_heads + kv_head) * shape.block_tokens + offset
             score = head * SCORES + done
             shrink = splat(1.0) if done else load(scratch.shrinks, head * LANES)
-            for element in range(0, whole, PART):
-                _sum_part(scratch, values, row, here, score, head * width, element, shrink, True)
-            if whole < shape.head_dim:
-                _sum_part(scratch, values, row, here, score, head * width, whole, shrink, False)
+            for element in range(0, shape.head_dim, PART):
+                _sum_part(scratch, values, row, here, score, head * shape.head_dim, element, shrink)
         done += here
 
 
@@ -259,7 +241,6 @@ def _sum_part(
     place: int,
     element: int,
     shrink: Any,
-    is_whole: bool,
 ) -> None:
     """Add some tokens of one block, four at a time, to a part of a query head's sum."""
     one0 = times(load(scratch.sums, place + element), shrink)
@@ -267,10 +248,10 @@ def _sum_part(
     one1 = other1 = one2 = other2 = one3 = other3 = splat(0.0)
     fours = count // 4 * 4
     for token in range(0, fours, 4):
-        value0 = _read(values, row + token, element, is_whole)
-        value1 = _read(values, row + token + 1, element, is_whole)
-        value2 = _read(values, row + token + 2, element, is_whole)
-        value3 = _read(values, row + token + 3, element, is_whole)
+        value0 = read(values, row + token, element)
+        value1 = read(values, row + token + 1, element)
+        value2 = read(values, row + token + 2, element)
+        value3 = read(values, row + token + 3, element)
         weight = splat(at(scratch.scores, score + token))
         one0, other0 = times_plus(weight, value0[0], one0), times_plus(weight, value0[1], other0)
         weight = splat(at(scratch.scores, score + token + 1))
@@ -280,7 +261,7 @@ def _sum_part(
         weight = splat(at(scratch.scores, score + token + 3))
         one3, other3 = times_plus(weight, value3[0], one3), times_plus(weight, value3[1], other3)
     for token in range(fours, count):
-        value0 = _read(values, row + token, element, is_whole)
+        value0 = read(values, row + token, element)
         weight = splat(at(scratch.scores, score + token))
         one0, other0 = times_plus(weight, value0[0], one0), times_plus(weight, value0[1], other0)
     store(scratch.sums, place + element, plus(plus(one0, one1), plus(one2, one3)))
@@ -290,19 +271,9 @@ def _sum_part(
 @inlined
 def _end(scratch: _Scratch, output: _Rows, first_row: _Row, shape: _Shape) -> None:
     """Write a sequence's output: its sums by the totals of their weights."""
-    width = _padded(shape.head_dim)
     for head in range(shape.heads * shape.group):
         share = splat(np.float32(1.0) / sum_of(load(scratch.totals, head * LANES)))
         for first in range(0, shape.head_dim, PART):
-            place = head * width + first
+            place = head * shape.head_dim + first
             both = times(load(scratch.sums, place), share), times(load(scratch.sums, place + LANES), share)
-            if first + PART <= shape.head_dim:
-                write(output, first_row + head, first, both)
-            else:
-                write_end(output, first_row + head, first, both)
-
-
-@inlined
-def _read(rows: _Rows, row: _Row, first: int, is_whole: bool) -> Any:
-    """Read a part of a row; whether the row has all of it is known when the caller is compiled, mostly."""
-    return read(rows, row, first) if is_whole else read_end(rows, row, first)
+            write(output, first_row + head, first, both)

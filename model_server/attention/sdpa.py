@@ -1,81 +1,73 @@
-"""Attention with plain torch on any device: gather blocks, then scaled dot product attention.
+"""Attention with plain torch on any device: gather blocks, mask, softmax.
 
 In: queries, keys and values of a flat token batch, and where each sequence's blocks are. Out: attention
-outputs. Knows neither requests nor weights. On a CPU single tokens can be left to a compiled kernel.
+outputs. Knows neither requests nor weights. On a CPU single tokens can be left to a compiled kernel, which
+must compute what this does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.batch import KvLayout, Span, View, positions_of, slots_of, to_device
-from model_server.attention.fp8_pool import Fp8KvPool, Fp8Write
-from model_server.attention.gathered_decodes import GatheredDecodes
-from model_server.attention.kv_pool import KvPool, SlotWrite
-from model_server.attention.masks import CausalMasks
-from model_server.attention.paged_decodes import PagedDecodes
+from model_server.attention.batch import (
+    KvLayout,
+    Span,
+    View,
+    positions_of,
+    reads_of,
+    slots_of,
+    to_device,
+)
+from model_server.attention.kv_pool import Fp8KvPool, KvPool, Write
+from model_server.attention.paged_decodes import PagedDecodes, PagedPlan
 from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
+# Blocks that are gathered in one call for single tokens, so that their copies stay small.
+_GATHERED_BLOCKS = 1024
+_HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
-class _Decodes(Protocol):
-    """How single tokens are attended."""
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Sequences with one token whose blocks are gathered in one call."""
 
-    def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> Any: ...
-
-    def attend(self, query: Tensor, plane: int, plan: Any, output: Tensor) -> None: ...
+    rows: Tensor  # int64, their tokens in the flat batch
+    blocks: Tensor  # what the pool reads for them; padded with block 0
+    mask: Tensor  # float32 [sequences, 1, 1, tokens read]; 0 where a token attends, else -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A sequence with several tokens.
+    """A sequence with several tokens."""
 
-    Attributes:
-        rows: Its tokens in the flat batch.
-        blocks: What the pool reads for it.
-        start: Position of its first token in the batch.
-        base: Position of the first token that is read.
-    """
-
-    rows: slice
-    blocks: Tensor
-    start: int
-    base: int
+    rows: slice  # its tokens in the flat batch
+    blocks: Tensor  # what the pool reads for it
+    start: int  # position of its first token in the batch
+    base: int  # position of the first token that is read
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What one view's layers read.
+    """What one view's layers read."""
 
-    Attributes:
-        decodes: The plan of all sequences with one token, or None.
-        prefills: The others.
-    """
-
-    decodes: Any
-    prefills: Sequence[_Prefill]
+    kernel: PagedPlan | None  # what the compiled kernel reads for single tokens; None where they are gathered
+    singles: Sequence[_Singles]  # the calls for them else
+    prefills: Sequence[_Prefill]  # the other sequences
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaMeta:
-    """Where the tokens of one step are; the same for all layers.
+    """Where the tokens of one step are; the same for all layers."""
 
-    Attributes:
-        positions: int64 [tokens], each token's place in its sequence.
-        writes: Per group, where the KV goes.
-        reads: Per view.
-    """
-
-    positions: Tensor
-    writes: Sequence[SlotWrite | Fp8Write]
-    reads: Sequence[_Reads]
+    positions: Tensor  # int64 [tokens], each token's place in its sequence
+    writes: Sequence[Write]  # per group, where the KV goes
+    reads: Sequence[_Reads]  # per view
 
 
 class SdpaAttention:
@@ -103,14 +95,10 @@ class SdpaAttention:
         fp8: bool = False,
         paged: bool = False,
     ) -> None:
+        if paged and fp8:
+            raise ValueError("8-bit pools are gathered: the kernel does not read them")
         self._pool = (Fp8KvPool if fp8 else KvPool)(shape, layout, dtype, device)
-        self._decodes: _Decodes
-        if paged:
-            if isinstance(self._pool, Fp8KvPool):
-                raise ValueError("8-bit pools are gathered: the kernel does not read them")
-            self._decodes = PagedDecodes(shape, layout, dtype, self._pool)
-        else:
-            self._decodes = GatheredDecodes(shape, layout, dtype, device, self._pool)
+        self.kernel = PagedDecodes(shape, layout, dtype, self._pool) if paged else None
         self._shape = shape
         self._layout = layout
         self._device = device
@@ -118,7 +106,6 @@ class SdpaAttention:
         layer_views = [View(self._places[layer][0], window) for layer, window in enumerate(shape.windows)]
         self._views = list(dict.fromkeys(layer_views))
         self._view_of = [self._views.index(view) for view in layer_views]
-        self._masks = CausalMasks(_TILE_ROWS, dtype, device)
 
     def prepare(self, spans: Sequence[Span]) -> SdpaMeta:
         """Lay out one step."""
@@ -136,28 +123,41 @@ class SdpaAttention:
     def store(self, layer: int, key: Tensor, value: Tensor, meta: SdpaMeta) -> None:
         """Write the KV of all tokens of the step."""
         group, plane = self._places[layer]
-        self._pool.write(plane, key, value, meta.writes[group])  # type: ignore[arg-type]
+        self._pool.write(plane, key, value, meta.writes[group])
 
     def attend(self, query: Tensor, layer: int, meta: SdpaMeta) -> Tensor:
         """Attend causally, each token to its own sequence and within the layer's window."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         plane, reads = self._places[layer][1], meta.reads[self._view_of[layer]]
-        if reads.decodes is not None:
-            self._decodes.attend(query, plane, reads.decodes, output)
+        window = self._shape.windows[layer]
+        if reads.kernel is not None:
+            assert self.kernel is not None
+            self.kernel.attend(query, plane, reads.kernel, output)
+        for singles in reads.singles:
+            self._attend_singles(query, plane, singles, output)
         for prefill in reads.prefills:
-            self._attend_prefill(query, plane, prefill, self._shape.windows[layer], output)
+            self._attend_prefill(query, plane, prefill, window, output)
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
         """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
         return self._pool.block_tensors()
 
+    def _attend_singles(self, query: Tensor, plane: int, call: _Singles, output: Tensor) -> None:
+        kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
+        # Heads that share a KV head become rows of one query: expanding K and V takes ten times as long.
+        rows = query.index_select(0, call.rows).reshape(len(call.rows) * kv_heads, -1, head_dim)
+        key, value = (part.view(len(rows), -1, head_dim) for part in self._pool.read(plane, call.blocks))
+        scores = torch.bmm(rows, key.transpose(1, 2)).unflatten(0, (-1, kv_heads))
+        weights = torch.add(call.mask, scores, alpha=self._shape.scale).softmax(dim=-1).to(query.dtype)
+        sums = torch.bmm(weights.flatten(0, 1), value)
+        output.index_copy_(0, call.rows, sums.view(len(call.rows), -1, head_dim))
+
     def _attend_prefill(
         self, query: Tensor, plane: int, call: _Prefill, window: int | None, output: Tensor
     ) -> None:
         kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
-        key = self._pool.read_keys(plane, call.blocks).view(kv_heads, -1, head_dim)
-        value = self._pool.read_values(plane, call.blocks).view(kv_heads, -1, head_dim)
+        key, value = (part.view(kv_heads, -1, head_dim) for part in self._pool.read(plane, call.blocks))
         for start in range(call.rows.start, call.rows.stop, _TILE_ROWS):
             stop = min(start + _TILE_ROWS, call.rows.stop)
             first, last = (call.start + row - call.rows.start for row in (start, stop - 1))
@@ -169,7 +169,7 @@ class SdpaAttention:
                 tile,
                 key[:, columns].expand(tile.shape[0], -1, -1, -1),
                 value[:, columns].expand(tile.shape[0], -1, -1, -1),
-                attn_mask=self._masks.corner(stop - start, columns.stop - columns.start, window),
+                attn_mask=_causal_mask(query, range(first, last + 1), range(seen_from, last + 1), window),
                 scale=self._shape.scale,
             )
             output[start:stop] = attended.permute(2, 1, 0, 3).flatten(1, 2)
@@ -186,7 +186,31 @@ class SdpaAttention:
             else:
                 prefills.append(self._prefill(view, span, row))
             row += span.length
-        return _Reads(self._decodes.plan(view, singles, rows) if singles else None, prefills)
+        if self.kernel is not None and singles:
+            return _Reads(self.kernel.plan(view, singles, rows), (), prefills)
+        return _Reads(None, list(self._singles(view, singles, rows)), prefills)
+
+    def _singles(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> Iterator[_Singles]:
+        block_tokens = self._layout.block_tokens
+        first = 0
+        while first < len(spans):
+            # As many as one call has room for; they come by rising context, so that little is padded.
+            stop = first + 1
+            while stop < len(spans) and (stop + 1 - first) * self._blocks_of(spans[stop]) <= _GATHERED_BLOCKS:
+                stop += 1
+            table, begins, stops = reads_of(view, spans[first:stop], block_tokens)
+            read = np.arange(table.shape[1] * block_tokens)
+            hidden = (read >= stops[:, None]) | (read < begins[:, None])
+            mask = np.where(hidden, _HIDDEN, _SEEN)
+            yield _Singles(
+                to_device(rows[first:stop], self._device),
+                self._pool.plan_read(table),
+                to_device(mask, self._device, torch.float32)[:, None, None, :],
+            )
+            first = stop
+
+    def _blocks_of(self, span: Span) -> int:
+        return -(-span.stop // self._layout.block_tokens)
 
     def _prefill(self, view: View, span: Span, first_row: int) -> _Prefill:
         block_tokens = self._layout.block_tokens
@@ -199,3 +223,13 @@ class SdpaAttention:
             start=span.start,
             base=first * block_tokens,
         )
+
+
+def _causal_mask(like: Tensor, rows: range, columns: range, window: int | None) -> Tensor:
+    """Return 0 where the token at a row's position sees that at a column's, else -inf."""
+    row = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
+    column = torch.arange(columns.start, columns.stop, device=like.device)
+    hidden = column > row
+    if window is not None:
+        hidden |= column <= row - window
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))

@@ -20,25 +20,15 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class VarlenMeta:
-    """Where the tokens of one step are; the same for all layers.
+    """Where the tokens of one step are; the same for all layers."""
 
-    Attributes:
-        positions: int64 [tokens], each token's place in its sequence.
-        slots: Per group, int64 [tokens]: block * block_tokens + offset.
-        block_tables: Per group, int32 [sequences, blocks], padded with block 0.
-        query_starts: int32 [sequences + 1], first row of each sequence, and the end.
-        contexts: int32 [sequences], tokens of each sequence up to its last one here.
-        max_query: Most rows of a sequence.
-        max_context: Most tokens of a sequence.
-    """
-
-    positions: Tensor
-    slots: Sequence[Tensor]
-    block_tables: Sequence[Tensor]
-    query_starts: Tensor
-    contexts: Tensor
-    max_query: int
-    max_context: int
+    positions: Tensor  # int64 [tokens], each token's place in its sequence
+    slots: Sequence[Tensor]  # per group, int64 [tokens]: block * block_tokens + offset
+    block_tables: Sequence[Tensor]  # per group, int32 [sequences, blocks], padded with block 0
+    query_starts: Tensor  # int32 [sequences + 1], first row of each sequence, and the end
+    contexts: Tensor  # int32 [sequences], tokens of each sequence up to its last one here
+    max_query: int  # most rows of a sequence
+    max_context: int  # most tokens of a sequence
 
 
 class VarlenAttention:

@@ -31,11 +31,6 @@ class Decoder:
         dtype: Of weights and activations.
         device: Where the weights are.
         ranks: Who computes it; None for this process alone.
-
-    Attributes:
-        shape: What is computed here.
-        dtype: See above.
-        device: See above.
     """
 
     def __init__(
@@ -43,7 +38,7 @@ class Decoder:
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
         division = self._ranks.division
-        self.shape = division.part_of(shape)
+        self.shape = division.part_of(shape)  # what is computed here
         self.dtype = dtype
         self.device = device
         self._vocabulary = division.vocabulary(shape)

@@ -15,15 +15,10 @@ from model_server.shapes import DecoderShape, Division, Share
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the checkpoint, or the part of it that is kept here.
+    """A tensor of the checkpoint, or the part of it that is kept here."""
 
-    Attributes:
-        tensor: What is kept.
-        shares: Per dimension of the checkpoint's tensor, which part that is.
-    """
-
-    tensor: Tensor
-    shares: tuple[Share, ...]
+    tensor: Tensor  # what is kept
+    shares: tuple[Share, ...]  # per dimension of the checkpoint's tensor, which part that is
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> "Weight":
@@ -42,19 +37,12 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionPart:
-    """A projection of the checkpoint, and its place in one of the model's own.
+    """A projection of the checkpoint, and its place in one of the model's own."""
 
-    Attributes:
-        projection: Name of the model's projection.
-        first_row: Where the part's rows begin there.
-        rows: Those of the checkpoint's rows that are kept.
-        inputs: Those of its columns.
-    """
-
-    projection: str
-    first_row: int
-    rows: Share
-    inputs: Share
+    projection: str  # name of the model's projection
+    first_row: int  # where the part's rows begin there
+    rows: Share  # those of the checkpoint's rows that are kept
+    inputs: Share  # those of its columns
 
 
 class DecoderLayer:

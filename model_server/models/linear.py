@@ -16,16 +16,12 @@ _PACKED_FOR_ROWS = 2048
 
 
 class Linear:
-    """A projection without its bias.
-
-    Attributes:
-        weight: [outputs, inputs]; of no use once packed.
-    """
+    """A projection without its bias."""
 
     __slots__ = ("_packed", "weight")
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+        self.weight = weight  # [outputs, inputs]; of no use once packed
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -20,14 +20,10 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Ranks:
-    """All processes of one model, seen from one of them.
-
-    Attributes:
-        division: Which one it is.
-    """
+    """All processes of one model, seen from one of them."""
 
     def __init__(self, division: Division | None = None) -> None:
-        self.division = Division() if division is None else division
+        self.division = Division() if division is None else division  # which one it is
 
     def join(self, rendezvous: Path, device: torch.device) -> None:
         """Connect to the other ranks, which call it too.

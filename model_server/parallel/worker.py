@@ -12,38 +12,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from model_server.block_copies import BlockCopies, Transfer
-from model_server.block_copies import Done as CopyDone
 from model_server.errors import ModelServerError
-from model_server.lora import LoraAdapter
-from model_server.parallel.messages import (
-    AllocateKv,
-    Done,
-    Failed,
-    Fence,
-    FreeKv,
-    Join,
-    LoadAdapter,
-    NewCopies,
-    Order,
-    Restore,
-    Run,
-    Settle,
-    Start,
-    Store,
-    encode,
-    read_order,
-    unpack,
-)
+from model_server.model_runner import ModelRunner, load_runner
+from model_server.parallel.messages import Answer, Order, encode, read_order, read_start
 from model_server.parallel.ranks import Ranks
-from model_server.shard import load_shard
 
 logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
+_METHODS = frozenset(
+    ("join", "execute", "store", "restore", "settle", "fence", "allocate_kv", "allocate_host", "free_kv")
+)
+# Beside the steps, which others' requests wait for.
+_METHODS_BESIDE = frozenset(("load_adapter",))
 
 
 class Worker:
@@ -51,75 +34,29 @@ class Worker:
 
     Args:
         connection: Where answers go.
-        start: The first order.
+        runner: The rank's part of the model.
     """
 
-    def __init__(self, connection: Connection, start: Start) -> None:
+    def __init__(self, connection: Connection, runner: ModelRunner) -> None:
         self._connection = connection
-        self._ranks = Ranks(start.division)
-        _, self._shard = load_shard(start.config, self._ranks)
-        self._adapters: dict[int, LoraAdapter] = {}
-        self._copies: BlockCopies | None = None
-        self._transfers: dict[int, Transfer] = {}
+        self._runner = runner
 
     def carry_out(self, order: Order) -> None:
         """Do what rank 0 wants, and answer if it waits for that."""
-        match order:
-            case Run():
-                for lora_id in order.dropped:
-                    self._adapters.pop(lora_id, None)
-                self._shard.forward(order.step(self._adapters))
-            case Store() | Restore() | Fence() | Settle():
-                self._move(order)
-            case LoadAdapter():
-                # Beside the steps, which others' requests wait for.
-                threading.Thread(target=self._answer, args=(order,), daemon=True).start()
-            case _:
-                self._answer(order)
-
-    def _move(self, order: Store | Restore | Fence | Settle) -> None:
-        copies = self._copies
-        assert copies is not None, "there is no memory to copy"
-        match order:
-            case Store(number, blocks, slots):
-                self._begun(number, copies.store(unpack(blocks), unpack(slots)))
-            case Restore(number, slots, blocks):
-                self._begun(number, copies.restore(unpack(slots), unpack(blocks)))
-            case Fence():
-                copies.fence()
-            case Settle(number):
-                self._transfers.pop(number).wait()
-
-    def _begun(self, number: int, transfer: Transfer) -> None:
-        if not isinstance(transfer, CopyDone):
-            self._transfers[number] = transfer
+        assert order.method in _METHODS | _METHODS_BESIDE, f"{order.method} is no order"
+        if order.method in _METHODS_BESIDE:
+            threading.Thread(target=self._answer, args=(order,), daemon=True).start()
+        elif order.is_answered:
+            self._answer(order)
+        else:
+            getattr(self._runner, order.method)(*order.args)
 
     def _answer(self, order: Order) -> None:
         try:
-            text = self._ask(order)
+            answer = Answer(getattr(self._runner, order.method)(*order.args))
         except Exception as error:
-            self._connection.send_bytes(encode(Failed.of(error)))
-        else:
-            self._connection.send_bytes(encode(Done(text)))
-
-    def _ask(self, order: Order) -> str:
-        match order:
-            case Join(rendezvous):
-                self._ranks.join(Path(rendezvous), self._shard.model.device)
-            case NewCopies(host_blocks):
-                self._copies = self._shard.block_copies(host_blocks)
-            case FreeKv():
-                self._copies = None
-                self._shard.free_kv()
-            case AllocateKv():
-                self._shard.allocate_kv()
-            case LoadAdapter(directory, name, lora_id):
-                adapter = self._shard.load_adapter(Path(directory), name, lora_id)
-                self._adapters[lora_id] = adapter
-                return adapter.content_hash
-            case _:
-                raise AssertionError(f"{type(order).__name__} is not answered")
-        return ""
+            answer = Answer.of(error)
+        self._connection.send_bytes(encode(answer))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,18 +74,17 @@ def main(arguments: Sequence[str]) -> int:
     connection = Connection(int(arguments[0]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
-        start = read_order(connection.recv_bytes())
-        assert isinstance(start, Start), "the first order starts the rank"
+        start = read_start(connection.recv_bytes())
         logging.basicConfig(
             level=start.log_level,
             format=f"%(asctime)s %(levelname)s rank {start.division.rank}: %(name)s: %(message)s",
         )
         try:
-            worker = Worker(connection, start)
+            worker = Worker(connection, load_runner(start.config, Ranks(start.division)))
         except ModelServerError as error:
-            connection.send_bytes(encode(Failed.of(error)))
+            connection.send_bytes(encode(Answer.of(error)))
             return _EXIT_FAILED
-        connection.send_bytes(encode(Done()))
+        connection.send_bytes(encode(Answer()))
         while True:
             worker.carry_out(read_order(connection.recv_bytes()))
     except (EOFError, ConnectionError):

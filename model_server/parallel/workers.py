@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any
 
 from model_server.errors import WorkerError
-from model_server.parallel.messages import Answer, Failed, Order, encode, read_answer
-
-T = TypeVar("T")
+from model_server.parallel.messages import Answer, Order, Start, encode, read_answer
 
 _WORKER = "model_server.parallel.worker"
 _STOP_S = 10.0
@@ -56,57 +54,60 @@ class Workers:
         for watcher in self._watchers:
             watcher.start()
 
-    def tell(self, orders: Order | Sequence[Order]) -> None:
-        """Give an order to all, or each its own; it is carried out after those before it.
+    def start(self, orders: Sequence[Start]) -> None:
+        """Give each its first message.
 
         Raises:
             WorkerError: One of them is lost.
         """
-        each = list(orders) if isinstance(orders, Sequence) else [orders]
-        data = [encode(order) for order in each] * (len(self._connections) // len(each))
-        with self._sending:
-            for connection, message in zip(self._connections, data, strict=True):
-                self._send(connection, message)
+        for connection, order in zip(self._connections, orders, strict=True):
+            self._send(connection, encode(order))
 
-    def confirm(self) -> None:
-        """Wait for the answers to what was told last.
+    def tell(self, method: str, args: Sequence[Any], *, is_answered: bool = False) -> None:
+        """Give all the same order; it is carried out after those before it.
+
+        Raises:
+            WorkerError: One of them is lost.
+        """
+        if not self._connections:
+            return
+        data = encode(Order(method, args, is_answered))
+        with self._sending:
+            for connection in self._connections:
+                self._send(connection, data)
+
+    def confirm(self) -> list[Any]:
+        """Wait for the answers to what was told last; returns what came of it.
 
         Raises:
             ModelServerError: The first failure, as this process's own.
         """
-        _raise_failure(self._answers())
+        return [answer.read(rank) for rank, answer in enumerate(self._answers(), 1)]
 
-    def ask(self, order: Order, own: Callable[[], T]) -> tuple[T, list[Answer]]:
+    def ask(self, method: str, args: Sequence[Any], own: Callable[[], Any]) -> list[Any]:
         """Give all an order, do this rank's part of it meanwhile, and wait for the answers.
 
         Args:
-            order: One that is answered.
+            method: Of `ModelRunner`.
+            args: Its arguments.
             own: This rank's part.
 
         Returns:
-            What `own` returned, and the others' answers.
+            What came of it, by rank.
 
         Raises:
             WorkerError: One of them is lost.
+            ModelServerError: The first failure elsewhere, as this process's own.
             Exception: Whatever `own` raises, once the others have answered.
         """
         with self._asking:
-            self.tell(order)
-            with ExitStack() as before_leaving:
-                answers: list[Answer] = []
-                before_leaving.callback(lambda: answers.extend(self._answers()))
+            self.tell(method, args, is_answered=True)
+            try:
                 result = own()
-            return result, answers
-
-    def require(self, order: Order, own: Callable[[], T]) -> T:
-        """Do as `ask` does; a failure elsewhere is raised as this process's own.
-
-        Raises:
-            ModelServerError: The first failure.
-        """
-        result, answers = self.ask(order, own)
-        _raise_failure(answers)
-        return result
+            except BaseException:
+                self._answers()
+                raise
+            return [result, *self.confirm()]
 
     def check(self) -> None:
         """Raise WorkerError if one of them is lost."""
@@ -164,9 +165,3 @@ class Workers:
         self._lost = f"rank {rank} of the model (process {process.pid}) ended {how}"
         self._noticed.set()
         self._on_loss()
-
-
-def _raise_failure(answers: Sequence[Answer]) -> None:
-    for rank, answer in enumerate(answers, 1):
-        if isinstance(answer, Failed):
-            raise answer.error(rank)

@@ -5,8 +5,7 @@ Plain arithmetic over a model's shape; no torch, so that it runs wherever kvrout
 
 from model_server.plan.deployment import Deployment
 from model_server.plan.gpus import GPUS, Gpu
-from model_server.plan.plan import Plan, make_plan
-from model_server.plan.pool import Budget, Pool
+from model_server.plan.plan import Budget, Plan, Pool, make_plan, sequences_in
 from model_server.plan.presets import PRESETS, find_model
 
 __all__ = [
@@ -19,4 +18,5 @@ __all__ = [
     "Pool",
     "find_model",
     "make_plan",
+    "sequences_in",
 ]

@@ -5,23 +5,95 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from model_server.config import DTYPES, KV_CACHE_DTYPES
+from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
+from model_server.flags import Flag, OneLineParser, add_flags, positive
 from model_server.plan.deployment import Deployment
 from model_server.plan.gpus import CUSTOM, GPUS, Gpu
-from model_server.plan.plan import Plan, make_plan
-from model_server.plan.pool import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget
+from model_server.plan.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
 from model_server.plan.presets import PRESETS, find_model
-from model_server.plan.record import plan_record
 from model_server.plan.text import plan_lines
 from model_server.shapes import DTYPE_BYTES, computed_dtype, decoder_shape
 
 _EXIT_REFUSED = 2
 _CONTEXT_TOKENS = 8192
 _GB = 10**9
+_OVERRIDES = "; instead of the data sheet's"
+
+
+def _amount(text: str) -> float:
+    number = _rest(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _rest(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFlags:
+    """Which model, and how it is served."""
+
+    model: Annotated[
+        str,
+        Flag(
+            f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+            metavar="DIR|NAME",
+        ),
+    ]
+    context: Annotated[
+        int | None,
+        Flag("tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive),
+    ] = None
+    batch: Annotated[int | None, Flag("refuse unless so many sequences fit", read=positive)] = None
+    dtype: Annotated[DType, Flag("type of the weights")] = "auto"
+    kv_cache_dtype: Annotated[
+        KvCacheDType,
+        Flag("type of the KV cache, if not the weights'", ("--kv-cache-dtype", "--kv-dtype")),
+    ] = "auto"
+    block_size: Annotated[int, Flag("tokens per KV block", read=positive)] = 16
+    max_num_batched_tokens: Annotated[
+        int,
+        Flag("token budget of one step, which bounds what sliding windows keep", read=positive),
+    ] = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuFlags:
+    """Which GPUs, how many, and how much of them may be used."""
+
+    gpu: Annotated[Literal[(*GPUS, CUSTOM.name)], Flag("kind of GPU")] = "h100"  # type: ignore[valid-type]
+    tensor_parallel_size: Annotated[
+        int, Flag("GPUs that share the model", ("--tensor-parallel-size", "--tp"), read=positive)
+    ] = 1
+    gpu_memory_utilization: Annotated[
+        float, Flag("of the memory, for weights, reserve and KV", metavar="SHARE")
+    ] = DEFAULT_UTILIZATION
+    reserve_gb: Annotated[
+        float, Flag("of each GPU, for activations and the CUDA context", read=_rest, metavar="GB")
+    ] = DEFAULT_RESERVE_BYTES / _GB
+    efficiency: Annotated[
+        float,
+        Flag("of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"),
+    ] = 1.0
+    hbm_gib: Annotated[float | None, Flag(f"memory{_OVERRIDES}", read=_amount)] = None
+    hbm_gb_per_s: Annotated[
+        float | None, Flag(f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
+    ] = None
+    tflops: Annotated[
+        float | None, Flag(f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
+    ] = None
+    link_gb_per_s: Annotated[
+        float | None, Flag(f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
+    ] = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CapacityError, ConfigError, ModelError) as error:
         print(f"kvroute plan: error: {error}", file=sys.stderr)
         return _EXIT_REFUSED
-    lines = [json.dumps(plan_record(plan))] if args.json else plan_lines(plan)
+    lines = [json.dumps(plan.record())] if args.json else plan_lines(plan)
     # A reader that has seen enough, such as head, may close the pipe.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
@@ -88,118 +160,12 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     return gpu
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="kvroute plan",
         description="Tell how many sequences a model holds on GPUs, how fast it decodes, what to choose.",
     )
-    _add_model_flags(parser.add_argument_group("model"))
-    _add_gpu_flags(parser.add_argument_group("GPUs"))
+    add_flags(parser.add_argument_group("model"), _ModelFlags)
+    add_flags(parser.add_argument_group("GPUs"), _GpuFlags)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
     return parser
-
-
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR|NAME",
-        help=f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
-    )
-    group.add_argument(
-        "--context",
-        type=_positive,
-        metavar="N",
-        help="tokens of a sequence, prompt and answer (default: 8192)",
-    )
-    group.add_argument("--batch", type=_positive, metavar="N", help="refuse unless so many sequences fit")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: auto)")
-    group.add_argument(
-        "--kv-cache-dtype",
-        "--kv-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="type of the KV cache, if not the weights' (default: auto)",
-    )
-    group.add_argument(
-        "--block-size",
-        type=_positive,
-        default=16,
-        metavar="N",
-        help="tokens per KV block (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=_positive,
-        default=2048,
-        metavar="N",
-        help="token budget of one step, which bounds what sliding windows keep (default: %(default)s)",
-    )
-
-
-def _add_gpu_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--gpu", choices=(*GPUS, CUSTOM.name), default="h100", help="kind of GPU (default: %(default)s)"
-    )
-    group.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="GPUs that share the model (default: %(default)s)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=DEFAULT_UTILIZATION,
-        metavar="SHARE",
-        help="of the memory, for weights, reserve and KV (default: %(default)s)",
-    )
-    group.add_argument(
-        "--reserve-gb",
-        type=_rest,
-        default=DEFAULT_RESERVE_BYTES / _GB,
-        metavar="GB",
-        help="of each GPU, for activations and the CUDA context (default: %(default)s)",
-    )
-    group.add_argument(
-        "--efficiency",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="of all peak speeds that is reached (default: %(default)s, the roof)",
-    )
-    overrides = "; instead of the data sheet's"
-    group.add_argument("--hbm-gib", type=_amount, metavar="GIB", help=f"memory{overrides}")
-    group.add_argument("--hbm-gb-per-s", type=_amount, metavar="GB", help=f"speed of the memory{overrides}")
-    group.add_argument("--tflops", type=_amount, metavar="N", help=f"dense 16-bit arithmetic{overrides}")
-    group.add_argument("--link-gb-per-s", type=_amount, metavar="GB", help=f"link to the host{overrides}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def _amount(text: str) -> float:
-    number = _rest(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _rest(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return number

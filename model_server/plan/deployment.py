@@ -18,24 +18,17 @@ _FP8_SCALE_BYTES = 4  # one float32 per block, head, and keys or values
 class Deployment:
     """A model and how it is served.
 
-    Attributes:
-        shape: Of the model.
-        weight_bytes: Of one parameter.
-        fp8_kv: Whether the KV cache is in 8-bit floats; otherwise it is in the type of the weights.
-        tensor_parallel: GPUs that share each layer.
-        block_tokens: Tokens in one KV block.
-        chunk_tokens: Most tokens of a prompt that one step computes.
-
     Raises:
         ConfigError: The heads cannot be shared out among so many GPUs.
     """
 
-    shape: DecoderShape
-    weight_bytes: int = 2
+    shape: DecoderShape  # of the model
+    weight_bytes: int = 2  # of one parameter
+    # Whether the KV cache is in 8-bit floats; otherwise it is in the type of the weights.
     fp8_kv: bool = False
-    tensor_parallel: int = 1
-    block_tokens: int = 16
-    chunk_tokens: int = 2048
+    tensor_parallel: int = 1  # GPUs that share each layer
+    block_tokens: int = 16  # tokens in one KV block
+    chunk_tokens: int = 2048  # most tokens of a prompt that one step computes
 
     def __post_init__(self) -> None:
         """Refuse what the engine would refuse."""

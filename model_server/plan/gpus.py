@@ -13,21 +13,13 @@ _PCIE_4, _PCIE_5 = 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """One GPU."""
 
-    Attributes:
-        name: As people call it.
-        memory_bytes: Of its own memory.
-        memory_bytes_per_s: Speed of that memory.
-        flops_per_s: Dense 16-bit multiplications and additions, each counted.
-        link_bytes_per_s: Speed to or from host memory.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    flops_per_s: float
-    link_bytes_per_s: float
+    name: str  # as people call it
+    memory_bytes: int  # of its own memory
+    memory_bytes_per_s: float  # speed of that memory
+    flops_per_s: float  # dense 16-bit multiplications and additions, each counted
+    link_bytes_per_s: float  # speed to or from host memory
 
     def at(self, efficiency: float) -> "Gpu":
         """Return the same GPU reaching only this share of its peaks."""

@@ -6,8 +6,7 @@ In: a plan. Out: lines. GB are decimal, as on data sheets.
 from collections.abc import Iterable, Iterator, Sequence
 
 from model_server.plan.deployment import Deployment
-from model_server.plan.plan import Plan
-from model_server.plan.pool import sequences_in
+from model_server.plan.plan import Plan, sequences_in
 from model_server.shapes import KvGroupSpec
 
 _GB = 1e9
@@ -110,8 +109,8 @@ def _parallel(plan: Plan) -> Iterator[str]:
             _gb(option.gpu_weights_bytes),
             _gb(option.gpu_pool_bytes) if option.gpu_pool_bytes > 0 else "-",
             f"{option.headroom:.0%}" if option.headroom > 0 else "-",
-            f"{option.sequences:,}" if option.fits else "does not fit",
-            f"{option.sequences / option.tensor_parallel:,.1f}" if option.fits else "",
+            f"{option.max_sequences:,}" if option.max_sequences else "does not fit",
+            f"{option.max_sequences / option.tensor_parallel:,.1f}" if option.max_sequences else "",
         )
         for option in plan.options
     ]
@@ -124,16 +123,16 @@ def _parallel(plan: Plan) -> Iterator[str]:
 def _reason(plan: Plan) -> str:
     assert plan.advised is not None
     share = f"{plan.advised.headroom:.0%} of the memory left for KV"
-    if plan.advised == next(option for option in plan.options if option.fits):
+    if plan.advised == next(option for option in plan.options if option.max_sequences):
         return f"the least that holds the model, with {share}"
     return f"the least with enough room, {share}; with less each GPU mostly repeats weights"
 
 
 def _preemption(plan: Plan) -> Iterator[str]:
     weighed, gpu = plan.preemption, plan.gpu
-    yield f"A preempted sequence of {weighed.tokens:,} tokens"
+    yield f"A preempted sequence of {plan.context_tokens:,} tokens"
     rows = [
-        ("recompute", _ms(weighed.recompute_s), f"{weighed.tokens / weighed.recompute_s:,.0f} tokens/s"),
+        ("recompute", _ms(weighed.recompute_s), f"{plan.context_tokens / weighed.recompute_s:,.0f} tokens/s"),
         ("swap out and in", _ms(weighed.swap_s), f"{gpu.link_bytes_per_s / _GB:,.0f} GB/s to the host"),
     ]
     yield from _table(("", "ms", ""), rows, "<><")

@@ -5,12 +5,16 @@ Nothing here needs torch: what plans for a model can do without loading it.
 
 from model_server.shapes.architectures import ARCHITECTURES, decoder_shape
 from model_server.shapes.division import Division, Share, check_divisible, divides
-from model_server.shapes.dtypes import DTYPE_BYTES, computed_dtype
-from model_server.shapes.groups import KvGroupSpec, kv_groups, pool_groups, undivided
-from model_server.shapes.hf_config import HfConfig, read_config
+from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, HfConfig, computed_dtype, read_config
 from model_server.shapes.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from model_server.shapes.shape import AttentionShape, DecoderShape
-from model_server.shapes.tiny import TINY_CONFIG
+from model_server.shapes.shape import (
+    AttentionShape,
+    DecoderShape,
+    KvGroupSpec,
+    kv_groups,
+    pool_groups,
+    undivided,
+)
 
 __all__ = [
     "ARCHITECTURES",

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from model_server.shapes.hf_config import HfConfig
-from model_server.shapes.rope import Rope
-from model_server.shapes.rope_config import read_rope, rope_of, stretched_context
+from model_server.shapes.rope import Rope, read_rope, rope_of, stretched_context
 from model_server.shapes.shape import Activation, DecoderShape
 
 _LAYERS_MAX = 1024

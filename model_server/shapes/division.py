@@ -13,17 +13,11 @@ from model_server.shapes.shape import DecoderShape
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A contiguous part of one dimension.
+    """A contiguous part of one dimension."""
 
-    Attributes:
-        first: Where it begins.
-        count: How long it is.
-        whole: How long the dimension is.
-    """
-
-    first: int
-    count: int
-    whole: int
+    first: int  # where it begins
+    count: int  # how long it is
+    whole: int  # how long the dimension is
 
     @classmethod
     def all_of(cls, whole: int) -> "Share":
@@ -47,15 +41,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One rank of several.
+    """One rank of several."""
 
-    Attributes:
-        rank: From 0.
-        size: How many there are.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # from 0
+    size: int = 1  # how many there are
 
     def heads(self, shape: DecoderShape) -> Share:
         """Return the rank's query heads."""

@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's config.json.
+"""Typed reading of a checkpoint's config.json, and the configuration of the built-in model.
 
 In: a JSON file. Out: numbers and booleans of the right type, or a ModelError with file and field.
 """
@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from model_server.config import TINY_MODEL, DType
 from model_server.errors import ModelError
 
 
@@ -118,3 +119,40 @@ def read_config(path: Path) -> HfConfig:
     if not isinstance(values, dict):
         raise ModelError(f"{path}: holds {type(values).__name__} instead of an object")
     return HfConfig(values, str(path))
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def computed_dtype(config: HfConfig, dtype: DType) -> str:
+    """Return the type of weights and activations; "auto" takes what config.json names.
+
+    Raises:
+        ModelError: It names another one.
+    """
+    if dtype != "auto":
+        return dtype
+    named = config.text("dtype", config.text("torch_dtype", "float32"))
+    if named not in DTYPE_BYTES:
+        raise config.error("dtype", named, f"one of {', '.join(DTYPE_BYTES)} (or choose one by --dtype)")
+    return named
+
+
+TINY_CONFIG = HfConfig(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 688,
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    TINY_MODEL,
+)

@@ -1,8 +1,10 @@
 """What makes one decoder architecture differ from another, as plain numbers and switches.
 
-Read from config.json by `architectures`, computed by the decoder; it knows neither files nor tensors.
+Read from config.json by `architectures`, computed by the decoder; it knows neither files nor tensors. Layers
+that keep the same part of a sequence form a KV cache group, which has one block table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,68 +15,40 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention must know about a model.
+    """What attention must know about a model."""
 
-    Attributes:
-        heads: Query heads.
-        kv_heads: Heads of keys and values; a divisor of `heads`.
-        head_dim: Elements of one head.
-        scale: Factor of the scores before the softmax.
-        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
+    heads: int  # query heads
+    kv_heads: int  # heads of keys and values; a divisor of `heads`
+    head_dim: int  # elements of one head
+    scale: float  # factor of the scores before the softmax
+    # Per layer, how many tokens a token sees, itself included; None is all before it.
     windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions and options of a decoder; the defaults are Llama's.
+    """Dimensions and options of a decoder; the defaults are Llama's."""
 
-    Attributes:
-        vocab_size: Token ids are below this.
-        hidden: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Heads of keys and values.
-        head_dim: Elements of one head.
-        intermediate: Width of the MLP.
-        max_positions: Longest text it was made for, in tokens.
-        norm_epsilon: Added to the mean square in norms.
-        tied_embeddings: Whether the output head is the embedding.
-        windows: Per layer, how many tokens a token sees, itself included; None is all before it.
-        ropes: Rotary positions of each layer.
-        attention_scale: Factor of the scores before the softmax.
-        qkv_bias: Biases on the query, key and value projections.
-        output_bias: A bias on the attention's output projection.
-        head_norms: RMS norms of each query and key head before rotation.
-        output_norms: RMS norms of what attention and MLP add to the residual stream.
-        norm_offset: Added to the weights of norms.
-        embedding_scale: Factor of the embeddings.
-        activation: Of the MLP's gate.
-    """
-
-    vocab_size: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    max_positions: int
-    norm_epsilon: float
-    tied_embeddings: bool
+    vocab_size: int  # token ids are below this
+    hidden: int  # width of the residual stream
+    heads: int  # query heads
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # elements of one head
+    intermediate: int  # width of the MLP
+    max_positions: int  # longest text it was made for, in tokens
+    norm_epsilon: float  # added to the mean square in norms
+    tied_embeddings: bool  # whether the output head is the embedding
+    # Per layer, how many tokens a token sees, itself included; None is all before it.
     windows: tuple[int | None, ...]
-    ropes: tuple[Rope, ...]
-    attention_scale: float
-    qkv_bias: bool = False
-    output_bias: bool = False
-    head_norms: bool = False
-    output_norms: bool = False
-    norm_offset: float = 0.0
-    embedding_scale: float = 1.0
-    activation: Activation = "silu"
+    ropes: tuple[Rope, ...]  # rotary positions of each layer
+    attention_scale: float  # factor of the scores before the softmax
+    qkv_bias: bool = False  # biases on the query, key and value projections
+    output_bias: bool = False  # A bias on the attention's output projection
+    head_norms: bool = False  # RMS norms of each query and key head before rotation
+    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream
+    norm_offset: float = 0.0  # added to the weights of norms
+    embedding_scale: float = 1.0  # factor of the embeddings
+    activation: Activation = "silu"  # of the MLP's gate
 
     @property
     def layers(self) -> int:
@@ -85,3 +59,65 @@ class DecoderShape:
     def attention(self) -> AttentionShape:
         """What the KV pool and its attention must know."""
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.attention_scale, self.windows)
+
+
+KvGroupKind = Literal["full_attention", "sliding_window"]
+
+# Groups as long as the longest one where that pads the others by less than this share; as vLLM groups.
+_PADDING_MAX = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroupSpec:
+    """Layers that read one block table.
+
+    A block holds the KV of one group only: the n-th layer of every group lies in the n-th plane of the pool,
+    so all groups draw blocks from one pool and a block is as large as the longest group.
+    """
+
+    kind: KvGroupKind  # as KV events name it
+    # A token attends to itself and the `window_tokens - 1` before it; None is all. Whatever lies further back
+    # is never read again: its block may be freed, and its entry in the table may then be any valid block.
+    window_tokens: int | None
+    layers: tuple[int, ...]  # indices of the layers, rising
+
+
+def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
+    """Divide a model's layers into groups of about equal length, each with one window.
+
+    Args:
+        windows: The attention window of each layer in tokens, None for full attention.
+
+    Returns:
+        The groups in the order of their first layers; a model of one kind has one.
+    """
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers_of.setdefault(window, []).append(layer)
+    lengths = [len(layers) for layers in layers_of.values()]
+    length = max(lengths) if max(lengths) < (1 + _PADDING_MAX) * min(lengths) else min(lengths)
+    groups = [
+        _group(window, layers[start : start + length])
+        for window, layers in layers_of.items()
+        for start in range(0, len(layers), length)
+    ]
+    return tuple(sorted(groups, key=lambda group: group.layers))
+
+
+def pool_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
+    """Return the groups that the engine keeps for a model, by the attention window of each layer.
+
+    A model of windows alone keeps everything: where prompts part is told by full attention only, and readers
+    of the events can place blocks of a window by those of full attention only.
+    """
+    groups = kv_groups(windows)
+    return groups if any(group.window_tokens is None for group in groups) else undivided(len(windows))
+
+
+def undivided(num_layers: int) -> tuple[KvGroupSpec, ...]:
+    """Return one group of all layers: every layer keeps the whole sequence, whatever its window."""
+    return (_group(None, range(num_layers)),)
+
+
+def _group(window: int | None, layers: Sequence[int]) -> KvGroupSpec:
+    return KvGroupSpec("full_attention" if window is None else "sliding_window", window, tuple(layers))

@@ -208,6 +208,19 @@ def test_any_number_of_pods_hold_a_block(index: Index) -> None:
     assert index.stats().holdings == 10
 
 
+def test_the_few_that_go_on_keep_what_many_hold(index: Index) -> None:
+    """Prefixes go on from blocks of many holders to blocks of few, and every block counts in its tier."""
+    pods = [f"10.0.1.{number}:8000" for number in range(10)]
+    for pod in pods:
+        index.add(pod, "gpu", CHAIN[:2])
+    index.add(pods[3], "gpu", CHAIN[2:4])
+    index.add(pods[7], "cpu", CHAIN[2:3])
+    found = index.match(CHAIN, pods)
+    assert [found[pod].blocks for pod in pods] == [2, 2, 2, 4, 2, 2, 2, 3, 2, 2]
+    assert dict(found[pods[3]].blocks_by_tier) == {"gpu": 4}
+    assert dict(found[pods[7]].blocks_by_tier) == {"gpu": 2, "cpu": 1}
+
+
 def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
     """Nothing changes where a call is worked off in parts."""
     index = make(20_000)

@@ -1,7 +1,7 @@
 """What the engine's tests share: a model that checks the KV it reads, and listeners that keep what comes."""
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from model_server.block_hash import event_hash
@@ -37,12 +37,25 @@ class CheckingRunner:
         self._block_tokens = block_tokens
         self._polls_per_copy = polls_per_copy
         self._blocks: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._copies = SlowCopies(self._blocks, 0, polls_per_copy)
         self.chunks: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
 
-    def block_copies(self, host_blocks: int) -> "SlowCopies":
-        """Return what copies the slots."""
-        return SlowCopies(self._blocks, host_blocks, self._polls_per_copy)
+    def allocate_host(self, host_blocks: int) -> None:
+        """Begin with an empty host tier."""
+        self._copies = SlowCopies(self._blocks, host_blocks, self._polls_per_copy)
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> "LateTransfer":
+        """Copy slots to the host tier."""
+        return self._copies.store(blocks, slots)
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> "LateTransfer":
+        """Copy slots back."""
+        return self._copies.restore(slots, blocks)
+
+    def fence(self) -> None:
+        """Complete the restores."""
+        self._copies.fence()
 
     def free_kv(self) -> None:
         """Forget all slots."""
@@ -187,12 +200,11 @@ class EventLog:
 
 def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
     """Return what a listener's mirror must hold."""
-    tiers = {"GPU": engine.cache.pool.cached_copies(), "CPU": engine.cache.host.cached_copies()}
-    return {
-        (medium, group, event_hash(digest)): copies
-        for medium, tier in tiers.items()
-        for (group, digest), copies in tier.items()
-    }
+    return Counter(
+        (medium, content.group, event_hash(content.digest))
+        for medium, contents in engine.cache.contents().items()
+        for content in contents
+    )
 
 
 class Outputs:

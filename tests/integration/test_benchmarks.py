@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import go_picker
 from router.bench import main
+from tests.loopback import free_base
 from tests.surface_file import lines_of
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
@@ -41,7 +43,8 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
     if name == "pickers" and not go_picker.program_path().exists():
         pytest.skip("the Go picker is not compiled: `python -m benchmarks.pickers` does that, in minutes")
     argv = [KVROUTE, "bench", name, "--json", "--quick"]
-    ran = subprocess.run(argv, capture_output=True, text=True)
+    environment = {**os.environ, "KVROUTE_BENCH_PORT": str(free_base(range(0, 3_400, 25)))}
+    ran = subprocess.run(argv, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
     assert lines[0]["name"] == "machine"

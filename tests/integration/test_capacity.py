@@ -11,8 +11,7 @@ from model_server.build import build_engine
 from model_server.capacity import log_pool, served
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.events import NullSink
-from model_server.plan import PRESETS, Deployment
-from model_server.plan.pool import sequences_in
+from model_server.plan import PRESETS, Deployment, sequences_in
 from model_server.shapes import decoder_shape
 from tests.integration.engine_support import Outputs, checking_engine, request
 from tests.support.engine_invariants import check_engine

@@ -14,10 +14,8 @@ from model_server.block_hash import ROOT_DIGEST, hash_block
 from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.engine import Engine
-from model_server.errors import ConfigError
+from model_server.errors import ConfigError, WorkerError
 from model_server.requests import GenerationRequest
-from model_server.runner import TorchRunner
-from model_server.shard import Shard
 from model_server.tiny import load_tiny
 from model_server.weights import load_checkpoint
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
@@ -104,9 +102,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
     block = engine.cache.pool.find((0, _first_digest(item)))
     assert block is not None
-    assert isinstance(engine.runner, TorchRunner)
-    assert isinstance(engine.runner.shard, Shard)
-    for tensor in engine.runner.shard.attention.block_tensors():
+    for tensor in engine.executor.runner.attention.block_tensors():
         tensor[:, block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 
@@ -184,6 +180,19 @@ def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path)
     assert generate(engine, [request("a", text, max_tokens=30)]).tokens["a"] == want
     assert engine.max_model_len == 64
     assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
+
+
+def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the accelerator is final, not one of the requests of its step."""
+    engine = build_engine(EngineConfig(gpu_blocks=64), EventLog())
+
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("illegal memory access")
+
+    monkeypatch.setattr(engine.executor.runner.model, "forward", broken)
+    engine.submit(request("a", [5, 6, 7]), Outputs())
+    with pytest.raises(WorkerError, match="does not recover: illegal memory access"):
+        engine.step()
 
 
 def test_the_context_fits_the_pool_or_is_refused() -> None:

@@ -107,7 +107,7 @@ def test_the_heartbeat_goes_on_while_idle(threaded: tuple[Engine, CheckingRunner
 def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """An error outside the model ends the loop: requests end, health is gone, nothing new is taken."""
     engine, _, _ = checking_engine()
-    engine.runner.check = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+    engine.executor.check = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
     waiter = Waiter()
     with caplog.at_level(logging.CRITICAL + 1):
         engine.submit(request("a", [1]), waiter)

@@ -12,8 +12,6 @@ from model_server.engine import Engine
 from model_server.events import NullSink
 from model_server.live_request import LiveRequest
 from model_server.requests import GenerationRequest, SamplingParams, TokenLogprobs, TokenOutput
-from model_server.runner import TorchRunner
-from model_server.shard import Shard
 from tests.unit.model_support import save_reference, text_of
 
 PROMPT_TOKENS = 41
@@ -36,9 +34,7 @@ def _one_thread() -> None:
 
 def corrupt(engine: Engine, live: LiveRequest, kind: int) -> None:
     """Turn round the keys (0) or values (1) of one token in one layer, all heads."""
-    assert isinstance(engine.runner, TorchRunner)
-    assert isinstance(engine.runner.shard, Shard)
-    content = engine.runner.shard.attention.block_tensors()[0]
+    content = engine.executor.runner.attention.block_tensors()[0]
     plane = kind * (len(content) // 2)
     row = content[plane, live.block_ids[0][BLOCK_INDEX], :, 1]
     assert row.float().abs().max() > 0

@@ -14,18 +14,31 @@ import pytest
 import urllib3
 import zmq
 
-from router.local import demo_texts
+from router.local import demo_texts, stack_api
 from router.local.envoy_routes import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"
 
 
-@pytest.fixture
-def stack(tmp_path: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """A stack of its own: these tests break it."""
-    with running_stack(tmp_path) as running:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """A stack for these tests alone: they break it."""
+    with running_stack(tmp_path_factory.mktemp("stack")) as running:
         yield running
+
+
+@pytest.fixture
+def stack(running: RunningStack) -> Iterator[RunningStack]:
+    """The stack, and afterwards whole again: all pods are back, empty and idle."""
+    declared = (running.directory / "pods.yaml").read_text()
+    yield running
+    (running.directory / "pods.yaml").write_text(declared)
+    wait_until("every process runs", lambda: _all_run(running))
+    wait_until("both pods serve", lambda: running.metric("llm_d_epp_ready_endpoints") == 2)
+    wait_until("the pods are idle", lambda: running.metric("llm_d_epp_request_running") == 0)
+    stack_api.empty_caches(running.plan)
+    wait_until("the index holds no block", lambda: running.metric("kvroute_indexer_blocks") == 0)
 
 
 class Load:
@@ -157,6 +170,11 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
             messages.append({"role": "assistant", "content": completion.choices[0].message.content})
             messages.append({"role": "user", "content": f"And then, the {turn}th time?"})
             wait_until("the pods are idle", lambda: stack.metric("llm_d_epp_request_running") == 0)
+
+
+def _all_run(stack: RunningStack) -> bool:
+    stack.supervisor.check()
+    return all(child.ready and child.process.poll() is None for child in stack.supervisor.children)
 
 
 def _pods(stack: RunningStack) -> list[dict[str, Any]]:

@@ -205,7 +205,7 @@ def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
     """What another rank cannot load, and that it ended before it was ready, is told by rank 0."""
     workers = Workers(1, on_loss=lambda: None)
     try:
-        workers.tell(Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30))
+        workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30)])
         with pytest.raises(ModelError, match="nowhere: no such model directory"):
             workers.confirm()
         with pytest.raises(WorkerError, match=r"rank 1 of the model \(process \d+\) ended with exit code 1"):

@@ -22,6 +22,9 @@ from router.local.stack import StackOptions, plan_stack
 from router.local.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 
+# One model server, for tests of how the command ends: to load another takes seconds.
+SMALL = ("--no-demo", "--replicas", "1")
+
 
 def stack_ports() -> tuple[int, int]:
     """A gateway port and a base port for a whole stack."""
@@ -75,7 +78,7 @@ def kill_router(temporary: Path) -> None:
 def running_command(ports: tuple[int, int], temporary: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Runs the command until it is up; yields the process and what it printed, and kills what is left."""
     with subprocess.Popen(
-        command("--no-demo", ports=ports),
+        command(*SMALL, ports=ports),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -171,7 +174,7 @@ def test_ctrl_c_during_start_up_leaves_nothing_behind(tmp_path: Path) -> None:
     """Interrupted while its children load, the command exits with 0, without a traceback."""
     ports = stack_ports()
     process = subprocess.Popen(
-        command("--no-demo", ports=ports),
+        command(*SMALL, ports=ports),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -189,7 +192,7 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """Even SIGKILL of the command takes the whole tree with it."""
     ports = stack_ports()
     process = subprocess.Popen(
-        command("--no-demo", ports=ports),
+        command(*SMALL, ports=ports),
         stdout=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )

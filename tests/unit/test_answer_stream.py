@@ -1,4 +1,4 @@
-"""model_server.answer_stream: the same bytes, awaited or written as they come."""
+"""model_server.openai_responses: the same bytes, awaited or written as they come."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from model_server.answer_stream import AnswerStream
-from model_server.generation import AsyncEngine, OutputSink
+from model_server.engine import OutputSink
+from model_server.generation import AsyncEngine
 from model_server.metrics import RequestMetrics
-from model_server.openai_responses import Responder
+from model_server.openai_responses import AnswerStream, Responder
 from model_server.openai_types import generation_body
 from model_server.prepare import Job
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput

@@ -171,5 +171,5 @@ def test_a_rank_keeps_its_part_of_an_adapter(tmp_path: Path) -> None:
 def change(model: Decoder, directory: Path, name: str) -> torch.Tensor:
     """Return what an adapter adds to a projection's weight in layer 1, as far as the model has it."""
     part = model.projection_parts()[name]
-    factors = load_adapter(directory, "sql", 1, model).factors[1, part.projection]
+    factors = load_adapter(directory, model).factors[1, part.projection]
     return (factors.up @ factors.down)[part.first_row : part.first_row + part.rows.count]

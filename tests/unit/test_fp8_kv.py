@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.attention import KvLayout, SdpaAttention
-from model_server.attention.fp8_pool import Fp8KvPool
+from model_server.attention.kv_pool import Fp8KvPool
 from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.events import NullSink
@@ -47,7 +47,7 @@ def written(pool: Fp8KvPool, tokens: torch.Tensor, cuts: list[int], first_slot: 
         start += length
     blocks = np.arange(first_slot // 4, -(-(first_slot + start) // 4))[None]
     rows = pool.plan_read(blocks)
-    key, value = pool.read_keys(0, rows), pool.read_values(0, rows)
+    key, value = pool.read(0, rows)
     assert torch.equal(key, -value)
     return key.view(2, -1, 8).transpose(0, 1)[:start]
 
@@ -89,7 +89,7 @@ def test_growing_scales_round_nothing_again() -> None:
     before = written(pool, small, [3])
     large = torch.full((1, 2, 8), 100.0)
     pool.write(0, large, -large, pool.plan_write(np.array([3])))
-    key = pool.read_keys(0, pool.plan_read(np.array([[0]])))
+    key, _ = pool.read(0, pool.plan_read(np.array([[0]])))
     assert torch.equal(key.view(2, 4, 8).transpose(0, 1)[:3], before)
 
 

@@ -79,6 +79,10 @@ def test_keys_are_stable() -> None:
         10686315764321863218,
         13883864358878926266,
     ]
+    assert hasher.chain(hasher.root("kvroute-tiny"), range(32), [b"image", b""]).tolist() == [
+        17854700471916274726,
+        18072826180305326043,
+    ]
 
 
 def test_a_buffer_of_tokens_is_taken_as_it_is() -> None:

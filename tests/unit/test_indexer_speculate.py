@@ -177,6 +177,17 @@ def test_the_last_blocks_event_confirms_a_request(speculation: Speculated) -> No
     assert speculation.held(0.4) == [0, 1, 2]
 
 
+def test_one_request_less_leaves_the_others_to_be_confirmed(speculation: Speculated) -> None:
+    """Of several requests for the same blocks the event confirms those that still wait."""
+    for request_id in ("gone", "r", "s"):
+        speculation.assume(request_id, A, KEYS, 0.0)
+    speculation.settle("gone", 0.0, 0.5)
+    assert speculation.held(0.5) == [0, 1, 2]
+    speculation.stored(A, KEYS[2:].tolist(), 0.6)
+    assert speculation.held(0.6) == []
+    assert len(speculation) == 0
+
+
 def test_prefill_and_decode_pods_are_both_assumed(speculation: Speculated) -> None:
     """One request may be assumed of several pods; one pod's end spares the other."""
     speculation.assume("r", A, KEYS, 0.0)

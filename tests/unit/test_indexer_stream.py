@@ -176,6 +176,18 @@ def test_a_sequence_that_goes_back_is_a_new_life() -> None:
     assert told(loop) == (EXACT, "")
 
 
+def test_a_number_that_comes_again_is_a_new_life() -> None:
+    """On an unbroken link, the last number a second time is a new process that has published as much."""
+    loop = followed(0)
+    loop.publish()
+    loop.settle()
+    loop.life, loop.published = 1, 0
+    loop.publish()
+    loop.settle()
+    assert loop.clears == ["sequence_went_back"]
+    assert loop.view == loop.whole_life()
+
+
 def test_a_restart_in_mid_replay_ends_that_replay() -> None:
     """Answers of the old life that come after the link was lost are not applied."""
     loop = followed()

@@ -115,7 +115,7 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     """Two blocks of one hash give two events of each kind, and either copy is found while it is there."""
     pool = new_pool(2)
     first, second = cached_blocks(pool, 7), cached_blocks(pool, 7)
-    assert pool.cached_copies() == {(0, digest(7)): 2}
+    assert [block.content is not None for block in pool.blocks].count(True) == 2
     assert sum(isinstance(event, BlockStored) for event in pool.take_events()) == 2
     pool.release(first)
     pool.allocate(1)

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_server.errors import AdapterError, RequestError
-from model_server.lora import LoraAdapter, LoraBatch
+from model_server.lora import LoraAdapter, LoraBatch, LoraRequest
 from model_server.lora_loading import load_adapter
 from model_server.lora_registry import LoraRegistry
+from model_server.models import Decoder
 from model_server.weights import load_checkpoint
 from tests.unit.lora_support import merged, save_adapter
 from tests.unit.model_support import CPU, new_pool, reference_logits, save_reference, span, step, text_of
@@ -49,7 +50,7 @@ def test_an_adapter_equals_its_merged_weights(
     base = save_reference(tmp_path / "base", architecture)
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directory = save_adapter(tmp_path / "adapter", base, **settings)  # type: ignore[arg-type]
-    adapter = load_adapter(directory, "sql", 1, model)
+    adapter = load_adapter(directory, model)
     text, pool = text_of(20), new_pool(model)
     got, start = [], 0
     for length in (9, 1, 1, 9):
@@ -66,7 +67,7 @@ def test_adapters_and_the_base_model_share_a_step(tmp_path: Path) -> None:
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directories = [save_adapter(tmp_path / str(rank), base, seed=rank, rank=rank) for rank in (2, 5)]
-    small, large = (load_adapter(path, path.name, index, model) for index, path in enumerate(directories, 1))
+    small, large = (load_adapter(path, model) for path in directories)
     users = [small, None, large, None, small]
     spans = [(7, 1), (7, 1), (7, 1), (0, 11), (4, 8)]
     pool, texts = new_pool(model), [text_of(start + length, 1) for start, length in spans]
@@ -91,7 +92,7 @@ def test_rows_of_the_base_model_are_the_same_to_the_bit(tmp_path: Path) -> None:
     """What the base model computes does not change at all when other rows of the step have an adapter."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
-    adapter = load_adapter(save_adapter(tmp_path / "adapter", base), "sql", 1, model)
+    adapter = load_adapter(save_adapter(tmp_path / "adapter", base), model)
     parts = [(text_of(9, 1), span(0, 9, [0, 1, 2])), (text_of(9, 2), span(0, 9, [3, 4, 5]))]
     alone = step(model, new_pool(model), parts)
     beside = step(model, new_pool(model), parts, rows_of((9, None), (9, adapter)))
@@ -103,7 +104,7 @@ def test_the_last_layer_follows_the_chosen_rows(tmp_path: Path) -> None:
     """Where only some rows' logits are wanted, each of them still has its own adapter."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
-    adapter = load_adapter(save_adapter(tmp_path / "adapter", base), "sql", 1, model)
+    adapter = load_adapter(save_adapter(tmp_path / "adapter", base), model)
     text, flat = text_of(6), torch.tensor(text_of(6) * 2)
     pool = new_pool(model)
     lora = rows_of((6, None), (6, adapter))
@@ -145,7 +146,7 @@ def test_a_config_that_cannot_be_used_is_explained(
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directory = save_adapter(tmp_path / "adapter", base, **changes)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=message):
-        load_adapter(directory, "sql", 1, model)
+        load_adapter(directory, model)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_tensors_that_do_not_fit_are_explained(
     change(tensors)
     save_file(tensors, directory / WEIGHTS)
     with pytest.raises(AdapterError, match=message):
-        load_adapter(directory, "sql", 1, model)
+        load_adapter(directory, model)
 
 
 def test_files_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
@@ -187,21 +188,26 @@ def test_files_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     with pytest.raises(AdapterError, match=r"nowhere/adapter_config.json: the file is missing"):
-        load_adapter(tmp_path / "nowhere", "sql", 1, model)
+        load_adapter(tmp_path / "nowhere", model)
     weights = save_adapter(tmp_path / "adapter", base) / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors: cannot be read as safetensors"):
-        load_adapter(tmp_path / "adapter", "sql", 1, model)
+        load_adapter(tmp_path / "adapter", model)
     weights.unlink()
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors: cannot be read as safetensors"):
-        load_adapter(tmp_path / "adapter", "sql", 1, model)
+        load_adapter(tmp_path / "adapter", model)
+
+
+def loaded(model: Decoder, directory: Path, name: str, lora_id: int) -> LoraRequest:
+    """Load an adapter as an executor does."""
+    return LoraRequest(name, lora_id, load_adapter(directory, model).content_hash)
 
 
 def test_the_registry_is_bounded(tmp_path: Path) -> None:
     """No more adapters than allowed are loaded, also when many threads load at once; unloading makes room."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
-    registry = LoraRegistry(partial(load_adapter, model=model), max_loras=2)
+    registry = LoraRegistry(partial(loaded, model), max_loras=2)
     directory = save_adapter(tmp_path / "adapter", base)
     refused: list[str] = []
 
@@ -227,7 +233,7 @@ def test_names_are_checked(tmp_path: Path) -> None:
     """A name that is taken, unknown, empty or unprintable is refused; numbers are never given twice."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
-    registry = LoraRegistry(partial(load_adapter, model=model), max_loras=2)
+    registry = LoraRegistry(partial(loaded, model), max_loras=2)
     directory = save_adapter(tmp_path / "adapter", base)
     first = registry.load("sql", directory)
     with pytest.raises(AdapterError, match="'sql' is loaded already"):

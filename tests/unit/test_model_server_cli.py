@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import ArgumentParser
+from dataclasses import fields
 
 import pytest
 
 from model_server import cli
+from model_server.config import EngineConfig
+from model_server.flags import add_flags, given
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,25 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_flags_are_the_settings() -> None:
+    """Without flags the settings are their own defaults; each flag, by any of its names, sets its field."""
+    parser = ArgumentParser()
+    add_flags(parser.add_argument_group("engine"), EngineConfig)
+
+    def read(*flags: str) -> EngineConfig:
+        return EngineConfig(**given(parser.parse_args(flags), EngineConfig))
+
+    assert read() == EngineConfig()
+    assert {field.name for field in fields(EngineConfig)} == set(given(parser.parse_args([]), EngineConfig))
+    got = read(
+        "--gpu-blocks", "7", "--no-enable-prefix-caching", "--cpu-gib", "0.5", "-tp", "2", "--seed", "3"
+    )
+    assert got == EngineConfig(
+        gpu_blocks=7, enable_prefix_caching=False, cpu_gib=0.5, tensor_parallel_size=2, seed=3
+    )
+    assert read("--num-gpu-blocks-override", "7") == read("--num-gpu-blocks", "7")
 
 
 def test_help_loads_nothing_heavy() -> None:

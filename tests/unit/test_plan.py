@@ -17,8 +17,17 @@ from hypothesis import strategies as st
 from model_server.attention import KvLayout, new_attention
 from model_server.block_copies import bytes_of_block
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.plan import GPUS, PRESETS, Budget, Deployment, Plan, Pool, find_model, make_plan
-from model_server.plan.pool import sequences_in
+from model_server.plan import (
+    GPUS,
+    PRESETS,
+    Budget,
+    Deployment,
+    Plan,
+    Pool,
+    find_model,
+    make_plan,
+    sequences_in,
+)
 from model_server.shapes import decoder_shape
 
 H100, H200 = GPUS["h100"], GPUS["h200"]
@@ -234,7 +243,7 @@ def test_a_pool_without_room_is_empty() -> None:
     """Weights that do not fit leave no blocks, rather than less than none."""
     pool = Pool(deployed(LLAMA_70B), Budget(H100.memory_bytes))
     assert pool.gpu_bytes < 0
-    assert (pool.blocks, pool.tokens, pool.sequences(CONTEXT_TOKENS)) == (0, 0, 0)
+    assert (pool.blocks, pool.sequences(CONTEXT_TOKENS)) == (0, 0)
 
 
 def test_planning_needs_no_torch() -> None:

@@ -225,3 +225,13 @@ def test_credit_is_what_an_engine_can_serve(
         np.array([blocks], np.int32), counts, strides, device, np.zeros(1, np.int64), length, 16, credits
     )
     assert tuple(credits[0].tolist()) == credit
+
+
+def test_credit_is_whole_blocks_of_the_engine() -> None:
+    """Where an engine's block is three of the index, what fills none of its blocks is not served."""
+    credits = np.zeros(1, CREDIT)
+    strides = np.full(1, 3, np.int32)
+    blocks, counts = np.full(1, 5, np.int32), np.full((1, 1), 5, np.int32)
+    row = np.zeros(1, np.int64)
+    add_credit(blocks, counts, strides, np.zeros(1, np.int64), row, 1_000, 16, credits)
+    assert tuple(credits[0].tolist()) == (48, 0)

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from indexer import ListenError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
+from indexer.cli import main
 from indexer.grpc_server import IndexerServer
 from indexer.service import IndexerDoor
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
@@ -223,11 +224,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_help_and_version_are_told() -> None:
+def status_of(*arguments: str) -> int:
+    """Return the exit status of a command line that this process reads, and that starts nothing."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Both end well; the help names every flag with its default."""
-    assert run("--version").stdout.startswith("kvroute ")
-    shown = run("--help")
-    assert shown.returncode == 0
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out.startswith("kvroute ")
+    assert status_of("--help") == 0
+    shown = capsys.readouterr().out
     for flag in (
         "--pods-file",
         "--grpc-port",
@@ -240,49 +250,56 @@ def test_help_and_version_are_told() -> None:
         "--tls-client-ca",
         "--log-level",
     ):
-        assert flag in shown.stdout
-    assert "9010" in shown.stdout
+        assert flag in shown
+    assert "9010" in shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("arguments", "message"),
     [
-        ([], 2, "--pods-file or --events-bind"),
-        (["--events-bind", "ipc://x"], 2, "must begin with tcp://"),
-        (["--events-bind", "tcp://127.0.0.1:{taken}"], 1, "cannot listen"),
-        (["--pods-file", "{good}", "--tier-weight", "cpu=much"], 2, "--tier-weight cpu=much"),
-        (["--pods-file", "{good}", "--tier-weight", "cpu"], 2, "NAME=VALUE"),
-        (["--pods-file", "{good}", "--tokenizer", "m=missing"], 2, "--tokenizer"),
-        (["--pods-file", "{good}", "--tls-cert", "missing.pem"], 2, "--tls-key"),
-        (
-            ["--pods-file", "{good}", "--tls-cert", "no.pem", "--tls-key", "no.pem"],
-            2,
-            "no.pem: cannot be read",
-        ),
-        (["--pods-file", "missing.yaml"], 2, "missing.yaml: cannot be read"),
-        (["--pods-file", "{wrong}"], 2, "wrong.yaml:1: .pods: is unknown"),
-        (["--pods-file", "{good}", "--block-tokens", "0"], 2, "block_tokens"),
-        (["--pods-file", "{good}", "--grpc-port", "70000"], 2, "--grpc-port"),
-        (["--pods-file", "{good}", "--host", "127.0.0.1", "--grpc-port", "{taken}"], 1, "--grpc-port"),
-        (
-            ["--pods-file", "{good}", "--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "{taken}"],
-            1,
-            "--metrics-port",
-        ),
+        ([], "--pods-file or --events-bind"),
+        (["--events-bind", "ipc://x"], "must begin with tcp://"),
+        (["--pods-file", "{good}", "--tier-weight", "cpu=much"], "--tier-weight cpu=much"),
+        (["--pods-file", "{good}", "--tier-weight", "cpu"], "NAME=VALUE"),
+        (["--pods-file", "{good}", "--tokenizer", "m=missing"], "--tokenizer"),
+        (["--pods-file", "{good}", "--tls-cert", "missing.pem"], "--tls-key"),
+        (["--pods-file", "{good}", "--tls-cert", "no.pem", "--tls-key", "no.pem"], "no.pem: cannot be read"),
+        (["--pods-file", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["--pods-file", "{wrong}"], "wrong.yaml:1: .pods: is unknown"),
+        (["--pods-file", "{good}", "--block-tokens", "0"], "block_tokens"),
+        (["--pods-file", "{good}", "--grpc-port", "70000"], "--grpc-port"),
     ],
 )
-def test_a_wrong_start_ends_with_one_clear_line(
-    tmp_path: Path, arguments: list[str], status: int, message: str
+def test_wrong_settings_end_with_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    """Settings that are wrong end with status 2, a port in use with 1; the last line says why."""
+    """Settings that are wrong end with status 2; the last line says why."""
     good, wrong = tmp_path / "good.yaml", tmp_path / "wrong.yaml"
     good.write_text("endpoints: []")
     wrong.write_text("pods: []")
+    assert status_of(*(argument.format(good=good, wrong=wrong) for argument in arguments)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--grpc-port", "--metrics-port"])
+def test_a_port_in_use_ends_the_command_with_one_clear_line(tmp_path: Path, flag: str) -> None:
+    """A port that is taken ends the process with status 1; the last line names the flag."""
+    (tmp_path / "pods.yaml").write_text("endpoints: []")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
-        ended = run(*(a.format(good=good, wrong=wrong, taken=taken) for a in arguments))
-    assert ended.returncode == status
-    assert message in ended.stderr.splitlines()[-1]
+        ports = {"--grpc-port": 0, "--metrics-port": 0, flag: server.getsockname()[1]}
+        settings = [str(part) for pair in ports.items() for part in pair]
+        ended = run("--pods-file", str(tmp_path / "pods.yaml"), "--host", "127.0.0.1", *settings)
+    assert ended.returncode == 1
+    assert f"{flag} {ports[flag]}: cannot listen" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_address_of_events_in_use_ends_the_command_with_one_clear_line() -> None:
+    """An address that pods cannot connect to ends the process with status 1; the last line says why."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended = run("--events-bind", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+    assert ended.returncode == 1
+    assert "cannot listen" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
 
 
