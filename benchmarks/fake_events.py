@@ -26,7 +26,7 @@ import zmq
 from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
 from model_server.replay import ReplayServer, StepRing
 from tokenization import TINY_DIRECTORY, PromptTokenizer
-from tokenization.openai_prompts import begin_chat
+from tokenization.openai_prompts import chat_prompt
 
 BLOCK_TOKENS = 16
 _RUN_BLOCKS = 32
@@ -85,7 +85,7 @@ def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
     pods = [_Pod(context, events_port + at, replay_port + at) for at in range(number)]
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     for body in bodies.read_bytes().splitlines():
-        prompt = [int(token) for token in begin_chat(json.loads(body), tokenizer).ids()]
+        prompt = [int(token) for token in chat_prompt(json.loads(body), tokenizer)]
         for pod in pods[::2]:
             pod.holds(prompt)
     _store_at_will(pods)

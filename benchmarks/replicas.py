@@ -28,7 +28,6 @@ from benchmarks.report import Report, cpu_s, read_options
 from indexer import IndexerConfig, KvIndexer
 from indexer.peer_identity import PeerIdentity
 from indexer.pod_entry import PodEntry
-from router._pb import ledger_pb2 as pb
 from router.dispatch import Dispatch
 from router.grpc_listen import listen
 from router.ledger import Ledger, LedgerParameters
@@ -40,7 +39,6 @@ from router.replicas.follow import Followers
 from router.replicas.journal import Journal
 from router.replicas.news import News, read_news
 from router.replicas.others import OthersWork
-from router.replicas.teller import Teller
 
 _STEP_TOKENS = 2048
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
@@ -170,7 +168,7 @@ class Costs:
 
         def take() -> None:
             for message in messages:
-                self._work.take("peer", read_news(pb.LedgerNews.FromString(message)), 0.0)
+                self._work.take("peer", read_news(message), 0.0)
 
         try:
             return 1e6 * cpu_s(tell) / requests, 1e6 * cpu_s(take) / requests
@@ -201,7 +199,6 @@ def _late_ms(requests: int) -> list[float]:
     """Milliseconds until another router has a request, one at a time, over this machine's loopback."""
     ledger = Ledger(LedgerParameters())
     journal = Journal(ledger)
-    teller = Teller(journal)
     ours, theirs = (PeerIdentity(fingerprint=7, form="flat", tiers=("gpu",)) for _ in range(2))
     taken_ms: list[float] = []
     taken = threading.Event()
@@ -220,7 +217,7 @@ def _late_ms(requests: int) -> list[float]:
         inline={},
     )
     server.start()
-    teller.start()
+    journal.start()
     peers = (f"{HOST}:{server.port}",)
     followers = Followers(IndexerConfig(hash_seed=7, peers=peers), theirs, take, lambda _address, _now_s: 0)
     followers.start()
@@ -233,7 +230,7 @@ def _late_ms(requests: int) -> list[float]:
         ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, Lesson.RATE, sent_s))
         taken.wait()
     followers.close()
-    teller.close()
+    journal.close()
     server.close()
     return taken_ms
 

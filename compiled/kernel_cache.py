@@ -51,7 +51,6 @@ def _digest(root: Path) -> str:
         "compiled/*.py",
         "indexer/*.py",
         "router/*.py",
-        "tokenization/*.py",
         "model_server/*.py",
         "model_server/attention/*.py",
     )

@@ -45,8 +45,9 @@ def entrance(
         return Admission(parameters, pods.board), None
     admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
-        picker.flow.fail(
-            "enableEviction", "needs --responses full and --compat answers: else no door can end a request"
+        picker.flow.section.fail(
+            "enableEviction",
+            "needs --responses full and --compat answers: else no door can end a request",
         )
     metrics = FlowMetrics(registry)
     flow = FlowControl(

@@ -7,20 +7,33 @@ expressions make of it. Needs the package's `cel` extra.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from router.config_fields import Fields
+from router.config_fields import Settings, Text
 from router.config_file import PickerConfig
 
 _log = logging.getLogger(__name__)
 
 TYPE = "request-attribute-reporter"
 
-_NAMESPACE = "envoy.lb"
+
+class _Key(Settings):
+    name: Text
+    namespace: Text = "envoy.lb"
+
+
+class _Item(Settings):
+    key: _Key
+    expression: Text
+    condition: Text | None = None
+
+
+class _Reporter(Settings):
+    attributes: tuple[_Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +63,7 @@ class AttributeReporter:
             ConfigError: An expression is wrong, or the extra is missing.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [
-            _attribute(item)
-            for entry in entries
-            for item in entry.parameters.only("attributes").each("attributes", _FIELDS)
-        ]
+        attributes = [attribute for entry in entries for attribute in _attributes(entry.told.read(_Reporter))]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
@@ -87,27 +96,21 @@ def _in_one_form(usage: dict[str, Any]) -> dict[str, Any]:
     return usage
 
 
-_FIELDS = ("key", "expression", "condition")
+def _attributes(reporter: _Reporter) -> Iterator[_Attribute]:
+    for item in reporter.attributes:
+        condition = None if item.condition is None else _compiled(item, "condition", item.condition)
+        expression = _compiled(item, "expression", item.expression)
+        yield _Attribute(item.key.namespace, item.key.name, expression, condition)
 
 
-def _attribute(item: Fields) -> _Attribute:
-    key = item.fields("key", ("namespace", "name"), required=True)
-    return _Attribute(
-        key.text("namespace", _NAMESPACE),
-        key.text("name"),
-        _compiled(item, "expression"),
-        _compiled(item, "condition") if "condition" in item else None,
-    )
-
-
-def _compiled(item: Fields, name: str) -> Any:
+def _compiled(item: _Item, key: str, expression: str) -> Any:
     try:
         from celpy import Environment
         from celpy.celparser import CELParseError
     except ImportError:
-        item.fail(name, "needs CEL: pip install 'kvroute[cel]'")
+        item.section.fail(key, "needs CEL: pip install 'kvroute[cel]'")
     environment = Environment()
     try:
-        return environment.program(environment.compile(item.text(name)))
+        return environment.program(environment.compile(expression))
     except CELParseError as error:
-        item.fail(name, f"is no CEL expression: {error}")
+        item.section.fail(key, f"is no CEL expression: {error}")

@@ -1,6 +1,7 @@
 """What the router is told: flags in, one checked RouterConfig out.
 
-Flags that the reference picker has too carry its names. Reads the configuration file; opens nothing else.
+Each setting says its flag, its default and its help once. Flags that the reference picker has too carry its
+names. Reads the configuration file; opens nothing else.
 """
 
 from __future__ import annotations
@@ -8,102 +9,282 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
-from indexer.flags import index_config
-from router.config_file import PickerConfig, parse_config, read_config
+from indexer.flags import CommandParser, add_index_flags, index_config
+from router.config_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
-from router.flags import router_parser
-from router.flags.kube import kube_config
+from router.flags import (
+    add_flags,
+    boolean,
+    duration,
+    flag,
+    milliseconds,
+    model_source,
+    names,
+    objective,
+    port,
+    positive,
+    positive_duration,
+    positive_number,
+    said,
+    size_bytes,
+    switch,
+)
 from router.gateway_only import GATEWAY_ONLY_FIELDS
-from router.kube.config import KubeConfig
+from router.kube.config import KubeConfig, kube_config
+from router.logs import LogFlags
 from router.metrics_page import DEFAULT_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
-from router.tls_options import MetricsTlsOptions, TlsOptions, metrics_tls_options, tls_options
+from router.reference_flags import add_reference_flags
+from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, metrics_tls_options, tls_options
 from tokenization import TINY_DIRECTORY
-from tokenization.tokenizer import CONVERSATIONS_BYTES
 
 _TINY_MODEL = "kvroute-tiny"
+_PODS, _SERVING, _PICKING = "pods and models", "serving", "picking"
+_REFERENCE, _PROCESS = "as the reference picker", "process"
+
+_duration = partial(flag, metavar="DURATION")
+_size = partial(flag, metavar="SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Settings of one router process; port 0 takes a free port.
+    """Settings of one router process; port 0 takes a free port. `_Sources` are what others come from.
 
     Attributes:
-        pods_file: Pods in the reference's file-discovery form; None where `kube` says where they are.
-        watch_pods_file: Whether its later changes are taken over.
+        watch_pods_file: Whether later changes of the pods' file are taken over.
         kube: Where in Kubernetes the pods are; None where there is a file.
         pool_name: Name of the pool in metrics.
-        tokenizers: Where each base model's tokenizer comes from, see tokenizer_sources.
-        tokenize_deadline_s: How long a pick waits for its tokens.
-        conversations_bytes: Most memory of each chat template for what is known of its conversations.
         responses_full: Whether responses pass through ext_proc too.
-        forbidden_fields: Body fields that clients must not send, see body_guard.
-        kv_connector: Whether engines have a KV connector: "auto" (see kv_connector), "true" or "false".
-        max_streams: Requests inside the gRPC doors at once, each on a thread.
-        priorities: Priority by objective; below 0 requests are shed while the pods are saturated.
         index: What the index is made of, and where events come from.
-        tracing: Whether spans are sent to where the OTEL_* variables say.
-        decisions_kept: Length of the ring behind /debug/decisions.
         picker: The EndpointPickerConfig; None: the cost policy picks.
         compat: See config_file.COMPAT.
-        emit_endpoint_scores: Whether ext_proc's metadata tells the scores of all candidates.
-        resources_file: InferenceObjectives and InferenceModelRewrites; None for none.
         tls: Of the gRPC port, beside plaintext; None: plaintext alone.
         metrics_tls: Of the metrics port; None: plaintext.
-        metrics_auth: Whether readers of the metrics port must show the cluster's tokens.
-        receive_bytes_max: Largest gRPC message that is taken; None: from max_request_bytes.
-        send_bytes_max: Largest that is sent; None: the same.
-        load_age_max_s: A pod's account of its load that is older does not count, and the pod is taken for
-            saturated; None: from `refresh_interval_s`.
         metrics_path: Where pods tell their load, unless their labels say so.
-        profiling: Whether /debug/pprof/ answers.
-        stream_metrics: Whether ext_proc streams have metrics of their own.
     """
 
-    pods_file: Path | None = None
+    pods_file: Path | None = flag(
+        _PODS,
+        "--pods-file",
+        Path,
+        None,
+        "YAML with a list 'endpoints' of pods, each with name, address, port and maybe labels, as in "
+        "docs/configuration.md; watched for changes",
+        metavar="PATH",
+    )
     watch_pods_file: bool = True
     kube: KubeConfig | None = None
     pool_name: str = "default"
-    tokenizers: tuple[tuple[str, str], ...] = ((_TINY_MODEL, str(TINY_DIRECTORY)),)
-    tokenize_deadline_s: float = 0.05
-    conversations_bytes: int = CONVERSATIONS_BYTES
-    host: str = "0.0.0.0"
-    grpc_port: int = 9002
-    grpc_health_port: int = 9003
-    metrics_port: int = 9090
+    resources_file: Path | None = flag(
+        _PODS,
+        "--resources-file",
+        Path,
+        None,
+        "YAML documents of the kinds InferenceObjective and InferenceModelRewrite",
+        metavar="PATH",
+    )
+    tokenizers: tuple[tuple[str, str], ...] = flag(
+        _PODS,
+        "--tokenizer",
+        model_source,
+        ((_TINY_MODEL, str(TINY_DIRECTORY)),),
+        "a model's tokenizer: a directory with its tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of "
+        "a kvroute tokenizer, http://HOST:PORT of a server that renders, or pods: the model's own; may be "
+        "repeated; kvroute-tiny's is built in",
+        action="append",
+        metavar="MODEL=SOURCE",
+    )
+    tokenize_deadline_s: float = flag(
+        _PODS,
+        "--tokenize-deadline-ms",
+        milliseconds,
+        0.05,
+        "a prompt not tokenized by then is picked by load alone (default: 50)",
+        metavar="MILLISECONDS",
+    )
+    refresh_interval_s: float = _duration(
+        _PODS,
+        "--refresh-metrics-interval",
+        positive_duration,
+        1.0,
+        "between two probes of a pod's health and metrics (default: 1s)",
+    )
+    host: str = flag(
+        _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
+    )
+    grpc_port: int = flag(
+        _SERVING, "--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection"
+    )
+    grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "gRPC health alone")
+    metrics_port: int = flag(
+        _SERVING, "--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods"
+    )
     responses_full: bool = False
-    fallback_endpoints: int = 0
-    max_request_bytes: int = 8 << 20
-    forbidden_fields: tuple[str, ...] = GATEWAY_ONLY_FIELDS
-    kv_connector: str = "auto"
-    max_streams: int = 256
-    index: IndexerConfig = field(default_factory=IndexerConfig)
-    prefill_tokens_per_s: float = 15_000.0
-    refresh_interval_s: float = 1.0
-    priorities: tuple[tuple[str, int], ...] = ()
-    tracing: bool = False
-    request_lifetime_s: float = 600.0
-    decisions_kept: int = 1000
-    drain_timeout_s: float = 30.0
-    sync_timeout_s: float = 10.0
-    picker: PickerConfig | None = None
-    compat: str = "off"
-    emit_endpoint_scores: bool = False
-    subset_filter: bool = True
-    resources_file: Path | None = None
+    max_request_bytes: int = flag(
+        _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413"
+    )
+    forbidden_fields: tuple[str, ...] = flag(
+        _SERVING,
+        "--forbidden-body-fields",
+        names,
+        GATEWAY_ONLY_FIELDS,
+        "fields that a client's body must not have: ext_proc takes them out, ext_authz answers 400; "
+        "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
+        metavar="NAME,...",
+    )
+    kv_connector: str = flag(
+        _SERVING,
+        "--kv-connector",
+        str,
+        "auto",
+        "whether engines have a KV connector (vLLM's --kv-transfer-config): a body that cannot be "
+        "checked for forbidden fields is then refused; auto: if pods have the label llm-d.ai/role or a "
+        "plugin disaggregates (default: %(default)s)",
+        choices=("auto", "true", "false"),
+        metavar=None,
+    )
+    max_streams: int = flag(_SERVING, "--max-streams", positive, 256, "requests inside the doors at once")
+    receive_bytes_max: int | None = _size(
+        _SERVING,
+        "--grpc-max-recv-msg-size",
+        size_bytes,
+        None,
+        "largest gRPC message that is taken, such as 10MiB (default: --max-request-bytes and 1 MiB)",
+    )
+    send_bytes_max: int | None = _size(
+        _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest that is sent (default: the same)"
+    )
     tls: TlsOptions | None = None
     metrics_tls: MetricsTlsOptions | None = None
-    metrics_auth: bool = False
-    receive_bytes_max: int | None = None
-    send_bytes_max: int | None = None
-    load_age_max_s: float | None = None
+    metrics_auth: bool = switch(
+        TLS,
+        "--metrics-endpoint-auth",
+        False,
+        "the metrics port asks the cluster who reads it, by bearer token (the reference's default is true)",
+    )
+    prefill_tokens_per_s: float = flag(
+        _PICKING, "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's speed until it is learnt"
+    )
+    priorities: tuple[tuple[str, int], ...] = flag(
+        _PICKING,
+        "--objective",
+        objective,
+        (),
+        "priority of the requests whose x-llm-d-inference-objective is NAME; below 0 they are answered "
+        "with 429 while the pods are saturated; may be repeated",
+        action="append",
+        metavar="NAME=PRIORITY",
+    )
+    request_lifetime_s: float = _duration(
+        _PICKING,
+        "--request-lifetime",
+        positive_duration,
+        600.0,
+        "a request not heard of again is taken for ended after this (default: 10m)",
+    )
+    index: IndexerConfig = field(default_factory=IndexerConfig)
+    picker: PickerConfig | None = None
+    compat: str = "off"
+    emit_endpoint_scores: bool = switch(
+        _REFERENCE, "--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates"
+    )
+    subset_filter: bool = switch(
+        _REFERENCE,
+        "--disable-endpoint-subset-filter",
+        True,
+        "the gateway's subset hint is not looked at",
+        type=lambda text: not boolean(text),
+        const=False,
+    )
+    load_age_max_s: float | None = _duration(
+        _REFERENCE,
+        "--metrics-staleness-threshold",
+        positive_duration,
+        None,
+        "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
+        "three times --refresh-metrics-interval, at least 5s without flow control)",
+    )
     metrics_path: str = DEFAULT_PATH
-    profiling: bool = True
-    stream_metrics: bool = False
+    profiling: bool = switch(
+        _REFERENCE,
+        "--enable-pprof",
+        True,
+        "/debug/pprof/ on the metrics port, free until asked (default: true)",
+    )
+    stream_metrics: bool = switch(
+        _REFERENCE,
+        "--enable-grpc-stream-metrics",
+        False,
+        "metrics of ext_proc streams: open, duration, end by code",
+    )
+    drain_timeout_s: float = _duration(
+        _PROCESS,
+        "--drain-timeout",
+        duration,
+        30.0,
+        "how long SIGTERM waits for the requests inside the doors (default: 30s)",
+    )
+    sync_timeout_s: float = 10.0
+    tracing: bool = switch(
+        _PROCESS,
+        "--tracing",
+        False,
+        "send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Flags that settings are made of together, and those of the process."""
+
+    config_file: Path | None = flag(
+        _PODS,
+        "--config-file",
+        Path,
+        None,
+        "EndpointPickerConfig: plugins, profiles, flow control, maybe the pods' file",
+        metavar="PATH",
+    )
+    config_text: str | None = flag(_PODS, "--config-text", str, None, "the same, as text", metavar="YAML")
+    responses: str | None = flag(
+        _SERVING,
+        "--responses",
+        str,
+        None,
+        "skip: ext_proc ends with the request, for an Envoy whose response modes are SKIP and NONE; "
+        "full: responses pass through it too (default: skip; full with a --config-file)",
+        choices=("skip", "full"),
+        metavar=None,
+    )
+    compat: str | None = flag(
+        _REFERENCE,
+        "--compat",
+        str,
+        None,
+        "off: our own answers; answers: ext_proc answers in the reference's form (default: answers "
+        "with a --config-file, else off)",
+        choices=COMPAT,
+        metavar=None,
+    )
+
+
+def router_parser() -> argparse.ArgumentParser:
+    """All flags, with the names of the reference picker where it has them too."""
+    parser = CommandParser(
+        prog="kvroute router",
+        description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    add_flags(parser, _Sources, RouterConfig, TlsFlags, KubeConfig, LogFlags)
+    add_index_flags(parser.add_argument_group("index"))
+    add_reference_flags(parser)
+    return parser
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Namespace]:
@@ -121,54 +302,27 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     index = _index(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
-    config = RouterConfig(
-        pods_file=pods_file,
-        watch_pods_file=watch,
-        kube=kube,
-        pool_name=flags.pool_name or "default",
-        tokenizers=_tokenizers(flags, picker),
-        tokenize_deadline_s=flags.tokenize_deadline_ms / 1000,
-        conversations_bytes=flags.conversation_memory,
-        host=flags.host,
-        grpc_port=flags.grpc_port,
-        grpc_health_port=flags.grpc_health_port,
-        metrics_port=flags.metrics_port,
-        responses_full=(flags.responses or ("full" if picker else "skip")) == "full",
-        fallback_endpoints=flags.fallback_endpoints,
-        max_request_bytes=flags.max_request_bytes,
-        forbidden_fields=flags.forbidden_body_fields,
-        kv_connector=flags.kv_connector,
-        max_streams=flags.max_streams,
-        index=index,
-        prefill_tokens_per_s=flags.prefill_tokens_per_s,
-        refresh_interval_s=flags.refresh_metrics_interval,
-        priorities=tuple(flags.objective),
-        tracing=flags.tracing,
-        request_lifetime_s=flags.request_lifetime,
-        decisions_kept=flags.decisions_kept,
-        drain_timeout_s=flags.drain_timeout,
-        picker=picker,
-        compat=_compat(flags, picker),
-        emit_endpoint_scores=flags.emit_endpoint_scores,
-        subset_filter=not flags.disable_endpoint_subset_filter,
-        resources_file=flags.resources_file,
-        tls=tls_options(flags),
-        metrics_tls=metrics_tls_options(flags),
-        metrics_auth=flags.metrics_endpoint_auth,
-        receive_bytes_max=flags.grpc_max_recv_msg_size,
-        send_bytes_max=flags.grpc_max_send_msg_size,
-        load_age_max_s=flags.metrics_staleness_threshold,
-        metrics_path=metrics_path_of(picker) if picker is not None else DEFAULT_PATH,
-        profiling=flags.enable_pprof,
-        stream_metrics=flags.enable_grpc_stream_metrics,
-    )
-    return config, flags
+    settings = said(RouterConfig, flags) | {
+        "pods_file": pods_file,
+        "watch_pods_file": watch,
+        "kube": kube,
+        "pool_name": flags.pool or "default",
+        "tokenizers": _tokenizers(flags, picker),
+        "responses_full": (flags.responses or ("full" if picker else "skip")) == "full",
+        "index": index,
+        "picker": picker,
+        "compat": _compat(flags, picker),
+        "tls": tls_options(flags),
+        "metrics_tls": metrics_tls_options(flags),
+        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_PATH,
+    }
+    return RouterConfig(**settings), flags
 
 
 def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
     """Where tokenizers are by model; what a flag says goes before the configuration file."""
     named = tokenizers_of(picker) if picker is not None else {}
-    return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizer)}.items())
+    return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizers or ())}.items())
 
 
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
@@ -208,6 +362,6 @@ def _discovery(
         )
     if kube is not None and kube.pool and flags.resources_file is not None:
         raise ConfigError("--resources-file: with --pool-name objectives and rewrites come from the cluster")
-    if discovery is not None:
-        return discovery.path, discovery.watch, None
+    if picker is not None and discovery is not None:
+        return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube

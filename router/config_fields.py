@@ -1,17 +1,20 @@
-"""A YAML mapping read strictly: nodes in, typed values out, errors that name file, line and field.
+"""YAML files read strictly: text in, msgspec structs out, errors that name file, line and field.
 
-Reads nodes, not values: they know their lines, and a number is the same text quoted or not. Knows no
-configuration.
+Values are taken from YAML's nodes, which know their lines, and as text: a number is the same quoted or not.
+Knows no configuration; what may be there is declared by structs that inherit `Settings`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
+import msgspec
 import yaml
+from msgspec import Meta, inspect
 
 from router.duration import seconds
 from router.errors import ConfigError
@@ -22,173 +25,141 @@ _NODES_MAX = 200_000
 # Deeper than any configuration, and far from where YAML's own recursion ends.
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
+_Kind = TypeVar("_Kind")
+_Settings = TypeVar("_Settings", bound="Settings")
+
+Text = Annotated[str, Meta(min_length=1)]
+Whole = Annotated[int, Meta(ge=0, le=_WHOLE_MAX)]
+Count = Annotated[int, Meta(ge=1, le=_WHOLE_MAX)]
+Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+# As finite as a float can be.
+Number = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+Positive = Annotated[float, Meta(ge=1e-6, le=sys.float_info.max)]
 
 
-class Fields:
-    """A mapping whose keys are checked.
+class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="camel"):
+    """Base of what a mapping may hold: a field for each key, with its type, bounds and default.
+
+    A check over several fields is a `__post_init__` that raises ValueError("KEY: PROBLEM").
+
+    Attributes:
+        instead: By a key that is refused, what there is in its place.
+    """
+
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def section(self) -> Section:
+        """Where it stands in its file."""
+        section: Section = self.__dict__["section"]
+        return section
+
+    def located(self, section: Section) -> Self:
+        """Take a place, also all within; return itself."""
+        self.__dict__["section"] = section
+        for field in msgspec.structs.fields(self):
+            inner, place = getattr(self, field.name), section.at(field.encode_name)
+            if isinstance(inner, Settings):
+                inner.located(place)
+            elif isinstance(inner, tuple):
+                for at, item in enumerate(inner):
+                    if isinstance(item, Settings):
+                        item.located(place.at(f"[{at}]"))
+        return self
+
+    def inner(self) -> Iterator[Settings]:
+        """All settings within, at any depth."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Settings):
+                    yield one
+                    yield from one.inner()
+
+
+class Duration(float):
+    """Seconds, written as "500ms" or "1m30s"."""
+
+
+class Quantity(int):
+    """A whole number of at least 1 in Kubernetes' notation: "100", "1G" or "1Gi"."""
+
+
+class Section:
+    """A mapping in a file, and where it stands.
 
     Args:
         source: The file's name, for errors.
         where: The mapping's own place in it; "" for the whole.
         node: None stands for an empty mapping.
-        known: The keys that may be there; None: not checked yet.
     """
 
-    def __init__(
-        self, source: str, where: str, node: yaml.Node | None, known: Sequence[str] | None = None
-    ) -> None:
-        self._source = source
+    def __init__(self, source: str, where: str, node: yaml.Node | None) -> None:
+        self.source = source
         self._where = where
         self._node = node
-        self._values: dict[str, yaml.Node] = {}
-        if node is None or _is_null(node):
-            return
-        if not isinstance(node, yaml.MappingNode):
-            _fail_at(source, node, where or "the file", "must be a mapping")
-        for key, value in node.value:
-            name = str(key.value)
-            if known is not None and name not in known:
-                self._fail_unknown(key, name, known)
-            if name in self._values:
-                _fail_at(source, key, self._path(name), "given twice")
-            self._values[name] = value
 
-    @property
-    def source(self) -> str:
-        """The file's name."""
-        return self._source
+    def read(self, kind: type[_Settings]) -> _Settings:
+        """Read and check all of it.
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values and not _is_null(self._values[name])
-
-    def only(self, *known: str) -> Fields:
-        """The same, with keys checked."""
-        return Fields(self._source, self._where, self._node, known)
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """A string; without a default it must be there."""
-        if default is not None and name not in self:
-            return default
-        node = self._values.get(name)
-        if not isinstance(node, yaml.ScalarNode) or not node.value:
-            self.fail(name, "must be a string")
-        return str(node.value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean."""
-        if name not in self:
-            return default
-        node = self._values[name]
-        if not isinstance(node, yaml.ScalarNode) or node.value not in ("true", "false"):
-            self.fail(name, "must be true or false")
-        return bool(node.value == "true")
-
-    def number(self, name: str, default: float, *, least: float = 0.0, most: float = math.inf) -> float:
-        """A finite number."""
-        if name not in self:
-            return default
+        Raises:
+            ConfigError: Something is not as `kind` has it; names the place.
+        """
         try:
-            value = float(self.text(name))
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most or math.isinf(value):
-            self.fail(name, f"must be a number from {least:g} to {most:g}")
-        return value
+            read = msgspec.convert(self._texts(self._node), kind, strict=False, dec_hook=_custom)
+            return read.located(self)
+        except msgspec.ValidationError as error:
+            place, problem, is_unknown = _told(str(error), kind)
+        return self.fail(place, problem, at_key=is_unknown)
 
-    def whole(self, name: str, default: int, *, least: int = 0, most: int = _WHOLE_MAX) -> int:
-        """A whole number."""
-        if name not in self:
-            return default
-        text = self.text(name)
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 17 and least <= int(text) <= most):
-            self.fail(name, f"must be a whole number from {least} to {most}")
-        return int(text)
-
-    def quantity(self, name: str, default: int) -> int:
-        """A whole number in Kubernetes' notation: "100", "1G" or "1Gi"; at least 1."""
-        if name not in self:
-            return default
-        try:
-            return quantity(self.text(name))
-        except ValueError as error:
-            self.fail(name, str(error))
-
-    def duration_s(self, name: str, default_s: float) -> float:
-        """A duration as "500ms" or "1m30s"."""
-        if name not in self:
-            return default_s
-        try:
-            return seconds(self.text(name))
-        except ValueError as error:
-            self.fail(name, str(error))
-
-    def choice(self, name: str, allowed: Sequence[str], default: str | None = None) -> str:
-        """A string out of a few."""
-        value = self.text(name, default)
-        if value not in allowed:
-            self.fail(name, f"{value!r} is not understood; here may be {', '.join(allowed)}")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings; absent: none."""
-        found = []
-        for at, node in enumerate(self._items(name)):
-            if not isinstance(node, yaml.ScalarNode) or not node.value:
-                _fail_at(self._source, node, f"{self._path(name)}[{at}]", "must be a string")
-            found.append(str(node.value))
-        return tuple(found)
-
-    def pairs(self, name: str) -> dict[str, str]:
-        """A mapping of strings; absent: none."""
-        inner = self.fields(name)
-        return {key: inner.text(key) for key in inner}
-
-    def fields(self, name: str, known: Sequence[str] | None = None, *, required: bool = False) -> Fields:
-        """A mapping within; absent: an empty one, unless required."""
-        if required and name not in self:
-            self.fail(name, "is missing")
-        return Fields(self._source, self._path(name), self._values.get(name), known)
-
-    def each(self, name: str, known: Sequence[str] | None = None) -> Iterator[Fields]:
-        """A list of mappings; absent: none."""
-        for at, node in enumerate(self._items(name)):
-            yield Fields(self._source, f"{self._path(name)}[{at}]", node, known)
+    def at(self, place: str) -> Section:
+        """A mapping within, by its place as "plugins[2].parameters"."""
+        node = self._node
+        for step in _STEP.findall(place):
+            node = _entry(node, step)[1]
+        return Section(self.source, _joined(self._where, place), node)
 
     def value(self) -> dict[str, Any]:
-        """Everything as plain Python values."""
+        """Everything as plain Python values, of the types that YAML's own rules give."""
         if self._node is None:
             return {}
-        # A made-up tag is refused by the loader; the types are those of YAML's own rules.
+        # A made-up tag is refused by the loader.
         loader = yaml.SafeLoader("")
         try:
             value = loader.construct_document(self._node)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            _fail_at(self._source, self._node, self._where, f"cannot be read: {error}")
+            self.fail("", f"cannot be read: {error}")
         return value if isinstance(value, dict) else {}
 
-    def fail(self, name: str, problem: str) -> NoReturn:
-        """Refuses a field; "" refuses the mapping itself."""
-        node = self._values.get(name) or self._node
-        _fail_at(self._source, node, self._path(name) if name else self._where, problem)
+    def fail(self, place: str, problem: str, *, at_key: bool = False) -> NoReturn:
+        """Refuse what stands at a place, "" for the mapping itself; what is missing, at what it misses in."""
+        node, key = self._node, None
+        for step in _STEP.findall(place):
+            key, value = _entry(node, step)
+            if value is None:
+                break
+            node = value
+        if at_key and key is not None:
+            node = key
+        line = node.start_mark.line + 1 if node is not None else 1
+        where = _joined(self._where, place) or "the file"
+        raise ConfigError(f"{self.source}:{line}: {where}: {problem}")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def _items(self, name: str) -> list[yaml.Node]:
-        if name not in self:
-            return []
-        node = self._values[name]
-        if not isinstance(node, yaml.SequenceNode):
-            self.fail(name, "must be a list")
-        return list(node.value)
-
-    def _path(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
-
-    def _fail_unknown(self, key: yaml.Node, name: str, known: Sequence[str]) -> NoReturn:
-        here = ", ".join(known) or "nothing"
-        _fail_at(self._source, key, self._path(name), f"not understood; here may be {here}")
+    def _texts(self, node: yaml.Node | None, place: str = "") -> Any:
+        """Mappings, lists and texts; a null is as if it were not there."""
+        if isinstance(node, yaml.MappingNode):
+            found: dict[str, Any] = {}
+            for key, value in node.value:
+                name = str(key.value)
+                inner = _joined(place, name)
+                if name in found:
+                    self.fail(inner, "given twice")
+                found[name] = None if _is_null(value) else self._texts(value, inner)
+            return {name: value for name, value in found.items() if value is not None}
+        if isinstance(node, yaml.SequenceNode):
+            return [self._texts(item, f"{place}[{at}]") for at, item in enumerate(node.value)]
+        return {} if node is None or _is_null(node) else node.value
 
 
 def read_text(path: Path) -> str:
@@ -236,7 +207,7 @@ def _check_depth(source: str, root: yaml.Node) -> None:
         level = [part for node in level for part in _parts(node)]
         if not level:
             return
-    _fail_at(source, root, "the file", f"is nested deeper than {_DEPTH_MAX}, too large, or refers to itself")
+    Section(source, "", root).fail("", f"is nested deeper than {_DEPTH_MAX}, too large, or refers to itself")
 
 
 def _parts(node: yaml.Node) -> list[yaml.Node]:
@@ -249,6 +220,86 @@ def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 
-def _fail_at(source: str, node: yaml.Node | None, where: str, problem: str) -> NoReturn:
-    line = node.start_mark.line + 1 if node is not None else 1
-    raise ConfigError(f"{source}:{line}: {where}: {problem}")
+# A place is written as msgspec writes it: names with dots, numbers of a list's items in brackets.
+_STEP = re.compile(r"[^.\[\]]+")
+_ERROR = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_EXPECTED = re.compile(r"Expected `(.*?)`(?:, got `.*`)?(.*)")
+_KEY_FIRST = re.compile(r"(\w+): (.*)", re.DOTALL)
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _told(error: str, kind: Any) -> tuple[str, str, bool]:
+    """Where msgspec finds what, in our words, and whether it is a key that may not be there."""
+    found = _ERROR.fullmatch(error)
+    message, place = (found[1], found[2] or "") if found else (error, "")
+    info = inspect.type_info(kind)
+    for step in _STEP.findall(place):
+        info = _within(info, step)
+    if unknown := _UNKNOWN.fullmatch(message):
+        return _joined(place, unknown[1]), _unknown_problem(info, unknown[1]), True
+    if missing := _MISSING.fullmatch(message):
+        return _joined(place, missing[1]), "is missing", False
+    if message.startswith("Invalid enum value "):
+        allowed = ", ".join(map(str, _one_of(info, inspect.LiteralType).values))
+        return (
+            place,
+            f"{message.removeprefix('Invalid enum value ')} is not understood; here may be {allowed}",
+            False,
+        )
+    if expected := _EXPECTED.fullmatch(message):
+        return place, f"must be {_WORDS.get(expected[1].split(' ')[0], expected[1])}{expected[2]}", False
+    if named := _KEY_FIRST.fullmatch(message):
+        return _joined(place, named[1]), named[2], False
+    return place, message, False
+
+
+def _unknown_problem(info: inspect.Type, name: str) -> str:
+    struct = _one_of(info, inspect.StructType)
+    kind = struct.cls
+    if issubclass(kind, Settings) and (instead := kind.instead.get(name)):
+        return f"is not understood; {instead}"
+    known = (field.encode_name for field in struct.fields)
+    return f"not understood; here may be {', '.join(known) or 'nothing'}"
+
+
+def _within(info: inspect.Type, step: str) -> inspect.Type:
+    for one in info.types if isinstance(info, inspect.UnionType) else (info,):
+        if isinstance(one, inspect.StructType):
+            return next((field.type for field in one.fields if field.encode_name == step), one)
+        if isinstance(one, inspect.ListType | inspect.VarTupleType):
+            return one.item_type
+    return info
+
+
+def _one_of(info: inspect.Type, kind: type[_Kind]) -> _Kind:
+    kinds = info.types if isinstance(info, inspect.UnionType) else (info,)
+    return next(one for one in kinds if isinstance(one, kind))
+
+
+def _custom(kind: type, value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("must be a single value")
+    return kind(seconds(value) if kind is Duration else quantity(value))
+
+
+def _entry(node: yaml.Node | None, step: str) -> tuple[yaml.Node | None, yaml.Node | None]:
+    """Key and value of a mapping's entry, or a list's item; of what is named twice, the later one."""
+    if isinstance(node, yaml.MappingNode):
+        named = [pair for pair in node.value if str(pair[0].value) == step]
+        return named[-1] if named else (None, None)
+    if isinstance(node, yaml.SequenceNode) and step.isdecimal() and int(step) < len(node.value):
+        return None, node.value[int(step)]
+    return None, None
+
+
+def _joined(where: str, place: str) -> str:
+    return f"{where}.{place}" if where and place and not place.startswith("[") else where + place

@@ -6,74 +6,139 @@ a plugin's parameters mean is the plugin's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from router.config_fields import Fields, documents, read_text
+from msgspec import field
+
+from router.config_fields import (
+    Duration,
+    Int32,
+    Number,
+    Quantity,
+    Section,
+    Settings,
+    Text,
+    documents,
+    read_text,
+)
 from router.errors import ConfigError
 
-_API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
-_KIND = "EndpointPickerConfig"
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
-_TOP = (
-    "apiVersion",
-    "kind",
-    "compat",
-    "featureGates",
-    "plugins",
-    "schedulingProfiles",
-    "dataLayer",
-    "requestHandler",
-    "flowControl",
-    "saturationDetector",
-    "parser",
-)
 
 COMPAT = ("off", "answers")
 """Form of ext_proc's answers: our own, or the reference's."""
 
-
-@dataclass(frozen=True, slots=True)
-class FileDiscovery:
-    """Parameters of the file-discovery plugin."""
-
-    path: Path
-    watch: bool
+_BY_PEERS = "replicas of this router find each other by --peer"
 
 
-@dataclass(frozen=True, slots=True)
-class PluginEntry:
+class PluginEntry(Settings):
     """One entry of `plugins`.
 
     Attributes:
         name: By which it is referred to.
-        fields: The entry itself, for errors.
-        parameters: Not checked yet.
+        parameters: Not checked yet; see `told`.
     """
 
-    name: str
-    type: str
-    fields: Fields
-    parameters: Fields
+    type: Text
+    name: Text = ""
+    parameters: Mapping[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.type
+
+    @property
+    def told(self) -> Section:
+        """Its parameters, to be read and checked by whoever knows them."""
+        return self.section.at("parameters")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A pluginRef, with the place where it stands."""
+class Reference(Settings):
+    """A plugin by its name."""
 
-    name: str
-    fields: Fields
-    weight: float = 1.0
+    plugin_ref: Text
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileEntry:
+class WeightedReference(Reference):
+    """The same in a profile."""
+
+    weight: Number = 1.0
+
+
+class ProfileEntry(Settings):
     """One of `schedulingProfiles`."""
 
-    name: str
-    references: tuple[Reference, ...]
-    fields: Fields
+    name: Text
+    plugins: tuple[WeightedReference, ...] = ()
+
+
+class _Source(Reference):
+    extractors: tuple[Reference, ...] = ()
+
+
+class _DataLayer(Settings):
+    instead: ClassVar[Mapping[str, str]] = {
+        "peerDiscovery": _BY_PEERS,
+        "crossReplicaSyncerPluginRef": _BY_PEERS,
+        "crossReplicaSyncInterval": _BY_PEERS,
+    }
+
+    inject_defaults: bool = True
+    sources: tuple[_Source, ...] = ()
+    discovery: Reference | None = None
+
+
+class _Handler(Settings):
+    parsers: tuple[Reference, ...] = ()
+
+
+class BandSettings(Settings):
+    """One priority band of flow control."""
+
+    priority: Int32 = 0
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    fairness_policy_ref: Text | None = None
+    ordering_policy_ref: Text | None = None
+
+
+class FlowSettings(Settings):
+    """The section `flowControl`."""
+
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    default_request_ttl: Duration = field(default=Duration(60.0), name="defaultRequestTTL")
+    no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
+    default_priority_band: BandSettings = field(default_factory=BandSettings)
+    default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
+    priority_bands: tuple[BandSettings, ...] = ()
+    usage_limit_policy_plugin_ref: Text | None = None
+    saturation_detector: Reference | None = None
+    enable_eviction: bool = False
+
+
+class _File(Settings):
+    api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    compat: Literal["off", "answers"] | None = None
+    feature_gates: tuple[Text, ...] = ()
+    plugins: tuple[PluginEntry, ...] = ()
+    scheduling_profiles: tuple[ProfileEntry, ...] = ()
+    data_layer: _DataLayer = field(default_factory=_DataLayer)
+    request_handler: _Handler = field(default_factory=_Handler)
+    flow_control: FlowSettings = field(default_factory=FlowSettings)
+    saturation_detector: Reference | None = None
+    parser: Reference | None = None
+
+
+class DiscoverySettings(Settings):
+    """Parameters of file-discovery."""
+
+    path: Text
+    watch_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +151,20 @@ class PickerConfig:
         gates: Feature gates, defaults included.
         plugins: By name, in the file's order.
         parsers: In the file's order; empty: the default ones.
-        flow: The section `flowControl`; empty where there is none.
         detector: The saturation detector that is named; None: the default one.
     """
 
     source: str
     directory: Path
-    root: Fields
+    root: Section
     compat: str | None
     gates: dict[str, bool]
     plugins: dict[str, PluginEntry]
     profiles: tuple[ProfileEntry, ...]
     parsers: tuple[Reference, ...]
-    flow: Fields
+    flow: FlowSettings
     detector: Reference | None
-    discovery: FileDiscovery | None
-    data_references: tuple[Reference, ...] = field(default=())
+    discovery: DiscoverySettings | None
 
     @property
     def picks(self) -> bool:
@@ -132,77 +195,42 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
     nodes = documents(text, source)
     if len(nodes) != 1:
         raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
-    root = Fields(source, "", nodes[0], _TOP)
-    root.choice("apiVersion", _API_VERSIONS)
-    root.choice("kind", (_KIND,))
-    plugins = _plugins(root)
-    layer = root.fields(
-        "dataLayer",
-        (
-            "injectDefaults",
-            "sources",
-            "discovery",
-            "peerDiscovery",
-            "crossReplicaSyncerPluginRef",
-            "crossReplicaSyncInterval",
-        ),
-    )
-    handler = root.fields("requestHandler", ("parsers",))
-    parsers = [_reference(item.only("pluginRef"), plugins) for item in handler.each("parsers")]
-    if not parsers and "parser" in root:
-        parsers = [_reference(root.fields("parser", ("pluginRef",)), plugins)]
-    flow = root.fields("flowControl")
-    detector = flow if "saturationDetector" in flow else root
+    root = Section(source, "", nodes[0])
+    file = root.read(_File)
+    plugins: dict[str, PluginEntry] = {}
+    for entry in file.plugins:
+        if entry.name in plugins:
+            entry.section.fail(
+                "name", f"there is a plugin {entry.name!r} already; give this one a name of its own"
+            )
+        plugins[entry.name] = entry
+    for one in file.inner():
+        if isinstance(one, Reference) and one.plugin_ref not in plugins:
+            one.section.fail(
+                "pluginRef", f"no plugin is named {one.plugin_ref!r}; plugins has {sorted(plugins)}"
+            )
+    names = [profile.name for profile in file.scheduling_profiles]
+    for at, profile in enumerate(file.scheduling_profiles):
+        if profile.name in names[:at]:
+            profile.section.fail("name", f"there is a profile {profile.name!r} already")
     return PickerConfig(
         source=source,
         directory=directory,
         root=root,
-        compat=root.choice("compat", COMPAT) if "compat" in root else None,
-        gates=_gates(root),
+        compat=file.compat,
+        gates=_gates(root, file.feature_gates),
         plugins=plugins,
-        profiles=_profiles(root, plugins),
-        parsers=tuple(parsers),
-        flow=flow,
-        detector=_reference(detector.fields("saturationDetector", ("pluginRef",)), plugins)
-        if "saturationDetector" in detector
-        else None,
-        discovery=_discovery(layer, plugins, directory),
-        data_references=_data_references(layer, plugins),
+        profiles=file.scheduling_profiles,
+        parsers=file.request_handler.parsers or ((file.parser,) if file.parser is not None else ()),
+        flow=file.flow_control,
+        detector=file.flow_control.saturation_detector or file.saturation_detector,
+        discovery=_discovery(file.data_layer.discovery, plugins),
     )
 
 
-def _plugins(root: Fields) -> dict[str, PluginEntry]:
-    plugins: dict[str, PluginEntry] = {}
-    for entry in root.each("plugins", ("name", "type", "parameters")):
-        kind = entry.text("type")
-        name = entry.text("name", kind)
-        if name in plugins:
-            entry.fail("name", f"there is a plugin {name!r} already; give this one a name of its own")
-        plugins[name] = PluginEntry(name, kind, entry, entry.fields("parameters"))
-    return plugins
-
-
-def _reference(fields: Fields, plugins: dict[str, PluginEntry], key: str = "pluginRef") -> Reference:
-    name = fields.text(key)
-    if name not in plugins:
-        fields.fail(key, f"no plugin is named {name!r}; plugins has {sorted(plugins)}")
-    return Reference(name, fields, fields.number("weight", 1.0) if key == "pluginRef" else 1.0)
-
-
-def _profiles(root: Fields, plugins: dict[str, PluginEntry]) -> tuple[ProfileEntry, ...]:
-    profiles: dict[str, ProfileEntry] = {}
-    for entry in root.each("schedulingProfiles", ("name", "plugins")):
-        name = entry.text("name")
-        if name in profiles:
-            entry.fail("name", f"there is a profile {name!r} already")
-        references = [_reference(item, plugins) for item in entry.each("plugins", ("pluginRef", "weight"))]
-        profiles[name] = ProfileEntry(name, tuple(references), entry)
-    return tuple(profiles.values())
-
-
-def _gates(root: Fields) -> dict[str, bool]:
+def _gates(root: Section, texts: Iterable[str]) -> dict[str, bool]:
     gates = dict(_GATES)
-    for text in root.texts("featureGates"):
+    for text in texts:
         name, _, value = text.partition("=")
         if name not in gates or value not in ("", "true", "false"):
             root.fail("featureGates", f"{text!r} is not understood; there are {', '.join(_GATES)}")
@@ -210,25 +238,10 @@ def _gates(root: Fields) -> dict[str, bool]:
     return gates
 
 
-def _discovery(layer: Fields, plugins: dict[str, PluginEntry], directory: Path) -> FileDiscovery | None:
-    if "discovery" not in layer:
+def _discovery(reference: Reference | None, plugins: Mapping[str, PluginEntry]) -> DiscoverySettings | None:
+    if reference is None:
         return None
-    reference = layer.fields("discovery", ("pluginRef",))
-    entry = plugins[_reference(reference, plugins).name]
+    entry = plugins[reference.plugin_ref]
     if entry.type != _DISCOVERY:
-        reference.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-    parameters = entry.parameters.only("path", "watchFile")
-    return FileDiscovery(directory / parameters.text("path"), parameters.flag("watchFile", False))
-
-
-def _data_references(layer: Fields, plugins: dict[str, PluginEntry]) -> tuple[Reference, ...]:
-    """Data sources and their extractors; what only several replicas or clusters need is refused."""
-    for name in ("peerDiscovery", "crossReplicaSyncerPluginRef", "crossReplicaSyncInterval"):
-        if name in layer:
-            layer.fail(name, "not understood; replicas of this router find each other by --peer")
-    layer.flag("injectDefaults", True)
-    references = []
-    for source in layer.each("sources", ("pluginRef", "extractors")):
-        references.append(_reference(source, plugins))
-        references += [_reference(item, plugins) for item in source.each("extractors", ("pluginRef",))]
-    return tuple(references)
+        reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
+    return entry.told.read(DiscoverySettings)

@@ -65,11 +65,9 @@ class DebugServer:
         )
 
     def start(self) -> None:
-        """Begin to serve."""
         self._server.start()
 
     def close(self) -> None:
-        """End serving and free the port."""
         self._server.close()
         for lane in (self._probes, self._others, self._reviews):
             lane.close()

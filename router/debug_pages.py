@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from indexer import StreamState
 from router.debug_http import Page, Query
@@ -16,20 +16,10 @@ from router.pods import Pod, PodSet
 from router.pods_source import PodsSource
 from router.rates import PrefillRates
 
+if TYPE_CHECKING:
+    from indexer import KvIndexer
+
 _DECISIONS_DEFAULT = 20
-
-
-class IndexState(Protocol):
-    """What the pages need of the indexer; see `KvIndexer`."""
-
-    def pending(self) -> frozenset[str]:
-        """Pods whose views are waited for."""
-
-    def parity_details(self) -> list[str]:
-        """A line for each pod that computes other tokens than we do."""
-
-    def states(self) -> Mapping[str, StreamState]:
-        """State of every followed pod's event stream."""
 
 
 class DebugPages:
@@ -44,7 +34,7 @@ class DebugPages:
         self,
         source: PodsSource,
         pods: PodSet,
-        index: IndexState,
+        index: KvIndexer,
         ledger: Ledger,
         rates: PrefillRates,
         explain: Explain,
@@ -63,7 +53,6 @@ class DebugPages:
         self._routers = routers
 
     def pages(self) -> dict[str, Page]:
-        """Path to page."""
         return {
             "/healthz": self._alive,
             "/ready": self._is_ready,

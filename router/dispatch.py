@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from indexer.dispatched import DispatchKey
-from indexer.keys import Keys
 from router.rates import Lesson
 
 
@@ -81,22 +78,3 @@ class InFlight(msgspec.Struct, frozen=True):
     number: int
     dispatch: Dispatch
     has_left_queue: bool
-
-
-class Changes(Protocol):
-    """Is told of every change of a ledger in its order, under its lock: must not wait, nor call it."""
-
-    def begin(self, in_flight: Sequence[InFlight]) -> None:
-        """What is in flight now; all else comes after it."""
-
-    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
-        """A request was sent; `keys` are of the blocks that it will bring, where they are known."""
-
-    def overdue(self, number: int) -> None:
-        """By the clock its prefill is over; whoever knows better will tell."""
-
-    def prefilled(self, number: int) -> None:
-        """Somebody told that its prefill is over."""
-
-    def ended(self, number: int) -> None:
-        """It is over."""

@@ -112,7 +112,6 @@ class Doors:
         self._gateway = GatewayPick(
             parts.router,
             parts.metrics,
-            config.fallback_endpoints,
             guard=BodyGuard(
                 config.forbidden_fields,
                 lambda: connector_sign(config, parts.pods.snapshot()) is not None,

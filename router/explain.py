@@ -7,7 +7,7 @@ Times are of the router's monotonic clock, except `time`, which is for people.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import islice
 from threading import Lock
@@ -20,7 +20,6 @@ from router.dispatch import Dispatch
 
 # Putting one candidate into words takes some microseconds.
 _PODS_SHOWN = 20_000
-_FRESH_MAX = 32
 
 
 class _Record(msgspec.Struct, eq=False):
@@ -49,16 +48,18 @@ class Explain:
         self._candidates = 0
         self._pod_name = pod_name
         self._records: OrderedDict[str, _Record] = OrderedDict()
-        self._fresh: deque[_Record] = deque()
         self._lock = Lock()
 
     def decided(self, decision: Decision) -> None:
-        """Keeps a decision."""
-        # Some at a time, and before anybody looks: one by one each finds cold caches and costs more.
-        self._fresh.append(_Record(decision, time.time()))
-        if len(self._fresh) >= _FRESH_MAX:
-            with self._lock:
-                self._catch_up()
+        record, request_id = _Record(decision, time.time()), decision.request_id
+        with self._lock:
+            if (old := self._records.pop(request_id, None)) is not None:
+                self._candidates -= old.decision.ranked.weight
+            self._records[request_id] = record
+            self._candidates += decision.ranked.weight
+            while len(self._records) > self._capacity or self._is_too_full():
+                _, oldest = self._records.popitem(last=False)
+                self._candidates -= oldest.decision.ranked.weight
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Notes who told that the prefill was over, and when."""
@@ -109,7 +110,6 @@ class Explain:
     def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
         """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
         with self._lock:
-            self._catch_up()
             records = list(islice(reversed(self._records.values()), count))
         shown: list[dict[str, Any]] = []
         for record in records:
@@ -120,25 +120,9 @@ class Explain:
         return shown
 
     def one(self, request_id: str) -> dict[str, Any] | None:
-        """One decision, if it is still kept."""
         with self._lock:
-            self._catch_up()
             record = self._records.get(request_id)
         return self._shown(record) if record else None
-
-    def _catch_up(self) -> None:
-        """Takes the decisions of late in; with the lock held."""
-        records = self._records
-        while self._fresh:
-            record = self._fresh.popleft()
-            request_id = record.decision.request_id
-            if (old := records.pop(request_id, None)) is not None:
-                self._candidates -= old.decision.ranked.weight
-            records[request_id] = record
-            self._candidates += record.decision.ranked.weight
-            while len(records) > self._capacity or self._is_too_full():
-                _, oldest = records.popitem(last=False)
-                self._candidates -= oldest.decision.ranked.weight
 
     def _is_too_full(self) -> bool:
         return self._candidates > self._candidates_max and len(self._records) > 1
@@ -147,8 +131,6 @@ class Explain:
         self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
     ) -> _Record | None:
         """The id's record, unless the news are of another request under the same id; with the lock held."""
-        if self._fresh:
-            self._catch_up()
         record = self._records.get(request_id)
         if record is None:
             return None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from router.agent_headers import agent_session
-from router.config_fields import Fields
-from router.config_file import PickerConfig
+from router.config_fields import Count, Duration, Number, Positive, Settings
+from router.config_file import BandSettings, PickerConfig, PluginEntry
 from router.flow import FlowParameters
 from router.flow_queue import FAIRNESS, ORDERS, BandParameters, QueueParameters
 from router.saturation import ConcurrencyDetector, Detector, UtilizationDetector
@@ -16,22 +19,29 @@ USAGE_LIMIT = "static-usage-limit-policy"
 FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, *DETECTORS)
 """Plugin types of flow control."""
 
-_BAND_FIELDS = ("priority", "maxBytes", "maxRequests", "fairnessPolicyRef", "orderingPolicyRef")
-_FLOW_FIELDS = (
-    "maxBytes",
-    "maxRequests",
-    "defaultRequestTTL",
-    "noEndpointRequestTTL",
-    "defaultPriorityBand",
-    "defaultNegativePriorityBand",
-    "priorityBands",
-    "usageLimitPolicyPluginRef",
-    "saturationDetector",
-    "enableEviction",
-)
-_PRIORITY_MAX = (1 << 31) - 1
 # An account of its load is renewed so often by the router itself that two may fail before it counts as old.
 LOAD_AGES = 3.0
+
+_Mode = Literal["requests", "tokens", "hybrid"]
+
+
+class _UsageLimit(Settings):
+    threshold: Positive = 1.0
+
+
+class _Utilization(Settings):
+    queue_depth_threshold: Positive = 5.0
+    kv_cache_util_threshold: Annotated[float, Meta(ge=1e-6, le=1.0)] = 0.8
+    metrics_staleness_threshold: Duration = Duration(0.2)
+    headroom: Number = 0.0
+
+
+class _Concurrency(Settings):
+    mode: _Mode = "requests"
+    concurrency_mode: _Mode | None = None
+    max_concurrency: Count = 100
+    max_token_concurrency: Count = 1_000_000
+    headroom: Number = 0.0
 
 
 def flow_of(
@@ -46,31 +56,29 @@ def flow_of(
     Raises:
         ConfigError: Something is not understood.
     """
-    fields = config.flow.only(*_FLOW_FIELDS)
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.plugins.values():
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.parameters.only()
+            entry.told.read(Settings)
+    flow = config.flow
     bands: dict[int, BandParameters] = {}
-    for item in fields.each("priorityBands", _BAND_FIELDS):
-        priority = item.whole("priority", 0, least=-_PRIORITY_MAX - 1, most=_PRIORITY_MAX)
-        if priority in bands:
-            item.fail("priority", f"there is a band for {priority} already")
-        bands[priority] = _band(item, config)
+    for band in flow.priority_bands:
+        if band.priority in bands:
+            band.section.fail("priority", f"there is a band for {band.priority} already")
+        bands[band.priority] = _band(band, config)
     queue = QueueParameters(
-        requests_max=fields.quantity("maxRequests", 1) if "maxRequests" in fields else None,
-        bytes_max=fields.quantity("maxBytes", 1) if "maxBytes" in fields else None,
+        requests_max=flow.max_requests,
+        bytes_max=flow.max_bytes,
         bands=bands,
-        default=_band(fields.fields("defaultPriorityBand", _BAND_FIELDS), config),
-        default_negative=_band(fields.fields("defaultNegativePriorityBand", _BAND_FIELDS), config),
+        default=_band(flow.default_priority_band, config),
+        default_negative=_band(flow.default_negative_priority_band, config),
     )
-    ttl_s = fields.duration_s("defaultRequestTTL", 60.0)
     parameters = FlowParameters(
         queue,
-        ttl_s,
-        fields.duration_s("noEndpointRequestTTL", ttl_s),
-        _ceiling(fields, config),
-        evicts=fields.flag("enableEviction", False),
+        flow.default_request_ttl,
+        flow.default_request_ttl if flow.no_endpoint_request_ttl is None else flow.no_endpoint_request_ttl,
+        _ceiling(config),
+        evicts=flow.enable_eviction,
     )
     return (parameters, detector) if config.gates["flowControl"] else None
 
@@ -82,68 +90,59 @@ def fairness_of(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
     return lambda _headers: ""
 
 
-def _band(item: Fields, config: PickerConfig) -> BandParameters:
+def _band(band: BandSettings, config: PickerConfig) -> BandParameters:
     default = BandParameters()
     return BandParameters(
-        requests_max=item.quantity("maxRequests", default.requests_max),
-        bytes_max=item.quantity("maxBytes", default.bytes_max),
-        order=_type_of(item, "orderingPolicyRef", config, tuple(ORDERS), default.order),
-        fairness=_type_of(item, "fairnessPolicyRef", config, FAIRNESS, default.fairness),
+        requests_max=band.max_requests or default.requests_max,
+        bytes_max=band.max_bytes or default.bytes_max,
+        order=_type(band, "orderingPolicyRef", band.ordering_policy_ref, tuple(ORDERS), config)
+        or default.order,
+        fairness=_type(band, "fairnessPolicyRef", band.fairness_policy_ref, FAIRNESS, config)
+        or default.fairness,
     )
 
 
-def _type_of(item: Fields, key: str, config: PickerConfig, allowed: tuple[str, ...], default: str) -> str:
+def _type(
+    band: BandSettings, key: str, name: str | None, allowed: tuple[str, ...], config: PickerConfig
+) -> str | None:
     """The type of a plugin that is referred to by name; a type's own name does, too."""
-    if key not in item:
-        return default
-    name = item.text(key)
     kind = config.plugins[name].type if name in config.plugins else name
-    if kind not in allowed:
-        item.fail(key, f"{name!r} is none of {', '.join(allowed)}")
+    if kind is not None and kind not in allowed:
+        band.section.fail(key, f"{name!r} is none of {', '.join(allowed)}")
     return kind
 
 
-def _ceiling(fields: Fields, config: PickerConfig) -> float:
-    if "usageLimitPolicyPluginRef" not in fields:
+def _ceiling(config: PickerConfig) -> float:
+    name = config.flow.usage_limit_policy_plugin_ref
+    if name is None:
         return 1.0
-    name = fields.text("usageLimitPolicyPluginRef")
     if name not in config.plugins or config.plugins[name].type != USAGE_LIMIT:
-        fields.fail("usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins")
-    return config.plugins[name].parameters.only("threshold").number("threshold", 1.0, least=1e-6)
+        config.flow.section.fail(
+            "usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins"
+        )
+    return config.plugins[name].told.read(_UsageLimit).threshold
 
 
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
     made: Mapping[str, Detector] = {
-        name: _made_detector(entry.type, entry.parameters, load_every_s)
+        name: _made_detector(entry, load_every_s)
         for name, entry in config.plugins.items()
         if entry.type in DETECTORS
     }
     reference = config.detector
     if reference is None:
         return UtilizationDetector(load_age_max_s=load_age_max_s or LOAD_AGES * load_every_s)
-    if reference.name not in made:
-        kind = config.plugins[reference.name].type
-        reference.fields.fail("pluginRef", f"{kind} is no detector; there are {', '.join(DETECTORS)}")
-    return made[reference.name]
+    if reference.plugin_ref not in made:
+        kind = config.plugins[reference.plugin_ref].type
+        reference.section.fail("pluginRef", f"{kind} is no detector; there are {', '.join(DETECTORS)}")
+    return made[reference.plugin_ref]
 
 
-def _made_detector(kind: str, parameters: Fields, load_every_s: float) -> Detector:
-    if kind == DETECTORS[0]:
-        known = parameters.only(
-            "queueDepthThreshold", "kvCacheUtilThreshold", "metricsStalenessThreshold", "headroom"
-        )
-        known.number("headroom", 0.0)
-        age_s = known.duration_s("metricsStalenessThreshold", 0.2)
-        return UtilizationDetector(
-            known.number("queueDepthThreshold", 5.0, least=1e-6),
-            known.number("kvCacheUtilThreshold", 0.8, least=1e-6, most=1.0),
-            max(age_s, LOAD_AGES * load_every_s),
-        )
-    known = parameters.only("mode", "concurrencyMode", "maxConcurrency", "maxTokenConcurrency", "headroom")
-    known.number("headroom", 0.0)
-    mode = "concurrencyMode" if "concurrencyMode" in known else "mode"
-    return ConcurrencyDetector(
-        known.whole("maxConcurrency", 100, least=1),
-        known.whole("maxTokenConcurrency", 1_000_000, least=1),
-        known.choice(mode, ("requests", "tokens", "hybrid"), "requests"),
-    )
+def _made_detector(entry: PluginEntry, load_every_s: float) -> Detector:
+    if entry.type == DETECTORS[0]:
+        known = entry.told.read(_Utilization)
+        age_s = max(known.metrics_staleness_threshold, LOAD_AGES * load_every_s)
+        return UtilizationDetector(known.queue_depth_threshold, known.kv_cache_util_threshold, age_s)
+    limits = entry.told.read(_Concurrency)
+    mode = limits.concurrency_mode or limits.mode
+    return ConcurrencyDetector(limits.max_concurrency, limits.max_token_concurrency, mode)

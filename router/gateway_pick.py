@@ -25,8 +25,6 @@ class GatewayPick:
     """route() for a gateway.
 
     Args:
-        fallback_endpoints: How many pods follow the picked one in the destination, for gateways that try
-            several.
         guard: Finds body fields that clients must not send; None: those of its defaults.
 
     Attributes:
@@ -37,14 +35,12 @@ class GatewayPick:
         self,
         router: Router,
         metrics: RouterMetrics,
-        fallback_endpoints: int = 0,
         *,
         guard: BodyGuard | None = None,
     ) -> None:
         self.guard = guard or BodyGuard()
         self._router = router
         self._metrics = metrics
-        self._destinations = 1 + fallback_endpoints
 
     def decide(self, request: RouteRequest, is_active: Callable[[], bool]) -> Decision:
         """Pick a pod.
@@ -76,9 +72,7 @@ class GatewayPick:
         """The destination header's value."""
         if decision.routing is not None:
             return ",".join(decision.routing.destinations)
-        if self._destinations == 1:
-            return decision.primary.pod
-        return ",".join(pod.pod for pod in decision.ranked[: self._destinations])
+        return decision.primary.pod
 
     def pass_unseen(self) -> None:
         """Let a request pass whose body goes on before the router could see it.

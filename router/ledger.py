@@ -11,14 +11,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count, takewhile
 from threading import Lock
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from indexer.keys import Keys
 from router.adapters_sent import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Changes, Dispatch, Expired, InFlight
+from router.dispatch import Announced, Dispatch, Expired, InFlight
+
+if TYPE_CHECKING:
+    from router.replicas.journal import Journal
 
 _Key = TypeVar("_Key", int, str)
 
@@ -66,7 +69,7 @@ class Ledger:
 
     Attributes:
         adapters: See above.
-        changes: Who is told of every change; None: nobody. See `tell`.
+        changes: Is told of every change in its order, under the lock; None: nobody is. See `tell`.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Ledger:
         self._parameters = parameters
         self._board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
-        self.changes: Changes | None = None
+        self.changes: Journal | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, _Entry] = {}
         self._by_id: dict[str, list[_Entry]] = {}
@@ -102,13 +105,13 @@ class Ledger:
         """The pod's sums, in constant time."""
         return self._board.work(pod)
 
-    def tell(self, changes: Changes | None) -> None:
-        """Has somebody told of every change from now on, and of what is in flight now; None: nobody."""
+    def tell(self, journal: Journal | None) -> None:
+        """Has a journal told of every change from now on, and of what is in flight now; None: none."""
         with self._lock:
-            self.changes = changes
-            if changes is not None:
+            self.changes = journal
+            if journal is not None:
                 entries = self._entries.values()
-                changes.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
+                journal.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
@@ -138,8 +141,8 @@ class Ledger:
                     confirming = self._confirming[pod] = {}
                 _add_to(confirming, confirm_key, entry)
             self._schedule(dispatch, number)
-            if (changes := self.changes) is not None:
-                changes.sent(number, dispatch, keys)
+            if (journal := self.changes) is not None:
+                journal.sent(number, dispatch, keys)
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:

@@ -1,14 +1,44 @@
-"""How the process logs: flags in, Python's root logger set up."""
+"""How the process logs: its flags in, Python's root logger set up."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
+from router.flags import count, flag, log_level, switch
+
 _CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_flag = partial(flag, "process")
+
+
+@dataclass(frozen=True, slots=True)
+class LogFlags:
+    """What the process tells, and how."""
+
+    v: int = _flag("-v --v", count, 0, "1 and above: every detail", metavar="LEVEL")
+    zap_log_level: int | None = _flag(
+        "--zap-log-level",
+        log_level,
+        None,
+        "error, info, debug, or a number as for -v (default: info)",
+        metavar="LEVEL",
+    )
+    zap_encoder: str = _flag(
+        "--zap-encoder",
+        str,
+        "console",
+        "json: a log line is a JSON object (default: %(default)s)",
+        choices=("console", "json"),
+        metavar=None,
+    )
+    print_config: bool = switch(
+        "process", "--print-config", False, "print what these flags and files come to, and end"
+    )
 
 
 def set_up_logs(flags: argparse.Namespace) -> None:

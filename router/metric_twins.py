@@ -40,7 +40,6 @@ class MetricTwins(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The twins."""
         # The registry asks us, too, while we ask it.
         if getattr(self._here, "collecting", False):
             return

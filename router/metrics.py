@@ -6,17 +6,18 @@ ours. Per-pod gauges are read from the live state when scraped, so nothing has t
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from threading import Lock
-from typing import TypeAlias
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from indexer.tallies import Tallies
+from router.board import PodWork
 from router.decision import Decision
 from router.errors import RequestError
 from router.ledger import Ledger
@@ -24,14 +25,10 @@ from router.pods import Pod, PodSet
 from router.rates import PrefillRates
 
 _MODELS_MAX = 1000
-_GATHERED_MAX = 32
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
-
-# What picks that are counted together have in common: model, the client's name for it, priority, degraded.
-_Alike: TypeAlias = tuple[str | None, str | None, int, str | None]
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
@@ -40,10 +37,8 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        tallies = Tallies(registry, self._catch_up)
+        tallies = Tallies(registry)
         self._lock = tallies.lock
-        self._picked: deque[tuple[Decision, float]] = deque()
-        self._ended: deque[tuple[str, bool, float | None]] = deque()
         self._make_picks(tallies)
         self._make_outcomes(tallies)
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
@@ -52,11 +47,23 @@ class RouterMetrics:
         self._insides: dict[str, Inside] = {}
 
     def decided(self, decision: Decision, took_s: float) -> None:
-        """Counts a pick."""
-        # Some at a time, and before anybody looks: one by one each finds cold caches and costs more.
-        self._picked.append((decision, took_s))
-        if len(self._picked) >= _GATHERED_MAX:
-            self._catch_up()
+        best, client = decision.ranked.best, decision.client_model
+        model = self._models.admit(decision.model or "")
+        named = model if client is None else self._models.admit(client)
+        labels = _model_labels(named, model, decision.priority)
+        with self._lock:
+            self._picking.observe(took_s)
+            self._requests.add(labels)
+            self._picks.add((decision.degraded or "",))
+            if decision.partial is not None:
+                self._partial.add((decision.partial,))
+            # A pick that is older than the pod's end must not bring its series back for good.
+            if self._pods is None or best.pod in self._pods:
+                self._attempts.add(_attempt_labels(model, best.pod))
+            if decision.degraded is None:
+                self._input.observe(decision.prompt_tokens, labels)
+                self._predicted.add((), best.cached_tokens)
+                self._best.add((), decision.ranked.most_cached_tokens)
 
     def refused(self, error: RequestError, took_s: float | None = None) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
@@ -69,7 +76,6 @@ class RouterMetrics:
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""
         kept = frozenset(pods)
-        self._catch_up()
         with self._lock:
             self._pods = kept
             self._attempts.drop(
@@ -77,18 +83,17 @@ class RouterMetrics:
             )
 
     def prefill_ended(self, source: str, after_s: float) -> None:
-        """Counts the end of a prefill."""
         with self._lock:
             self._prefill_ends.observe(after_s, (source,))
 
     def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
         """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
-        self._ended.append((source, failed, late_s))
-        if len(self._ended) >= _GATHERED_MAX:
-            self._catch_up()
+        with self._lock:
+            self._ends.add((source, "failed" if failed else "done"))
+            if late_s is not None:
+                self._late.observe(max(0.0, late_s), ("end", source))
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
-        """Notes how late a source told of an event."""
         with self._lock:
             self._late.observe(max(0.0, late_s), (event, source))
 
@@ -99,7 +104,6 @@ class RouterMetrics:
             self._delivered.add(number=delivered_tokens)
 
     def dropped(self, door: str, reason: str) -> None:
-        """Counts a message that was ignored."""
         with self._lock:
             self._dropped.add((door, reason))
 
@@ -117,52 +121,6 @@ class RouterMetrics:
                 inside = self._insides.setdefault(door, Inside())
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
-
-    def _catch_up(self) -> None:
-        """Counts the picks and ends of late, alike ones together."""
-        with self._lock:
-            ended = [self._ended.popleft() for _ in range(len(self._ended))]
-            for (source, failed), ends in Counter([end[:2] for end in ended]).items():
-                self._ends.add((source, "failed" if failed else "done"), ends)
-            for source, _, late_s in ended:
-                if late_s is not None:
-                    self._late.observe(max(0.0, late_s), ("end", source))
-            alike: dict[_Alike, list[Decision]] = {}
-            for decision, took_s in [self._picked.popleft() for _ in range(len(self._picked))]:
-                self._picking.observe(took_s)
-                kind = decision.model, decision.client_model, decision.priority, decision.degraded
-                if (decisions := alike.get(kind)) is None:
-                    decisions = alike[kind] = []
-                decisions.append(decision)
-            for kind, decisions in alike.items():
-                self._count_picks(*kind, decisions)
-
-    def _count_picks(
-        self,
-        of_model: str | None,
-        client: str | None,
-        priority: int,
-        degraded: str | None,
-        decisions: Sequence[Decision],
-    ) -> None:
-        model = self._models.admit(of_model or "")
-        named = model if client is None else self._models.admit(client)
-        labels = _model_labels(named, model, priority)
-        self._requests.add(labels, len(decisions))
-        self._picks.add((degraded or "",), len(decisions))
-        for reason, picks in Counter([decision.partial for decision in decisions]).items():
-            if reason is not None:
-                self._partial.add((reason,), picks)
-        best = [decision.ranked.best for decision in decisions]
-        for pod, picks in Counter([candidate.pod for candidate in best]).items():
-            # A pick that is older than the pod's end must not bring its series back for good.
-            if self._pods is None or pod in self._pods:
-                self._attempts.add(_attempt_labels(model, pod), picks)
-        if degraded is None:
-            for decision in decisions:
-                self._input.observe(decision.prompt_tokens, labels)
-            self._predicted.add((), sum([candidate.cached_tokens for candidate in best]))
-            self._best.add((), sum([decision.ranked.most_cached_tokens for decision in decisions]))
 
     def _make_picks(self, make: Tallies) -> None:
         self._requests = make.counter(
@@ -227,7 +185,6 @@ class RouterMetrics:
 
     @property
     def requests_inside(self) -> int:
-        """Requests inside the doors now."""
         return sum(inside.requests for inside in list(self._insides.values()))
 
 
@@ -242,7 +199,6 @@ class Inside:
 
     @property
     def requests(self) -> int:
-        """How many are inside now."""
         return len(self._within)
 
     def __enter__(self) -> None:
@@ -250,6 +206,42 @@ class Inside:
 
     def __exit__(self, *_error: object) -> None:
         self._within.pop()
+
+
+class _Seen(NamedTuple):
+    """What there is to see of a pod."""
+
+    pod: Pod
+    work: PodWork
+    rates: PrefillRates
+    now_s: float
+
+
+_PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
+    ("ready", "1 if the pod may be given requests.", lambda seen: seen.pod.takes_requests),
+    ("asleep", "1 if its engine sleeps.", lambda seen: seen.pod.asleep),
+    ("awaiting", "Requests awaiting a first token.", lambda seen: seen.work.awaiting),
+    ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
+    ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
+    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.rates.tokens_per_s(seen.pod.address)),
+    (
+        "decode_slowdown",
+        "By how much of itself a prefill gets slower per decoding request, learnt or believed.",
+        lambda seen: seen.rates.decode_slowdown(seen.pod.address),
+    ),
+    (
+        "kv_usage",
+        "Scraped share of the KV cache in use.",
+        lambda seen: seen.pod.load.kv_usage if seen.pod.load else None,
+    ),
+    ("waiting", "Scraped queue length.", lambda seen: seen.pod.load.waiting if seen.pod.load else None),
+    ("hides_load", "1 if the pod answers, but its metrics tell no load.", lambda seen: seen.pod.hides_load),
+    (
+        "scrape_age_seconds",
+        "Age of these.",
+        lambda seen: seen.now_s - seen.pod.load.scraped_s if seen.pod.load else None,
+    ),
+)
 
 
 class StateCollector(Collector):
@@ -275,81 +267,35 @@ class StateCollector(Collector):
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
-        """Reads the state."""
         pods = self._pods.snapshot()
         ready = GaugeMetricFamily(
-            "llm_d_epp_ready_endpoints", "Pods that may be given requests.", labels=["name"]
+            _EPP + "ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
         ready.add_metric([self._pool], sum(pod.takes_requests for pod in pods.values()))
         yield ready
-        yield GaugeMetricFamily("llm_d_epp_request_running", "Requests in flight.", value=len(self._ledger))
-        takes: dict[str, float] = {address: pod.takes_requests for address, pod in pods.items()}
-        yield _per_pod("pod_ready", "1 if the pod may be given requests.", takes)
-        yield _per_pod("pod_asleep", "1 if its engine sleeps.", {a: p.asleep for a, p in pods.items()})
-        yield from self._work(pods)
-        yield from self._speeds(pods)
-        yield from self._loads(pods)
-
-    def _work(self, pods: Collection[str]) -> Iterable[Metric]:
-        """What is in flight at each pod."""
-        works = {address: self._ledger.work(address) for address in pods}
-        yield _per_pod(
-            "pod_awaiting", "Requests awaiting a first token.", {a: w.awaiting for a, w in works.items()}
-        )
-        yield _per_pod(
-            "pod_awaiting_tokens",
-            "Uncached tokens of these.",
-            {a: w.awaiting_tokens for a, w in works.items()},
-        )
-        yield _per_pod("pod_decoding", "Requests past it.", {a: w.decoding for a, w in works.items()})
-
-    def _speeds(self, pods: Collection[str]) -> Iterable[Metric]:
-        """What was learnt."""
-        yield _per_pod(
-            "pod_prefill_tokens_per_second", "Learnt speed.", {a: self._rates.tokens_per_s(a) for a in pods}
-        )
-        yield _per_pod(
-            "pod_decode_slowdown",
-            "By how much of itself a prefill gets slower per decoding request, learnt or believed.",
-            {a: self._rates.decode_slowdown(a) for a in pods},
-        )
+        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self._ledger))
         yield GaugeMetricFamily(
-            "kvroute_router_fleet_prefill_tokens_per_second",
+            _OURS + "fleet_prefill_tokens_per_second",
             "Speed believed of a pod of which nothing is known.",
             value=self._rates.fleet_tokens_per_s,
         )
-
-    def _loads(self, pods: Mapping[str, Pod]) -> Iterable[Metric]:
-        """What the engines tell."""
-        loads = {address: pod.load for address, pod in pods.items() if pod.load is not None}
-        yield _per_pod(
-            "pod_kv_usage",
-            "Scraped share of the KV cache in use.",
-            {a: s.kv_usage for a, s in loads.items() if s.kv_usage is not None},
-        )
-        yield _per_pod(
-            "pod_waiting",
-            "Scraped queue length.",
-            {a: s.waiting for a, s in loads.items() if s.waiting is not None},
-        )
+        now_s = self._now_s()
+        seen = [_Seen(pod, self._ledger.work(address), self._rates, now_s) for address, pod in pods.items()]
+        for name, text, read in _PER_POD:
+            family = GaugeMetricFamily(f"{_OURS}pod_{name}", text, labels=["pod"])
+            for one in seen:
+                if (value := read(one)) is not None:
+                    family.add_metric([one.pod.address], float(value))
+            yield family
         untold = GaugeMetricFamily(
-            "kvroute_router_pod_load_untold",
+            _OURS + "pod_load_untold",
             "1 for each figure that the pod's metrics do not tell, or not sensibly, beside others.",
             labels=["pod", "figure"],
         )
-        for address, load in loads.items():
-            for figure in load.untold:
-                untold.add_metric([address, figure], 1.0)
+        for pod in pods.values():
+            for figure in pod.load.untold if pod.load is not None else ():
+                untold.add_metric([pod.address, figure], 1.0)
         yield untold
-        yield _per_pod(
-            "pod_hides_load",
-            "1 if the pod answers, but its metrics tell no load.",
-            {a: p.hides_load for a, p in pods.items()},
-        )
-        now_s = self._now_s()
-        yield _per_pod(
-            "pod_scrape_age_seconds", "Age of these.", {a: now_s - s.scraped_s for a, s in loads.items()}
-        )
 
 
 class _CappedLabels:
@@ -378,10 +324,3 @@ def _model_labels(named: str, model: str, priority: int) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _attempt_labels(model: str, pod: str) -> tuple[str, ...]:
     return "success", model, pod, "", pod.rpartition(":")[2]
-
-
-def _per_pod(name: str, text: str, values: dict[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kvroute_router_{name}", text, labels=["pod"])
-    for pod, value in values.items():
-        family.add_metric([pod], float(value))
-    return family

@@ -8,10 +8,12 @@ each is goes to the metrics. Knows no protocol; callable from any thread, holds 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from indexer import StreamState
 from indexer.dispatched import DispatchKey
@@ -26,6 +28,9 @@ from router.metrics import RouterMetrics
 from router.promises import Promises
 from router.rates import PrefillRates
 
+if TYPE_CHECKING:
+    from router.replicas.fleet import Fleet
+
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
 
@@ -36,31 +41,27 @@ _EXACT = StreamState.EXACT.value
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """What was heard of a request that is none of this router's.
+Text = Annotated[str, Meta(max_length=512)]
+# As finite as a float can be.
+Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+
+
+class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was heard of a request that is none of this router's; other routers are sent it as it is.
 
     Attributes:
-        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED`.
-        source: Who told.
+        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something
+            wrong: it has computed nothing); nothing follows from any other.
+        source: Who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`.
         late_s: How long ago it was over, if that was told.
     """
 
-    request_id: str
-    event: str
-    source: str
-    pod: str | None = None
-    late_s: float | None = None
-    cached_tokens: int | None = None
-
-
-class OtherRouters(Protocol):
-    """The other routers of the fleet."""
-
-    def heard(self, heard: Heard) -> None:
-        """Tells them; whose request it is takes note."""
-
-    def know(self, request_id: str) -> bool:
-        """Whether one of them has a request of this id in flight."""
+    request_id: Text
+    event: Text
+    source: Text
+    pod: Text | None = None
+    late_s: Seconds | None = None
+    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Outcomes:
@@ -91,9 +92,9 @@ class Outcomes:
         self._settle = settle
         self._drop = drop
         self._echoes = Echoes()
-        self._others: OtherRouters | None = None
+        self._others: Fleet | None = None
 
-    def join(self, others: OtherRouters) -> None:
+    def join(self, others: Fleet) -> None:
         """From now on other routers are told what is heard of requests that are none of ours."""
         self._others = others
 
@@ -250,6 +251,7 @@ class Outcomes:
             return
         if heard.event == FIRST_TOKEN:
             self.first_token(request_id, source, now_s, pod=pod, passes_on=False)
+        if heard.event not in (DONE, FAILED, REFUSED):
             return
         self.ended(
             request_id,

@@ -72,19 +72,17 @@ def _picker(picker: PickerConfig) -> dict[str, Any]:
         "source": picker.source,
         "feature_gates": dict(picker.gates),
         "plugins": [
-            {"name": entry.name, "type": entry.type, "parameters": entry.parameters.value()}
+            {"name": entry.name, "type": entry.type, "parameters": entry.told.value()}
             for entry in picker.plugins.values()
         ],
         "profiles": [
             {
                 "name": profile.name,
-                "plugins": [
-                    {"name": reference.name, "weight": reference.weight} for reference in profile.references
-                ],
+                "plugins": [{"name": one.plugin_ref, "weight": one.weight} for one in profile.plugins],
             }
             for profile in picker.profiles
         ],
-        "parsers": [reference.name for reference in picker.parsers],
-        "flow_control": picker.flow.value(),
-        "saturation_detector": picker.detector.name if picker.detector is not None else None,
+        "parsers": [parser.plugin_ref for parser in picker.parsers],
+        "flow_control": picker.flow.section.value(),
+        "saturation_detector": picker.detector.plugin_ref if picker.detector is not None else None,
     }

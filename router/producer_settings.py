@@ -10,49 +10,156 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, field
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.config import RANKS_MAX
 from indexer.pod_entry import is_path
-from router.config_fields import Fields
-from router.config_file import PickerConfig, PluginEntry
+from router.config_fields import Count, Duration, Settings, Share, Text
+from router.config_file import PickerConfig
 from router.kube.config import KubeConfig
 from router.metrics_page import DEFAULT_PATH
 
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _TOKENS = ("token-producer", "tokenizer")
-_PRECISE_FIELDS = (
-    "tokenProcessorConfig",
-    "indexerConfig",
-    "kvEventsConfig",
-    "speculativeIndexing",
-    "speculativeTTL",
-)
-_EVENT_FIELDS = (
-    "zmqEndpoint",
-    "topicFilter",
-    "concurrency",
-    "engineType",
-    "tracing",
-    "discoverPods",
-    "podDiscoveryConfig",
-)
-_POD_FIELDS = ("podLabelSelector", "podNamespace", "socketPort", "replaySocketPort", "engineType")
-_INDEX_FIELDS = ("kvBlockIndexConfig", "kvCacheBackendConfigs", "tokenizersPoolConfig")
-_BLOCK_INDEX_FIELDS = (
-    *("inMemoryConfig", "costAwareMemoryConfig", "redisConfig", "valkeyConfig"),
-    *("enableMetrics", "metricsLoggingInterval"),
-)
-_ENGINES = ("vllm", "sglang")
-_MEMORY_BYTES = 2 << 30
+_PORT_MAX = 65_535 - RANKS_MAX
 _MEMORY_UNITS = {"": 1} | {
     f"{letter}{infix}": base**power
     for infix, base in (("", 1000), ("i", 1024))
     for power, letter in enumerate("kmgt", 1)
 }
 _MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
-_PORT_MAX = 65_535 - RANKS_MAX
+
+_Engine = Literal["vllm", "sglang"]
+_Port = Annotated[int, Meta(ge=0, le=_PORT_MAX)]
+_BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class _TokenProcessor(Settings):
+    block_size_tokens: _BlockTokens | None = None
+    block_size: _BlockTokens | None = None
+    hash_seed: Text = "-"
+    hash_algorithm: Literal["cbor-fnv", "xxh64"] = "cbor-fnv"
+
+
+class _Memory(Settings):
+    size: Count = 1
+    pod_cache_size: Count = 10
+
+
+class _CostAware(Settings):
+    size: Text = "2GiB"
+
+    def __post_init__(self) -> None:
+        if not self.size_bytes:
+            raise ValueError(f"size: must be a size such as 2GiB or 500MB, is {self.size[:100]!r}")
+
+    @property
+    def size_bytes(self) -> int:
+        """The index's memory ceiling; 0: the size cannot be read."""
+        found = _MEMORY.fullmatch(self.size)
+        return int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
+
+
+class _Redis(Settings):
+    address: Text = "127.0.0.1:6379"
+    backend_type: Literal["redis", "valkey"] | None = None
+    enable_rdma: bool = field(default=False, name="enableRDMA")
+
+
+class _Blocks(Settings):
+    in_memory_config: _Memory = field(default_factory=_Memory)
+    cost_aware_memory_config: _CostAware | None = None
+    redis_config: _Redis | None = None
+    valkey_config: _Redis | None = None
+    enable_metrics: Any = None
+    metrics_logging_interval: Any = None
+
+    @property
+    def redis_url(self) -> str | None:
+        """The URL of the server; None without one, or where the reference prefers another backend."""
+        if self.cost_aware_memory_config is not None:
+            return None
+        for scheme, server in (("valkey", self.valkey_config), ("redis", self.redis_config)):
+            if server is not None:
+                address = server.address
+                return address if "://" in address else f"{server.backend_type or scheme}://{address}"
+        return None
+
+
+class _Tier(Settings):
+    name: Text
+    weight: Share = 1.0
+
+
+class _Index(Settings):
+    instead: ClassVar[Mapping[str, str]] = {"tokenizersPoolConfig": "give --tokenizer MODEL=SOURCE"}
+
+    kv_block_index_config: _Blocks = field(default_factory=_Blocks)
+    kv_cache_backend_configs: tuple[_Tier, ...] = ()
+
+
+class _Pods(Settings):
+    pod_label_selector: Text = "-"
+    pod_namespace: Text = "-"
+    socket_port: _Port = 0
+    replay_socket_port: _Port | None = None
+    engine_type: _Engine = "vllm"
+
+
+class _Events(Settings):
+    zmq_endpoint: Text | None = None
+    topic_filter: Text | None = None
+    concurrency: Count = 4
+    engine_type: _Engine = "vllm"
+    tracing: bool = False
+    discover_pods: bool = True
+    pod_discovery_config: _Pods = field(default_factory=_Pods)
+
+
+class _Precise(Settings):
+    token_processor_config: _TokenProcessor = field(default_factory=_TokenProcessor)
+    indexer_config: _Index = field(default_factory=_Index)
+    kv_events_config: _Events = field(default_factory=_Events)
+    speculative_indexing: bool = True
+    speculative_ttl: Duration | None = field(default=None, name="speculativeTTL")
+
+
+class _Server(Settings):
+    url: Text = "http://localhost:8000"
+    # How long a pick waits is --tokenize-deadline-ms, for all of them.
+    timeout: Duration = Duration(5.0)
+    mm_timeout: Duration = Duration(30.0)
+
+
+class TokenSettings(Settings):
+    """Parameters of token producers."""
+
+    instead: ClassVar[Mapping[str, str]] = {"udsTokenizerConfig": "give --tokenizer MODEL=unix:PATH"}
+
+    model_name: Text | None = None
+    vllm: _Server | None = None
+    estimate: Any = None
+
+    def __post_init__(self) -> None:
+        if self.vllm is not None and self.model_name is None:
+            raise ValueError("modelName: is missing")
+
+
+class MetricsSettings(Settings):
+    """Parameters of metrics-data-source."""
+
+    scheme: Literal["http"] = "http"
+    path: Text | None = None
+    insecure_skip_verify: Any = None
+    interval: Any = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not is_path(self.path):
+            raise ValueError(f"path: must be a path as /metrics, is {self.path[:100]!r}")
 
 
 def with_producers(
@@ -65,7 +172,12 @@ def with_producers(
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            index, kube = _precise(entry.parameters.only(*_PRECISE_FIELDS), index, kube)
+            told = entry.told.read(_Precise)
+            try:
+                index = _index(told, index)
+            except IndexerConfigError as error:
+                entry.told.fail("", str(error))
+            kube = _ports(told.kv_events_config.pod_discovery_config, kube)
     return index, kube
 
 
@@ -75,11 +187,8 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
     Raises:
         ConfigError: Something is not understood; names the place.
     """
-    sources: dict[str, str] = {}
-    for entry in picker.plugins.values():
-        if entry.type in _TOKENS and (source := _source(entry)) is not None:
-            sources[entry.parameters.text("modelName")] = source
-    return sources
+    told = [entry.told.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
+    return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
 
 
 def metrics_path_of(picker: PickerConfig) -> str:
@@ -91,117 +200,36 @@ def metrics_path_of(picker: PickerConfig) -> str:
     path = DEFAULT_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            known = entry.parameters.only("scheme", "path", "insecureSkipVerify", "interval")
-            known.choice("scheme", ("http",), "http")
-            path = known.text("path", path)
-            if not is_path(path):
-                known.fail("path", f"must be a path as /metrics, is {path[:100]!r}")
+            path = entry.told.read(MetricsSettings).path or path
     return path
 
 
-def _source(entry: PluginEntry) -> str | None:
-    known = entry.parameters.only("modelName", "vllm", "estimate", "udsTokenizerConfig")
-    if "udsTokenizerConfig" in known:
-        known.fail("udsTokenizerConfig", "is not understood; give --tokenizer MODEL=unix:PATH")
-    if "vllm" not in known:
-        return None
-    server = known.fields("vllm", ("url", "timeout", "mmTimeout"))
-    # How long a pick waits is --tokenize-deadline-ms, for all of them.
-    server.duration_s("timeout", 5.0)
-    server.duration_s("mmTimeout", 30.0)
-    return server.text("url", "http://localhost:8000")
-
-
-def _precise(
-    known: Fields, index: IndexerConfig, kube: KubeConfig | None
-) -> tuple[IndexerConfig, KubeConfig | None]:
-    speculates = known.flag("speculativeIndexing", True)
-    tokens = known.fields(
-        "tokenProcessorConfig", ("blockSizeTokens", "blockSize", "hashSeed", "hashAlgorithm")
+def _index(told: _Precise, index: IndexerConfig) -> IndexerConfig:
+    tokens, events = told.token_processor_config, told.kv_events_config
+    weights = {tier.name: tier.weight for tier in told.indexer_config.kv_cache_backend_configs}
+    blocks = told.indexer_config.kv_block_index_config
+    ceiling, redis_url = blocks.cost_aware_memory_config, blocks.redis_url
+    return replace(
+        index,
+        backend=index.backend if redis_url is None else "redis",
+        redis_url=index.redis_url or redis_url,
+        block_tokens=tokens.block_size_tokens or tokens.block_size or index.block_tokens,
+        speculative_ttl_s=index.speculative_ttl_s if told.speculative_ttl is None else told.speculative_ttl,
+        speculative_entries=index.speculative_entries if told.speculative_indexing else 0,
+        tier_weights={**index.tier_weights, **weights},
+        capacity_bytes=index.capacity_bytes if ceiling is None else ceiling.size_bytes,
+        topic_prefix=events.topic_filter or index.topic_prefix,
+        events_bind=events.zmq_endpoint or index.events_bind,
     )
-    tokens.text("hashSeed", "-")
-    tokens.choice("hashAlgorithm", ("cbor-fnv", "xxh64"), "cbor-fnv")
-    size = "blockSizeTokens" if "blockSizeTokens" in tokens else "blockSize"
-    events = known.fields("kvEventsConfig", _EVENT_FIELDS)
-    events.whole("concurrency", 4, least=1)
-    events.choice("engineType", _ENGINES, "vllm")
-    events.flag("discoverPods", True)
-    events.flag("tracing", False)
-    index = _index_backend(known, index)
-    try:
-        index = replace(
-            index,
-            block_tokens=tokens.whole(size, index.block_tokens, least=1, most=1 << 16),
-            speculative_ttl_s=known.duration_s("speculativeTTL", index.speculative_ttl_s),
-            speculative_entries=index.speculative_entries if speculates else 0,
-            tier_weights=_weights(known, index),
-            topic_prefix=events.text("topicFilter") if "topicFilter" in events else index.topic_prefix,
-            events_bind=events.text("zmqEndpoint") if "zmqEndpoint" in events else index.events_bind,
-        )
-    except IndexerConfigError as error:
-        known.fail("", str(error))
-    return index, _ports(events.fields("podDiscoveryConfig", _POD_FIELDS), kube)
 
 
-def _index_backend(known: Fields, index: IndexerConfig) -> IndexerConfig:
-    """Return the settings with what `kvBlockIndexConfig` says of the index's memory and of a server.
-
-    Where several backends are configured the reference's order holds.
-    """
-    blocks = known.fields("indexerConfig", _INDEX_FIELDS).fields("kvBlockIndexConfig", _BLOCK_INDEX_FIELDS)
-    memory = blocks.fields("inMemoryConfig", ("size", "podCacheSize"))
-    memory.whole("size", 1, least=1)
-    memory.whole("podCacheSize", 10, least=1)
-    if "costAwareMemoryConfig" in blocks:
-        return replace(index, capacity_bytes=_memory_bytes(blocks))
-    for name in ("valkeyConfig", "redisConfig"):
-        if name in blocks:
-            server = blocks.fields(name, ("address", "backendType", "enableRDMA"))
-            scheme = server.choice("backendType", ("redis", "valkey"), name.removesuffix("Config"))
-            server.flag("enableRDMA", False)
-            address = server.text("address", "127.0.0.1:6379")
-            url = address if "://" in address else f"{scheme}://{address}"
-            try:
-                return replace(index, backend="redis", redis_url=index.redis_url or url)
-            except IndexerConfigError as error:
-                blocks.fail(name, str(error))
-    return index
-
-
-def _memory_bytes(blocks: Fields) -> int:
-    """Return the ceiling of memory that `costAwareMemoryConfig` says."""
-    ceiling = blocks.fields("costAwareMemoryConfig", ("size",))
-    if "size" not in ceiling:
-        return _MEMORY_BYTES
-    found = _MEMORY.fullmatch(ceiling.text("size"))
-    unit = found and _MEMORY_UNITS.get(found[2].lower())
-    if not found or not unit:
-        ceiling.fail("size", f"must be a size such as 2GiB or 500MB, is {ceiling.text('size')[:100]!r}")
-    return int(float(found[1]) * unit)
-
-
-def _weights(known: Fields, index: IndexerConfig) -> Mapping[str, float]:
-    config = known.fields("indexerConfig", _INDEX_FIELDS)
-    if "tokenizersPoolConfig" in config:
-        config.fail("tokenizersPoolConfig", "is not understood; give --tokenizer MODEL=SOURCE")
-    weights = {
-        item.text("name"): item.number("weight", 1.0, most=1.0)
-        for item in config.each("kvCacheBackendConfigs", ("name", "weight"))
-    }
-    return {**index.tier_weights, **weights}
-
-
-def _ports(pods: Fields, kube: KubeConfig | None) -> KubeConfig | None:
+def _ports(pods: _Pods, kube: KubeConfig | None) -> KubeConfig | None:
     """Which pods there are is said by discovery; where they publish may be said here, too."""
-    pods.text("podLabelSelector", "-")
-    pods.text("podNamespace", "-")
-    pods.choice("engineType", _ENGINES, "vllm")
-    events_port = pods.whole("socketPort", 0, most=_PORT_MAX)
-    replay_port = pods.whole("replaySocketPort", 0, most=_PORT_MAX)
     if kube is None:
         return None
+    replay_port = pods.replay_socket_port
     return replace(
         kube,
-        events_port=events_port or kube.events_port,
-        replay_port=replay_port if "replaySocketPort" in pods else kube.replay_port,
+        events_port=pods.socket_port or kube.events_port,
+        replay_port=kube.replay_port if replay_port is None else replay_port,
     )

@@ -1,4 +1,4 @@
-"""What the process does with its time and memory, for people who ask: /debug/pprof/ as text.
+"""What the process does with its time, for people who ask: /debug/pprof/ as text.
 
 Sampled from outside the threads, so it costs nothing until asked; one profile at a time, bounded in time and
 size. A profile's lines are collapsed stacks ("outer;inner count"), which flame graph tools read.
@@ -6,13 +6,10 @@ size. A profile's lines are collapsed stacks ("outer;inner count"), which flame 
 
 from __future__ import annotations
 
-import gc
-import resource
 import sys
 import threading
 import time
 import traceback
-import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
 from types import FrameType
@@ -23,8 +20,6 @@ _EVERY_S = 0.01
 _DEFAULT_S, _MOST_S = 30.0, 120.0
 _DEPTH_MAX = 100
 _STACKS_MAX = 20_000
-_LINES_MAX = 100
-_KIB = 1024
 
 
 class Profiling:
@@ -34,21 +29,16 @@ class Profiling:
         self._running = threading.Lock()
 
     def pages(self) -> Mapping[str, Page]:
-        """Path to page."""
         return {
             "/debug/pprof/": self._index,
             "/debug/pprof/profile": self._profile,
             "/debug/pprof/goroutine": self._threads,
-            "/debug/pprof/heap": self._heap,
-            "/debug/pprof/cmdline": self._command_line,
         }
 
     def _index(self, _query: Query) -> tuple[int, str]:
         return 200, (
             "profile?seconds=N  collapsed stacks of all threads, 100 samples a second (default 30)\n"
             "goroutine          where every thread stands now\n"
-            "heap               memory; by place of allocation where PYTHONTRACEMALLOC is set\n"
-            "cmdline            the command line\n"
         )
 
     def _profile(self, query: Query) -> tuple[int, str]:
@@ -72,20 +62,6 @@ class Profiling:
             for number, frame in _frames().items()
         ]
         return 200, "\n".join(stacks)
-
-    def _heap(self, _query: Query) -> tuple[int, str]:
-        most_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        lines = [f"most resident memory so far: {most_kib} KiB", f"collector: {gc.get_stats()}"]
-        if tracemalloc.is_tracing():
-            statistics = tracemalloc.take_snapshot().statistics("lineno")[:_LINES_MAX]
-            lines += [f"{one.size // _KIB} KiB in {one.count} blocks: {one.traceback}" for one in statistics]
-        else:
-            lines.append("allocations by place: start with PYTHONTRACEMALLOC=1")
-        return 200, "\n".join(lines) + "\n"
-
-    def _command_line(self, _query: Query) -> tuple[int, str]:
-        # Arguments may hold passwords, as --redis-url does; how it was started is no secret.
-        return 200, f"{sys.argv[0]}\n"
 
 
 def _sampled(seconds: float) -> Counter[str]:

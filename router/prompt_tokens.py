@@ -1,13 +1,12 @@
 """What is known of a request's prompts: a request and a tokenizer in, ids, a count and reasons out.
 
-Reading and encoding are two steps, so that its caller may choose where the long one runs. Knows no deadlines.
+Knows no deadlines.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -27,15 +26,13 @@ from tokenization import (
 )
 from tokenization.anthropic_messages import messages_as_chat
 from tokenization.chat_template import ChatTemplate
-from tokenization.chat_tools import messages_text
-from tokenization.image_prompts import ExpandedPrompt, ImagePrompt
+from tokenization.image_prompts import ExpandedPrompt
 from tokenization.openai_prompts import (
-    PendingPrompt,
     PromptLimits,
-    begin_chat,
-    begin_completions,
-    begin_image_chat,
     chat_prefix,
+    chat_prompt,
+    completion_prompts,
+    image_chat,
 )
 from tokenization.openai_responses import responses_as_chat
 
@@ -116,85 +113,26 @@ def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteReques
         body = responses_as_chat(request.body)
     else:
         return request
-    # Images are megabytes of text, and go another way.
-    if not _shows_images(body["messages"]):
-        body["messages"] = messages_text(body["messages"])
     return replace(request, kind=RequestKind.CHAT, body=body)
 
 
-def _shows_images(messages: Sequence[Mapping[str, Any]]) -> bool:
-    contents = [content for message in messages if type(content := message.get("content")) is list]
-    return any("image_url" in part for content in contents for part in content if type(part) is dict)
-
-
-class Begun:
-    """A request's prompts, read and looked up.
-
-    Attributes:
-        missing_chars: Characters that `tokens` has to encode.
-    """
-
-    __slots__ = ("_media", "_prompts", "missing_chars")
-
-    def __init__(self, prompts: Sequence[PendingPrompt], *, media: bool = False) -> None:
-        self._prompts = prompts
-        self._media = media
-        self.missing_chars = sum([prompt.missing_chars for prompt in prompts])
-
-    def tokens(self) -> PromptTokens:
-        """Encodes what is missing.
-
-        Raises:
-            PromptError: The prompt is not what the API allows.
-        """
-        tokens = known(tuple([prompt.ids() for prompt in self._prompts]))
-        if not self._media:
-            return tokens
-        return PromptTokens(tokens.prompts, tokens.total + _MEDIA_TOKENS, partial=MEDIA)
-
-
-class BegunImages:
-    """A chat with images whose number of tokens is known, read and looked up.
-
-    Attributes:
-        missing_chars: Characters that `tokens` has to encode, where all is as it should be.
-    """
-
-    __slots__ = ("_images", "_request", "_tokenizer", "missing_chars")
-
-    def __init__(self, images: ImagePrompt, request: RouteRequest, tokenizer: PromptTokenizer) -> None:
-        self._images = images
-        self._request = request
-        self._tokenizer = tokenizer
-        self.missing_chars = images.missing_chars
-
-    def tokens(self) -> PromptTokens:
-        """Encodes what is missing, and puts the images in.
-
-        Raises:
-            PromptError: The prompt is not what the API allows.
-        """
-        expanded = self._images.expanded()
-        if expanded is None:
-            return _begin_prefix(self._request, self._tokenizer).tokens()
-        return _with_images(expanded)
-
-
-def begin(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> Begun | BegunImages:
-    """Reads a request's prompts.
+def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
+    """Tokenizes a request.
 
     Raises:
         PromptError: The prompt is not what the API allows, too long, or has no ids here.
+        ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
+    request = as_chat(request, tokenizer.chat_template)
     if request.kind is RequestKind.COMPLETIONS:
-        return Begun(begin_completions(request.body, tokenizer, limits))
+        return known(tuple(completion_prompts(request.body, tokenizer, limits)))
     try:
-        return Begun([begin_chat(request.body, tokenizer, limits, request.message_ends)])
+        return known((chat_prompt(request.body, tokenizer, limits),))
     except MediaPromptError:
-        images = begin_image_chat(request.body, tokenizer, limits)
-        return (
-            _begin_prefix(request, tokenizer) if images is None else BegunImages(images, request, tokenizer)
-        )
+        if (images := image_chat(request.body, tokenizer, limits)) is not None:
+            return _with_images(images)
+    ids = chat_prefix(request.body, tokenizer)
+    return PromptTokens((ids,), len(ids) + _MEDIA_TOKENS, partial=MEDIA)
 
 
 def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
@@ -265,10 +203,6 @@ def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
         # The engine, which knows that API, will say so better than we.
         return unknown(request, "unsupported_prompt")
     raise RequestError(400, str(error), error.param) from error
-
-
-def _begin_prefix(request: RouteRequest, tokenizer: PromptTokenizer) -> Begun:
-    return Begun([chat_prefix(request.body, tokenizer)], media=True)
 
 
 def _with_images(prompt: ExpandedPrompt) -> PromptTokens:

@@ -60,8 +60,8 @@ def reference_door(
 def _parser_types(picker: PickerConfig) -> Sequence[str]:
     types = []
     for reference in picker.parsers:
-        kind = picker.plugins[reference.name].type
+        kind = picker.plugins[reference.plugin_ref].type
         if kind not in PARSERS:
-            reference.fields.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
+            reference.section.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
         types.append(kind)
     return types or DEFAULT_PARSERS

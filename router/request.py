@@ -6,7 +6,7 @@ tokens or pods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,14 +14,12 @@ from typing import Any
 
 import msgspec
 
-from router.chat_fields import ChatFields, ReadChat
 from router.errors import RequestError
-from tokenization.message_ends import MessagesEnd
 
 MODEL_CHARS_MAX = 4096
 """A model is named by a repository or a path; decisions that are kept keep its name."""
 
-_CHAT_FIELDS = ChatFields()
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -48,7 +46,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
         candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
         headers: By lower-case name; objective, session and trace context are read from them.
         client_model: As the client named the model, where it was rewritten; "" where it named none.
-        message_ends: Of `messages` that are JSON text, the longest first; none where not looked for.
     """
 
     request_id: str
@@ -60,7 +57,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     candidates: frozenset[str] | None = None
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None
-    message_ends: Sequence[MessagesEnd] = ()
 
 
 def http_request(
@@ -83,22 +79,28 @@ def http_request(
     if kind is RequestKind.PASSTHROUGH:
         return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
     try:
-        fields, ends = read_fields(kind, body)
+        fields = read_fields(kind, body)
     except msgspec.ValidationError as error:
         raise RequestError(400, "the request body must be a JSON object") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the request body is not valid JSON: {error}") from error
-    return api_request(request_id, kind, fields, len(body), candidates, headers, ends)
+    return api_request(request_id, kind, fields, len(body), candidates, headers)
 
 
-def read_fields(kind: RequestKind, body: bytes | bytearray) -> ReadChat:
-    """The fields of a known API's body; a chat's messages are left as text, most of which may be known.
+def read_fields(kind: RequestKind, body: bytes | bytearray) -> dict[str, Any]:
+    """The fields of a known API's body; a chat's messages are left as JSON text, most of which may be known.
 
     Raises:
         msgspec.ValidationError: It is no object.
         ValueError, RecursionError: It is no JSON.
     """
-    return _CHAT_FIELDS.read(body) if kind is RequestKind.CHAT else ReadChat(_FIELDS.decode(body))
+    if kind is not RequestKind.CHAT:
+        return _FIELDS.decode(body)
+    fields: dict[str, Any] = _RAW_FIELDS.decode(body)
+    for name, value in fields.items():
+        if name != "messages":
+            fields[name] = msgspec.json.decode(value)
+    return fields
 
 
 def api_request(
@@ -108,7 +110,6 @@ def api_request(
     body_bytes: int,
     candidates: frozenset[str] | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
-    message_ends: Sequence[MessagesEnd] = (),
 ) -> RouteRequest:
     """Checks the decoded body of a known API.
 
@@ -124,8 +125,7 @@ def api_request(
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise RequestError(400, "stream must be true or false", "stream")
-    asked = (request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
-    return RouteRequest(*asked, message_ends=message_ends)
+    return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
 
 
 @lru_cache(maxsize=16)

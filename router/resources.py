@@ -8,14 +8,71 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from router.config_fields import Fields, documents, read_text
+import msgspec
+from msgspec import Meta
+
+from router.config_fields import Int32, Section, Settings, Text, documents, read_text
 from router.rewrite import RewriteRule
 
-_VERSIONS = ("llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2")
-_OBJECTIVE, _REWRITE = "InferenceObjective", "InferenceModelRewrite"
-_PRIORITY_MAX = (1 << 31) - 1
-_WEIGHT_MAX = 1_000_000
+_Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
+
+
+class _Kind(Settings, forbid_unknown_fields=False):
+    api_version: _Version
+    kind: Literal["InferenceObjective", "InferenceModelRewrite"]
+
+
+class _Metadata(Settings, forbid_unknown_fields=False):
+    name: Text = ""
+    creation_timestamp: Text = ""
+
+
+class _Resource(_Kind, forbid_unknown_fields=True):
+    metadata: _Metadata
+    status: Any = None
+
+
+class _ObjectiveSpec(Settings):
+    priority: Int32 = 0
+    pool_ref: Any = None
+
+
+class _Objective(_Resource):
+    spec: _ObjectiveSpec = msgspec.field(default_factory=_ObjectiveSpec)
+
+    def __post_init__(self) -> None:
+        if not self.metadata.name:
+            raise ValueError("metadata.name: is missing")
+
+
+class _Model(Settings):
+    value: Text
+    type: Literal["Exact"] = "Exact"
+
+
+class _Match(Settings):
+    model: _Model
+
+
+class _Target(Settings):
+    model_rewrite: Text
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class _Rule(Settings):
+    targets: Annotated[list[_Target], Meta(min_length=1)]
+    matches: tuple[_Match, ...] = ()
+
+
+class _RewriteSpec(Settings):
+    rules: tuple[_Rule, ...] = ()
+    pool_ref: Any = None
+
+
+class _Rewrite(_Resource):
+    spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +95,19 @@ def read_resources(path: Path) -> Resources:
         ConfigError: It cannot be read, or something in it is not understood.
     """
     priorities: dict[str, int] = {}
-    rewrites: list[tuple[str, list[RewriteRule]]] = []
+    rewrites: list[_Rewrite] = []
     for node in documents(read_text(path), str(path)):
-        resource = Fields(str(path), "", node, ("apiVersion", "kind", "metadata", "spec", "status"))
-        resource.choice("apiVersion", _VERSIONS)
-        kind = resource.choice("kind", (_OBJECTIVE, _REWRITE))
-        metadata = resource.fields("metadata", required=True)
-        if kind == _OBJECTIVE:
-            spec = resource.fields("spec", ("priority", "poolRef"))
-            priority = spec.whole("priority", 0, least=-_PRIORITY_MAX - 1, most=_PRIORITY_MAX)
-            priorities[metadata.text("name")] = priority
+        section = Section(str(path), "", node)
+        if section.read(_Kind).kind == "InferenceObjective":
+            objective = section.read(_Objective)
+            priorities[objective.metadata.name] = objective.spec.priority
         else:
-            spec = resource.fields("spec", ("rules", "poolRef"))
-            rules = [_rule(rule) for rule in spec.each("rules", ("matches", "targets"))]
-            # Times are written so that their order is that of their text; else the file's order stays.
-            rewrites.append((metadata.text("creationTimestamp", ""), rules))
-    rewrites.sort(key=lambda rewrite: rewrite[0])
-    return Resources(priorities, [rule for _, rules in rewrites for rule in rules])
+            rewrites.append(section.read(_Rewrite))
+    # Times are written so that their order is that of their text; else the file's order stays.
+    rewrites.sort(key=lambda rewrite: rewrite.metadata.creation_timestamp)
+    return Resources(priorities, [_rule(rule) for rewrite in rewrites for rule in rewrite.spec.rules])
 
 
-def _rule(rule: Fields) -> RewriteRule:
-    models = set()
-    for match in rule.each("matches", ("model",)):
-        model = match.fields("model", ("type", "value"), required=True)
-        model.choice("type", ("Exact",), "Exact")
-        models.add(model.text("value"))
-    targets = []
-    for target in rule.each("targets", ("weight", "modelRewrite")):
-        weight = target.whole("weight", 0, least=1, most=_WEIGHT_MAX) if "weight" in target else None
-        targets.append((target.text("modelRewrite"), weight))
-    if not targets:
-        rule.fail("targets", "must have at least one target")
-    return RewriteRule(frozenset(models), targets)
+def _rule(rule: _Rule) -> RewriteRule:
+    models = frozenset(match.model.value for match in rule.matches)
+    return RewriteRule(models, [(target.model_rewrite, target.weight) for target in rule.targets])

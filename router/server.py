@@ -25,7 +25,6 @@ from router.doors import DoorParts, Doors, check_ports
 from router.engine_watch import EngineWatch
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
-from router.flags.reference import told_in_vain
 from router.health import Health
 from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
@@ -40,6 +39,7 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
 from router.reconcile import Reconciler
+from router.reference_flags import told_in_vain
 from router.replicas.fleet import Fleet
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
@@ -51,6 +51,7 @@ from router.traces import Traces
 
 _log = logging.getLogger(__name__)
 
+_DECISIONS_KEPT = 1000
 _HOUSEKEEPING_S = 0.05
 _PROBE_TIMEOUT_S = 1.0
 _REVIEW_EVERY_S = 5.0
@@ -86,7 +87,7 @@ class RouterServer:
         )
         if config.compat != "off":
             registry.register(MetricTwins(registry))
-        self.explain = Explain(config.decisions_kept, self._pod_name)
+        self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         self._outcomes = Outcomes(
             self._ledger, self._rates, self.explain, self._metrics, self._settle, self._drop
         )
@@ -145,7 +146,7 @@ class RouterServer:
         opened.callback(self._source.close)
         self._tokenizers = TokenizerRegistry.load(
             dict(config.tokenizers),
-            TokenizeOptions(config.tokenize_deadline_s, conversations_bytes=config.conversations_bytes),
+            TokenizeOptions(config.tokenize_deadline_s),
         )
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local))

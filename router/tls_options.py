@@ -1,4 +1,4 @@
-"""What the TLS flags mean: flags in, checked options out. Opens no port and makes no certificate."""
+"""TLS flags and what they mean: flags in, checked options out. Opens no port and makes no certificate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import ConfigError
+from router.flags import flag, names, switch
+
+TLS = "TLS"
+"""Title of these flags in the help."""
 
 # Go's names and OpenSSL's of suites of TLS 1.2.
 _SUITES = {
@@ -33,6 +37,53 @@ _VERSIONS = {
     "VersionTLS13": ssl.TLSVersion.TLSv1_3,
     "1.3": ssl.TLSVersion.TLSv1_3,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFlags:
+    """Which ports have TLS, and with which certificates."""
+
+    secure_serving: bool = switch(
+        TLS,
+        "--secure-serving",
+        False,
+        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
+        "at start and signed by itself",
+    )
+    cert_path: Path | None = flag(
+        TLS, "--cert-path", Path, None, "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
+    )
+    enable_cert_reload: bool = switch(
+        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
+    )
+    tls_min_version: str = flag(
+        TLS,
+        "--tls-min-version",
+        str,
+        "VersionTLS12",
+        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: %(default)s)",
+        metavar="VERSION",
+    )
+    tls_cipher_suites: tuple[str, ...] = flag(
+        TLS,
+        "--tls-cipher-suites",
+        names,
+        (),
+        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
+        "(default: OpenSSL's own choice)",
+        metavar="NAME,...",
+    )
+    metrics_cert_dir: Path | None = flag(
+        TLS, "--metrics-cert-dir", Path, None, "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+    )
+    metrics_client_ca_file: Path | None = flag(
+        TLS,
+        "--metrics-client-ca-file",
+        Path,
+        None,
+        "PEM: whoever reads the metrics port must show a certificate of this authority",
+        metavar="PATH",
+    )
 
 
 @dataclass(frozen=True, slots=True)

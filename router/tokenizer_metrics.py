@@ -20,53 +20,27 @@ class TokenizerCollector(Collector):
     def __init__(self, tokenizers: Mapping[str, PromptTokenizer]) -> None:
         self._tokenizers = tokenizers
 
-    def describe(self) -> Iterable[Metric]:
-        """The names alone."""
-        return (*_renderings({}), *_conversations({}))
-
     def collect(self) -> Iterable[Metric]:
-        """The counters."""
-        return (*_renderings(self._tokenizers), *_conversations(self._tokenizers))
-
-
-def _renderings(tokenizers: Mapping[str, PromptTokenizer]) -> Iterable[Metric]:
-    uses = CounterMetricFamily(
-        "kvroute_router_resumed_renderings",
-        "Long chats that were rendered from their new messages on.",
-        labels=["model"],
-    )
-    wrong = CounterMetricFamily(
-        "kvroute_router_resumed_renderings_wrong",
-        "Of those that were checked, the ones unlike the whole rendering; after one all are rendered whole.",
-        labels=["model"],
-    )
-    for model, tokenizer in tokenizers.items():
-        used, faults = tokenizer.resumed
-        uses.add_metric([model], used)
-        wrong.add_metric([model], faults)
-    return uses, wrong
-
-
-def _conversations(tokenizers: Mapping[str, PromptTokenizer]) -> Iterable[Metric]:
-    memory = GaugeMetricFamily(
-        "kvroute_router_conversation_memory_bytes",
-        "Memory of what is known of conversations; --conversation-memory bounds it.",
-        labels=["model"],
-    )
-    chats = CounterMetricFamily(
-        "kvroute_router_conversation_lookups",
-        "Chats whose first messages were known, and those of which nothing was.",
-        labels=["model", "result"],
-    )
-    pushed_out = CounterMetricFamily(
-        "kvroute_router_conversations_pushed_out",
-        "Conversations that were forgotten to make room for others.",
-        labels=["model"],
-    )
-    for model, tokenizer in tokenizers.items():
-        remembered = tokenizer.remembered
-        memory.add_metric([model], remembered.used_bytes)
-        chats.add_metric([model, "known"], remembered.known)
-        chats.add_metric([model, "new"], remembered.new)
-        pushed_out.add_metric([model], remembered.pushed_out)
-    return memory, chats, pushed_out
+        """How each tokenizer's texts are encoded."""
+        is_fast = GaugeMetricFamily(
+            "kvroute_router_tokenizer_fast",
+            "1: fastokens encodes the model's prompts. 0: it refuses the tokenizer or was found to differ; "
+            "the tokenizers library encodes them.",
+            labels=["model"],
+        )
+        checks = CounterMetricFamily(
+            "kvroute_router_tokenizer_checks",
+            "Texts whose ids by fastokens were compared with the library's.",
+            labels=["model"],
+        )
+        mismatches = CounterMetricFamily(
+            "kvroute_router_tokenizer_mismatches",
+            "Distinct texts that fastokens encodes unlike the library; after three the library encodes all.",
+            labels=["model"],
+        )
+        for model, tokenizer in self._tokenizers.items():
+            facts = tokenizer.encoding_facts
+            is_fast.add_metric([model], facts.is_fast)
+            checks.add_metric([model], facts.checks)
+            mismatches.add_metric([model], facts.mismatches)
+        return is_fast, checks, mismatches

@@ -1,7 +1,6 @@
 """A few threads for tokenizing that may take long: a function in, its result out within a deadline, or none.
 
-What is late goes on and warms the caches for the next request; what finds the queue full is not taken. Knows
-no requests.
+What is late goes on to its end; what finds the queue full is not taken. Knows no requests.
 """
 
 from __future__ import annotations

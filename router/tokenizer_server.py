@@ -1,7 +1,6 @@
 """`kvroute tokenizer`: the tokenizers of a few models behind a Unix socket, for routers on the same machine.
 
-Bodies in, token ids out, over gRPC with the standard health service. What one call encodes is remembered for
-the next, also when the caller has given up meanwhile. Knows no pods.
+Bodies in, token ids out, over gRPC with the standard health service. Knows no pods.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from indexer.flags import CommandParser
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.flags.values import size_bytes
 from router.prompt_media import PromptMedia
 from router.request import RequestKind, RouteRequest, read_fields
 from router.tokens import TokenizeOptions, TokenizerRegistry
-from tokenization.tokenizer import CONVERSATIONS_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -54,24 +51,16 @@ class TokenizerServer:
         path: Of the socket; one that a dead process has left there is replaced.
         sources: Tokenizer by base model, see `tokenizer_sources`.
         threads: Calls at once; four times as many may wait, beyond that they are refused.
-        conversations_bytes: Most memory of each chat template for what is known of its conversations.
 
     Raises:
         ConfigError: A tokenizer cannot be loaded, or is in another process itself.
         ListenError: The path is in use, or cannot be listened on.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sources: dict[str, str],
-        threads: int,
-        conversations_bytes: int = CONVERSATIONS_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
         _check_free(path)
         self._models = frozenset(sources)
-        options = TokenizeOptions(_DEADLINE_S, conversations_bytes=conversations_bytes)
-        self._registry = TokenizerRegistry.load(sources, options)
+        self._registry = TokenizerRegistry.load(sources, TokenizeOptions(_DEADLINE_S))
         if self._registry.asks_others:
             self._registry.close()
             raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
@@ -114,11 +103,10 @@ class TokenizerServer:
         if message.api not in _KINDS:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be one of those named")
         try:
-            body, ends = read_fields(_KINDS[message.api], message.body)
+            body = read_fields(_KINDS[message.api], message.body)
         except (ValueError, RecursionError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"body: no JSON object: {error}")
-        kind, size_bytes = _KINDS[message.api], len(message.body)
-        request = RouteRequest("", kind, message.model, body, size_bytes, message_ends=ends)
+        request = RouteRequest("", _KINDS[message.api], message.model, body, len(message.body))
         try:
             tokens = self._registry.prompt_tokens(request, message.model, message.context_tokens or None)
         except RequestError as error:
@@ -153,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         models = dict(flags.model)
-        server = TokenizerServer(flags.socket, models, flags.threads, flags.conversation_memory)
+        server = TokenizerServer(flags.socket, models, flags.threads)
     except ConfigError as error:
         print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
         return 2
@@ -185,14 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         default=os.cpu_count() or 1,
         metavar="N",
         help="requests tokenized at once (default: one per processor)",
-    )
-    parser.add_argument(
-        "--conversation-memory",
-        type=size_bytes,
-        default=CONVERSATIONS_BYTES,
-        metavar="SIZE",
-        help="most memory for what is known of conversations, for each chat template with tools and again "
-        "without (default: 256MiB)",
     )
     return parser
 

@@ -68,7 +68,7 @@ class SidecarTokenizer:
         Raises:
             RequestError: 400, when the prompt is not what the API allows.
             TokenizerUnavailableError: The process is not there, or does not serve the model.
-            TimeoutError: No answer in time; the other process goes on and remembers.
+            TimeoutError: No answer in time.
         """
         del pods
         message = tokenizer_pb2.TokenizeRequest(

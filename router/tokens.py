@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
 from router.prompt_tokens import (
     LONGER_THAN_CONTEXT,
     PromptTokens,
-    as_chat,
-    begin,
     given,
+    known_prompts,
     refused,
     too_much,
     unknown,
@@ -29,24 +30,18 @@ from router.request import RequestKind, RouteRequest
 from router.tokenizer_pool import PoolFullError, TokenizerPool
 from router.tokenizer_sources import RemoteTokenizer, open_source
 from tokenization import PromptError, PromptTokenizer
-from tokenization.item_counts import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
+from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
 from tokenization.openai_prompts import PromptLimits
-from tokenization.tokenizer import CONVERSATIONS_BYTES
-from tokenization.words import compile_words
 
 __all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
 
 _log = logging.getLogger(__name__)
 
-# About what the tokenizer library does alone; encoding at once may take a tenth of the deadline by that.
-_CHARS_PER_S = 1_500_000
-_INLINE_SHARE = 0.1
-# Reading and rendering so much takes a few milliseconds; templates write out tools in slow ways.
-_INLINE_BODY_BYTES = 1 << 20
-_INLINE_TOOLS_BODY_BYTES = 128 << 10
+# Bodies that are read, rendered and encoded in a millisecond or two, by the library alone in three.
+_INLINE_BODY_BYTES = 128 << 10
+_INLINE_LIBRARY_BODY_BYTES = 8 << 10
 # Token ids in prompts: only the engine knows its embeddings' padding, and refuses what is beyond it.
 _ANY_ID = 1 << 31
-_SHOWN_AS_JSON = ("tools", "documents")
 # What is turned into a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
@@ -57,15 +52,13 @@ class TokenizeOptions:
 
     Attributes:
         deadline_s: Later than this the request is picked by load alone.
-        threads: Prompts tokenized at once, beside those that are known or short.
+        threads: Prompts tokenized at once, beside those that are short.
         waiting_max: Prompts that may wait for one of these threads.
-        conversations_bytes: Most memory of each chat template for what is known of its conversations.
     """
 
     deadline_s: float = 0.05
     threads: int = 2
     waiting_max: int = 64
-    conversations_bytes: int = CONVERSATIONS_BYTES
 
 
 class TokenizerRegistry:
@@ -86,9 +79,6 @@ class TokenizerRegistry:
         self._tokenizers = dict(tokenizers)
         self._remotes = dict(remotes or {})
         self._options = options or TokenizeOptions()
-        for tokenizer in tokenizers.values():
-            tokenizer.bound_conversations(self._options.conversations_bytes)
-        self._inline_chars = int(_INLINE_SHARE * self._options.deadline_s * _CHARS_PER_S)
         self._pool = TokenizerPool(self._options.threads, self._options.waiting_max)
         self._missed: set[str] = set()
 
@@ -103,8 +93,6 @@ class TokenizerRegistry:
         """
         tokenizers: dict[str, PromptTokenizer] = {}
         remotes: dict[str, RemoteTokenizer] = {}
-        # Also for one that names no tokenizer yet: an image is built by making a router.
-        compile_words()
         for model, source in sources.items():
             opened = open_source(model, str(source))
             if isinstance(opened, PromptTokenizer):
@@ -180,24 +168,17 @@ class TokenizerRegistry:
     def _local(
         self, request: RouteRequest, tokenizer: PromptTokenizer, context_tokens: int | None
     ) -> PromptTokens:
-        """Encodes here what is short or remembered, and the rest on a thread that it waits for."""
-        started_s = time.monotonic()
+        """Encodes here what is short, and the rest on a thread that it waits for."""
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
-        limits = PromptLimits(chars_max, context_tokens, ITEMS_AT_ONCE_MAX, _ANY_ID)
-        work: Callable[[], PromptTokens]
-        try:
-            if _is_large(request):
-                raise ManyItemsError
-            begun = begin(as_chat(request, tokenizer.chat_template), tokenizer, limits)
-        except ManyItemsError:
-            limits = PromptLimits(chars_max, context_tokens, ids_below=_ANY_ID)
-            work = partial(_whole, request, tokenizer, limits)
-        else:
-            if begun.missing_chars <= self._inline_chars:
-                return begun.tokens()
-            work = begun.tokens
+        limits = PromptLimits(chars_max, context_tokens, ids_below=_ANY_ID)
+        started_s = time.monotonic()
+        if not _is_large(request, tokenizer):
+            try:
+                return known_prompts(request, tokenizer, replace(limits, items_max=ITEMS_AT_ONCE_MAX))
+            except ManyItemsError:
+                pass  # a chat's messages are text still: how many they are is seen when they are read
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
-        return self._pool.run(work, max(0.0, left_s))
+        return self._pool.run(partial(known_prompts, request, tokenizer, limits), max(0.0, left_s))
 
     def _remote(
         self,
@@ -222,17 +203,9 @@ class TokenizerRegistry:
             )
 
 
-def _is_large(request: RouteRequest) -> bool:
-    """Whether to read and render a request may take long, as far as that can be told at once."""
-    body = request.body
-    kwargs = body.get("chat_template_kwargs")
-    shown = (body, kwargs) if type(kwargs) is dict else (body,)
-    has_tools = any(fields.get(name) for fields in shown for name in _SHOWN_AS_JSON)
-    if request.body_bytes > (_INLINE_TOOLS_BODY_BYTES if has_tools else _INLINE_BODY_BYTES):
+def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
+    """Whether to tokenize a request may take long, as far as its size and number of items say."""
+    is_fast = tokenizer.encoding_facts.is_fast
+    if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
-    # A chat's messages are text still.
-    return items_of(body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
-
-
-def _whole(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
-    return begin(as_chat(request, tokenizer.chat_template), tokenizer, limits).tokens()
+    return items_of(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX

@@ -23,6 +23,7 @@ from unittest import mock
 import yaml
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
+from msgspec import inspect
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -31,6 +32,7 @@ from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics,
 from model_server.publish import PublisherStats
 from router.cli import main as kvroute
 from router.config import parse_flags
+from router.config_fields import Settings
 from router.errors import ConfigError
 from router.server import RouterServer
 
@@ -45,13 +47,7 @@ _HEADER = re.compile(r":?(x-[a-z0-9]+(-[a-z0-9]+)*|session[-_]id|traceparent|aut
 _LABEL = re.compile(r"(?:[a-z0-9-]+\.)+(?:io|ai)/[A-Za-z0-9./_-]+")
 _SERVICE = re.compile(r"/?(?:envoy\.service|grpc|kvroute|vllm)(?:\.[a-z0-9_]+)+\.[A-Z]\w+(?:/[A-Z]\w+)?")
 _VARIABLE = re.compile(r"(?:KVROUTE|OTEL|POD|VLLM|KUBERNETES)_[A-Z_]+")
-_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z0-9]*)+")
 _WORD = re.compile(r"[a-z][A-Za-z]*")
-# Methods of the reader of a YAML mapping: their arguments are words of a configuration.
-_READERS = frozenset(
-    {"only", "text", "flag", "number", "whole", "quantity", "duration_s", "choice", "texts", "pairs"}
-    | {"fields", "each"}
-)
 _FLOW_CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -143,13 +139,15 @@ def variables() -> Iterator[str]:
 
 def configuration_words() -> Iterator[str]:
     """Keys of the picker's configuration file and of the pods file, and the types of plugins."""
+    _refusal("plugins: [{type: unknown}]")  # Loads all modules that read the file.
+    for kind in _heirs(Settings):
+        for word in (*_keys(kind), *kind.instead):
+            yield f"picker file: {word}"
+    yield from (f"picker file: {gate}" for gate in _refusal("featureGates: [unknown]"))
     for _, tree in _trees(_PACKAGES):
-        source = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        if "Fields" in source:
-            yield from (f"picker file: {word}" for word in _words(tree))
-        elif "parse_pods" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+        if "parse_pods" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
             yield from (f"pods file: {word}" for word in _set_members(tree))
-    yield from (f"plugin: {kind}" for kind in _plugin_types())
+    yield from (f"plugin: {kind}" for kind in _refusal("plugins: [{type: unknown}]"))
 
 
 SECTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
@@ -339,16 +337,21 @@ def _strings() -> set[tuple[str, str]]:
     return found
 
 
-def _words(tree: ast.Module) -> Iterator[str]:
-    """Return the keys that a module reads from a YAML mapping."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CAMEL.fullmatch(node.value):
-            yield node.value
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _READERS:
-            yield from _plain_words(node.args if getattr(node.func, "attr", "") == "only" else node.args[:1])
-            # The keys of the mapping that is read, or the values of a choice.
-            for allowed in node.args[1:2]:
-                yield from _plain_words(allowed.elts if isinstance(allowed, ast.Tuple) else ())
+def _heirs(kind: type[Settings]) -> Iterator[type[Settings]]:
+    for heir in kind.__subclasses__():
+        yield heir
+        yield from _heirs(heir)
+
+
+def _keys(kind: type[Settings]) -> Iterator[str]:
+    """Return the keys of a section of the configuration, and the words that their values may be."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        yield field.encode_name
+        for one in field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,):
+            if isinstance(one, inspect.LiteralType):
+                yield from (str(value) for value in one.values)
 
 
 def _plain_words(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -363,11 +366,11 @@ def _set_members(tree: ast.Module) -> Iterator[str]:
             yield from _plain_words(node.elts)
 
 
-def _plugin_types() -> list[str]:
-    """Return the types that the refusal of an unknown one names."""
-    text = _FLOW_CONFIG + "plugins: [{type: unknown}]\n"
+def _refusal(section: str) -> list[str]:
+    """Return what there is, as the refusal of an unknown word in a section of the configuration names it."""
+    head = _FLOW_CONFIG.replace("featureGates: [flowControl]\n", "")
     try:
-        RouterServer(parse_flags(["--pods-file=/none", "--config-text", text])[0])
+        RouterServer(parse_flags(["--pods-file=/none", "--config-text", f"{head}{section}\n"])[0])
     except ConfigError as error:
         return str(error).partition("; there are ")[2].split(", ")
-    raise AssertionError("a plugin of an unknown type was accepted")
+    raise AssertionError(f"an unknown word was accepted: {section}")

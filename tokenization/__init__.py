@@ -8,8 +8,8 @@ from tokenization.errors import (
     TokenizerLoadError,
     UnsupportedPromptError,
 )
+from tokenization.fast_encoder import TokenIds
 from tokenization.incremental import IncrementalDecoder
-from tokenization.segment_memory import TokenIds
 from tokenization.tokenizer import TINY_DIRECTORY, PromptTokenizer
 
 __all__ = [

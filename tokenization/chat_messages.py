@@ -5,7 +5,8 @@ Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,13 +40,18 @@ _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
 # A client adds it to the system's text for its bill; it changes with every request.
 _BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
+# Fields of a message that are lists.
+_LISTS = ("content", "tool_calls")
+
+ITEMS_AT_ONCE_MAX = 500
+"""Messages and their parts that are read and rendered in some milliseconds.
+
+Templates take some 20 us for a message, however short, so a body of 1 MB may take them a second.
+"""
 
 
-class PlainMessage(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """The most common message: a role and a text, and nothing else."""
-
-    role: str
-    content: str
+class ManyItemsError(Exception):
+    """Messages have more parts than are to be rendered at once; it is no fault of theirs."""
 
 
 class MediaForm(NamedTuple):
@@ -61,9 +67,6 @@ class MediaForm(NamedTuple):
     mark: str = ""
 
 
-_PLAIN_MESSAGES = msgspec.json.Decoder(list[PlainMessage])
-
-
 def decoded(messages: object) -> object:
     """Messages that are still JSON text, decoded; others as they are. None for what is no JSON."""
     if not isinstance(messages, msgspec.Raw):
@@ -72,15 +75,6 @@ def decoded(messages: object) -> object:
         return msgspec.json.decode(messages)
     except (ValueError, RecursionError):
         return None
-
-
-def plain_messages(text: bytes) -> Sequence[PlainMessage] | None:
-    """Messages as JSON text, if each is of the most common form; None where `chat_messages` has to tell."""
-    try:
-        messages = _PLAIN_MESSAGES.decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return messages if all(_is_plain(message.role, message.content) for message in messages) else None
 
 
 def chat_messages(
@@ -108,6 +102,18 @@ def chat_messages(
     ]
 
 
+def chat_message(message: object, at: int, *, wants_parts: bool) -> dict[str, Any]:
+    """The message at a place of the list; as `chat_messages`, without media."""
+    return _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, None)
+
+
+def items_of(messages: object) -> int:
+    """Messages, their parts and their calls; also of what is not checked yet."""
+    if not isinstance(messages, list):
+        return 0
+    return len(messages) + sum(map(_inner_items, messages))
+
+
 def medium_of(part: object) -> str | None:
     """What a template calls an image, sound or film; None for any other part."""
     if not isinstance(part, dict):
@@ -124,16 +130,13 @@ def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
     if type(message) is not dict or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
-    if type(role) is not str or type(content) is not str or not _is_plain(role, content):
+    if type(role) is not str or type(content) is not str:
+        return None
+    if role == "developer" or (role == "system" and content.startswith(_BILLING)):
         return None
     if wants_parts and role != "tool":
         return {"role": role, "content": [{"type": "text", "text": content}]}
     return {"role": role, "content": content}
-
-
-def _is_plain(role: str, content: str) -> bool:
-    """Whether a message that has no more than these is shown with just these."""
-    return role != "developer" and (role != "system" or not content.startswith(_BILLING))
 
 
 def _message(message: object, where: str, wants_parts: bool, media: MediaForm | None) -> dict[str, Any]:
@@ -239,3 +242,12 @@ def _part_text(part: object, where: str) -> str | None:
     if not isinstance(text, str):
         raise PromptError(f"{where}.{name} must be a string", where)
     return text
+
+
+def _inner_items(message: Any) -> int:
+    if type(message) is not dict:
+        return 0
+    lists = [value for name in _LISTS if isinstance(value := message.get(name), list)]
+    # Another API's results have parts of their own.
+    inner = [part.get("content") for part in chain.from_iterable(lists) if type(part) is dict]
+    return sum(map(len, lists)) + sum([len(parts) for parts in inner if type(parts) is list])

@@ -12,14 +12,11 @@ from typing import Any
 
 import jinja2
 
-from tokenization.chat_messages import PlainMessage
-from tokenization.developer_role import as_system, has_developer, names_developer
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
-from tokenization.loop_form import loop_form
-from tokenization.loop_run import LoopRun, NotResumable, Rounds, Shown
+from tokenization.idle_rounds import WHILE, while_set, without_idle_rounds
+from tokenization.message_memory import MessageMemory
 from tokenization.part_loops import wants_parts
 from tokenization.template_environment import ENVIRONMENT
-from tokenization.turns import Later, Turns
 
 Message = Mapping[str, Any]
 
@@ -28,6 +25,7 @@ _TRIPS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, R
 _OPEN_MARK = f"{secrets.token_hex(16)} "
 # What the Messages API calls efforts to think.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_DEVELOPER, _SYSTEM = "developer", "system"
 
 
 class ChatTemplate:
@@ -39,7 +37,7 @@ class ChatTemplate:
 
     Attributes:
         wants_parts: Whether it loops over a message's parts.
-        has_turns: Whether it shows each message on its own.
+        messages: Checked messages, in the form that the template takes.
 
     Raises:
         TokenizerLoadError: The source is not valid Jinja.
@@ -47,17 +45,17 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = ENVIRONMENT.from_string(source)
-            self.wants_parts = wants_parts(ENVIRONMENT.parse(source))
-            self._turns = None if self.wants_parts else Turns.of(ENVIRONMENT, source)
-            self.has_turns = self._turns is not None
-            self._loop = loop_form(ENVIRONMENT, source)
+            syntax = ENVIRONMENT.parse(source)
+            self.wants_parts = wants_parts(syntax)
+            self._template = ENVIRONMENT.from_string(without_idle_rounds(syntax))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
         # Every rendering copies them, and Jinja's chain of maps is slow to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
-        self._names_developer = names_developer(source)
+        # Engines look for the role in quotes.
+        self._names_developer = '"developer"' in source or "'developer'" in source
+        self.messages = MessageMemory(wants_parts=self.wants_parts)
 
     @cached_property
     def effort_without_thinking(self) -> str:
@@ -98,23 +96,20 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message cannot both be true",
                 "continue_final_message",
             )
-        if self.moves(messages):
-            messages = as_system(messages)
+        if not self._names_developer and _DEVELOPER in [message["role"] for message in messages]:
+            messages = _as_system(messages)
         shown, last_text = _opened(messages) if continue_final_message else (messages, "")
-        options = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         variables = {
             **self._special_tokens,
-            **options,
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
             "messages": shown,
             "tools": tools,
             "documents": documents,
+            WHILE: while_set,
         }
         try:
-            text = None
-            if self._turns is not None and tools is None and documents is None and shown is messages:
-                text = self._turns.render(variables, options)
-            if text is None:
-                text = self._template.render(variables)
+            text = self._template.render(variables)
         except jinja2.TemplateError as error:
             raise PromptError(
                 f"the model's chat template refuses these messages: {error}", "messages"
@@ -125,62 +120,6 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
         return _left_open(text, last_text) if continue_final_message else text
-
-    def moves(self, messages: Sequence[Message]) -> bool:
-        """Whether messages are shown elsewhere than in their places, see `developer_role`."""
-        return not self._names_developer and has_developer(messages)
-
-    def later(
-        self, first: Message, *, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
-    ) -> Later | None:
-        """How later messages of conversations that begin with `first` are shown; None where that varies."""
-        if self._turns is None:
-            return None
-        options = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        variables = {**self._special_tokens, **options, "tools": None, "documents": None}
-        return self._turns.later(variables, options, first)
-
-    def render_later(self, messages: Sequence[Message], shown: Later) -> str | None:
-        """What stands in the place of messages behind the first; None where `render` has to be asked."""
-        assert self._turns is not None
-        if self.moves(messages):
-            return None
-        try:
-            return self._turns.render_later(messages, shown)
-        except (jinja2.TemplateError, *_TRIPS):
-            return None
-
-    def render_plain(self, messages: Sequence[PlainMessage], shown: Later) -> str | None:
-        """As `render_later`, at less cost; None where that has to be asked."""
-        assert self._turns is not None
-        try:
-            return self._turns.render_plain(messages, shown)
-        except (jinja2.TemplateError, *_TRIPS):
-            return None
-
-    def resume(
-        self, messages: Sequence[Message], known: Rounds | None, options: Mapping[str, Any]
-    ) -> Shown | None:
-        """Renders all but the rounds that are known; None where `render` has to be asked.
-
-        Args:
-            messages: All, those of the known rounds the very same objects.
-            options: The other arguments of `render`.
-        """
-        if self._loop is None or options["continue_final_message"] or self.moves(messages):
-            return None
-        variables = {
-            **self._special_tokens,
-            **options["template_kwargs"],
-            "add_generation_prompt": options["add_generation_prompt"],
-            "messages": messages,
-            "tools": options["tools"],
-            "documents": options["documents"],
-        }
-        try:
-            return LoopRun(self._loop, messages, known).show(variables)
-        except (NotResumable, jinja2.TemplateError, *_TRIPS):
-            return None
 
     def _probe(self, effort: str) -> str | None:
         """What a short prompt with this effort looks like; None where the template refuses it."""
@@ -216,3 +155,29 @@ def _left_open(text: str, last_text: str) -> str:
         )
     # A template that trims its messages has taken the mark's space, and would have taken the text's.
     return text[:at] if text.startswith(_OPEN_MARK, at) else text[:at].rstrip()
+
+
+def _as_system(messages: Sequence[Message]) -> list[Message]:
+    """Messages for a template that does not know the role `developer`, as vLLM's server turns them.
+
+    Every developer's message becomes the system's, and all of the system's become one, in front.
+    """
+    turned = [_turned(message) for message in messages]
+    system = [message for message in turned if message["role"] == _SYSTEM]
+    if system == turned[:1]:
+        return turned
+    texts = [text for message in system if (text := _text(message.get("content")))]
+    others = [message for message in turned if message["role"] != _SYSTEM]
+    return [{"role": _SYSTEM, "content": "\n\n".join(texts)}, *others]
+
+
+def _turned(message: Message) -> Message:
+    if message["role"] != _DEVELOPER:
+        return message
+    return {**{name: value for name, value in message.items() if name != "tools"}, "role": _SYSTEM}
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join([part["text"] for part in content if "text" in part])
+    return content if isinstance(content, str) else ""

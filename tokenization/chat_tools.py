@@ -7,11 +7,8 @@ it is that of vLLM's own types, whatever the client's was. Knows no messages, te
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from tokenization.errors import PromptError, UnsupportedPromptError
 
@@ -23,27 +20,8 @@ _OWN_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _OPTIONAL_FIELDS = ("strict", "defer_loading")
 
 
-# What such calls are called in JSON text. Unknown to clients: no body holds it.
-_IN_ORDER = secrets.token_hex(16)
-
-
 class CallsInOrder(list[Any]):
     """Calls whose fields stand as vLLM shows them, where that is not the order of a chat's calls."""
-
-
-def messages_text(messages: Sequence[Mapping[str, Any]]) -> msgspec.Raw:
-    """Messages that another API's became, as the JSON text that `chat_messages` reads: known by its bytes.
-
-    Raises:
-        RecursionError, TypeError, ValueError: There is no JSON for them.
-    """
-    marked = [
-        {**message, "tool_calls": {_IN_ORDER: calls}}
-        if isinstance(calls := message.get("tool_calls"), CallsInOrder)
-        else message
-        for message in messages
-    ]
-    return msgspec.Raw(msgspec.json.encode(marked))
 
 
 def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
@@ -72,8 +50,6 @@ def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     Raises:
         PromptError: `calls` is no list of calls of functions.
     """
-    if isinstance(calls, dict) and _IN_ORDER in calls:
-        calls = CallsInOrder(calls[_IN_ORDER])
     if not isinstance(calls, list):
         raise PromptError(f"{where} must be a list", where)
     known = []

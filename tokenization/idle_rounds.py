@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.utils import Namespace
 
 WHILE = "kvroute_while"
-"""`while_set`, as the rewritten template calls it."""
+"""`while_set`, as rewritten templates call it."""
 
 # What a round may work out before it asks: none of it fails or changes anything.
 _HARMLESS = (nodes.Name, nodes.Const, nodes.Getattr, nodes.Filter, nodes.Sub, nodes.Add)
@@ -29,6 +29,12 @@ def _while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterator[Any]
         if not getattr(namespace, flag, True):
             return
         yield item
+
+
+def without_idle_rounds(template: nodes.Template) -> nodes.Template:
+    """The template with outermost loops that end where nothing can come of their rounds any more."""
+    template.body = [stopping(node) if isinstance(node, nodes.For) else node for node in template.body]
+    return template
 
 
 def stopping(loop: nodes.For) -> nodes.For:
@@ -52,7 +58,7 @@ def stopping(loop: nodes.For) -> nodes.For:
         return loop
     arguments = [loop.iter, flag.node, nodes.Const(flag.attr)]
     items = nodes.Call(nodes.Name(WHILE, "load"), arguments, [], None, None)
-    return nodes.For(loop.target, items, loop.body, [], None, False)
+    return nodes.For(loop.target, items, loop.body, [], None, False, lineno=loop.lineno)
 
 
 def _first_asked(test: nodes.Node) -> nodes.Node:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenization.fast_encoder import TokenIds
 from tokenization.image_headers import ImageSize
-from tokenization.segment_memory import TokenIds
 
 _ASPECT_MAX = 200
 

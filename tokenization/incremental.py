@@ -5,12 +5,46 @@ Knows only `decode` and the texts of single ids; knows nothing of requests or st
 
 from __future__ import annotations
 
-from tokenization.own_texts import REPLACEMENT
-from tokenization.tokenizer import PromptTokenizer
+from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+
+if TYPE_CHECKING:
+    from tokenization.tokenizer import PromptTokenizer
+
+_REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes in UTF-8 and a token at least one: it spans at most 4 tokens.
 _CHARACTER_TOKENS_MAX = 4
 _CONTEXT_TOKENS_MAX = 8
+
+
+class OwnTexts(dict[int, str | None]):
+    """Texts that single ids add wherever they stand; None for an id that may hold a part of a character.
+
+    Remembered, because generation asks with every token; as many entries as a model has ids.
+
+    Args:
+        tokenizer: Its decoder is `ByteLevel`.
+        skip_special_tokens: Whether special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+        own = self[token_id] = None if _REPLACEMENT in text else text
+        return own
+
+
+def own_texts(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> OwnTexts | None:
+    """What single ids mean; None where that depends on the ids around them."""
+    if not isinstance(tokenizer.decoder, ByteLevel):
+        return None
+    return OwnTexts(tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class IncrementalDecoder:
@@ -58,7 +92,7 @@ class IncrementalDecoder:
         before = self._context_text
         final = self._decode(self._context + self._pending[:cut])
         if held == 0:
-            if final.endswith(REPLACEMENT):
+            if final.endswith(_REPLACEMENT):
                 return None
         elif cut == 0 or len(self._pending) <= _CHARACTER_TOKENS_MAX:
             return None

@@ -23,8 +23,6 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tokenization.loop_run import LoopItems
-
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 # Of methods, those that change nothing and run no format, which the sandbox lets through as they are.
 _DICT_METHODS = frozenset({"get", "items", "keys", "values"})
@@ -68,9 +66,6 @@ class _Environment(ImmutableSandboxedEnvironment):
             if attribute in _STR_METHODS:
                 return getattr(obj, attribute)
         elif kind is LoopContext:
-            items = obj._iterable
-            if type(items) is LoopItems:
-                return items.place(obj, attribute)
             if attribute in _LOOP_PLACES:
                 return getattr(obj, attribute)
         elif kind is Namespace and attribute[:1] != "_":

@@ -11,29 +11,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
-from tokenization.beginnings import Remembered
 from tokenization.chat_template import ChatTemplate, Message
-from tokenization.conversations import Conversation, Conversations
+from tokenization.encoder import TextEncoder
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
+from tokenization.fast_encoder import EncodingFacts, TokenIds
 from tokenization.image_families import ImageFiles, image_rule
 from tokenization.image_rules import ImageRule
-from tokenization.message_ends import MessagesEnd
+from tokenization.incremental import OwnTexts, own_texts
 from tokenization.mistral_files import mistral_form
-from tokenization.own_texts import OwnTexts, own_texts
-from tokenization.resumed import ResumedConversation, ResumedConversations
-from tokenization.segments import Encoding, SegmentEncoder
 from tokenization.template_files import TemplateSources, template_sources
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
-CONVERSATIONS_BYTES = 256 << 20
-"""Most memory for what is known of conversations with one chat template, if nothing else is wanted."""
-
-_SEGMENTS_BYTES = 64 << 20
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -74,15 +66,7 @@ class PromptTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
-        self._segments = SegmentEncoder(tokenizer, _SEGMENTS_BYTES)
-        self._conversations = (
-            Conversations(chat_template, self._segments, CONVERSATIONS_BYTES) if chat_template else None
-        )
-        self._resumed = {
-            template: ResumedConversations(template, self._segments, CONVERSATIONS_BYTES)
-            for template in (chat_template, tool_template)
-            if template is not None
-        }
+        self._encoder = TextEncoder(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
@@ -124,17 +108,10 @@ class PromptTokenizer:
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
-    def bound_conversations(self, capacity_bytes: int) -> None:
-        """Sets how much memory each chat template has for what is known of its conversations."""
-        if self._conversations is not None:
-            self._conversations.beginnings.bound(capacity_bytes)
-        for resumed in self._resumed.values():
-            resumed.beginnings.bound(capacity_bytes)
-
     @property
     def affix_tokens(self) -> tuple[int, int]:
         """How many tokens `add_special_tokens` adds before and behind a text."""
-        return self._segments.affix_tokens
+        return self._encoder.affix_tokens
 
     @property
     def is_library_known(self) -> bool:
@@ -142,58 +119,35 @@ class PromptTokenizer:
         return self._read_otherwise is None
 
     @property
-    def resumed(self) -> tuple[int, int]:
-        """How often a conversation was rendered from its new messages on, and how often wrongly."""
-        uses = sum(template.uses for template in self._resumed.values())
-        return uses, sum(template.faults for template in self._resumed.values())
-
-    @property
-    def remembered(self) -> Remembered:
-        """What is remembered of conversations, with all templates together."""
-        memories = [resumed.beginnings.remembered for resumed in self._resumed.values()]
-        if self._conversations is not None:
-            memories.append(self._conversations.beginnings.remembered)
-        return Remembered(*map(sum, zip(*memories, strict=True))) if memories else Remembered(0, 0, 0, 0)
+    def encoding_facts(self) -> EncodingFacts:
+        """How texts are encoded so far."""
+        return self._encoder.facts
 
     def closed_prefix(self, text: str) -> str:
         """The part of a text whose ids are the same whatever follows it."""
-        return self._segments.closed_prefix(text)
+        return self._encoder.closed_prefix(text)
 
     def template_for(self, tools: object) -> ChatTemplate | None:
         """The template of chats with these tools (None: without any); None where there is none."""
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
-    def begin(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        """Looks up what is remembered of a text; `Encoding.ids` encodes the rest.
+    def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Encodes text.
 
         Args:
             text: Any text.
             add_special_tokens: Adds what the model expects around it (a BOS token, say).
 
         Raises:
-            UnsupportedPromptError: The engines do not read this text by `tokenizer.json`.
+            UnsupportedPromptError: The engines do not read this text by `tokenizer.json`, or it is none.
         """
         if self._read_otherwise is not None and self._read_otherwise.search(text):
             raise UnsupportedPromptError("this model's engines read this text by mistral-common", "prompt")
-        return self._segments.begin(text, add_special_tokens=add_special_tokens)
-
-    def conversation(
-        self, messages: msgspec.Raw, options: Mapping[str, Any], ends: Sequence[MessagesEnd] = ()
-    ) -> Conversation | ResumedConversation | None:
-        """Messages as JSON text, whose beginning may be known; None where only `render_chat` can tell.
-
-        Args:
-            options: The arguments of `render_chat`, all of them.
-            ends: Of the messages, the longest first; none where they are not known.
-        """
-        turns, template = self._conversations, self.template_for(options["tools"])
-        if turns is None or template is None:
-            return None
-        return turns.open(messages, options, ends) or self._resumed[template].open(messages, options, ends)
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes text at once; arguments as for `begin`."""
-        ids: list[int] = self.begin(text, add_special_tokens=add_special_tokens).ids().tolist()
+        """Encodes text to a list; as `token_ids`."""
+        ids: list[int] = self.token_ids(text, add_special_tokens=add_special_tokens).tolist()
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -215,14 +169,7 @@ class PromptTokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
         """Renders messages with the model's template; arguments as for `ChatTemplate.render`.
 
@@ -232,33 +179,7 @@ class PromptTokenizer:
         template = self.template_for(tools)
         if template is None:
             raise UnsupportedPromptError("this model has no chat template; use /v1/completions", "messages")
-        return template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            documents=documents,
-            template_kwargs=template_kwargs,
-        )
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Renders and encodes; the template writes the special tokens itself, so none are added."""
-        text = self.render_chat(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return template.render(messages, tools=tools, **options)
 
 
 def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenization.errors import PromptError, UnsupportedPromptError
-from tokenization.segment_memory import TokenIds
+from tokenization.fast_encoder import TokenIds
 
 _FIELD = "truncate_prompt_tokens"
 _TO_CONTEXT = -1

@@ -286,7 +286,6 @@ class WatchStream:
                 _log.debug("watch of %s: %s", self._plural, error)
 
     def close(self) -> None:
-        """Lets the connection go."""
         self._response.close()
         self._response.release_conn()
 

@@ -1,11 +1,15 @@
-"""What discovery in Kubernetes is told; values only."""
+"""What discovery in Kubernetes is told: its flags in, one checked KubeConfig out."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from indexer.config import DEFAULT_EVENTS_PORT
+from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
+from router.errors import ConfigError
+from router.flags import flag, port, positive_duration, said
+from router.kube.selector import checked_selector
 
 POOL_GROUP = "inference.networking.k8s.io"
 OLD_GROUP = "inference.networking.x-k8s.io"
@@ -18,30 +22,125 @@ PORTS_MAX = 8
 """Target ports of a pool."""
 
 
+_PORT_MAX = 65_535 - RANKS_MAX
+
+
+def _selector(text: str) -> str:
+    try:
+        return checked_selector(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    ports = tuple(port(item.strip()) for item in text.split(","))
+    if len(set(ports)) != len(ports) or len(ports) > PORTS_MAX or not all(ports):
+        raise argparse.ArgumentTypeError(f"must be 1 to {PORTS_MAX} different ports, not {text!r}")
+    return ports
+
+
+def _engine_port(text: str) -> int:
+    number = port(text)
+    if number > _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, so that there is room for ranks")
+    return number
+
+
+_GROUP = "pods in Kubernetes"
+
+
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
     """Where pods are found.
 
     Attributes:
-        pool: Name of the InferencePool; "": pods are found by `selector`.
-        pool_group: API group of the pool.
-        namespace: Of the pool and its pods; "": see `KubeClient.namespace`.
-        selector: Label selector of the pods where there is no pool.
-        target_ports: Serving ports of these pods.
-        events_port: Where engines publish that do not tell; + 1 for each further target port.
-        replay_port: Where they answer replays; 0: nowhere.
+        pool: "": pods are found by `selector`.
         events_bind: Whether pods may connect to us instead.
-        kubeconfig: None: the pod's service account, else the user's own.
-        deadline_s: A watch that is silent for so long is taken for dead.
     """
 
-    pool: str = ""
-    pool_group: str = POOL_GROUP
-    namespace: str = ""
-    selector: str = ""
-    target_ports: tuple[int, ...] = ()
-    events_port: int = DEFAULT_EVENTS_PORT
-    replay_port: int = DEFAULT_EVENTS_PORT + 1
+    pool: str = flag(
+        _GROUP,
+        "--pool-name",
+        str,
+        "",
+        "InferencePool whose pods are used; with file discovery its name",
+        metavar="NAME",
+    )
+    pool_group: str = flag(
+        _GROUP,
+        "--pool-group",
+        str,
+        POOL_GROUP,
+        "API group of the InferencePool (default: %(default)s)",
+        choices=tuple(POOL_VERSIONS),
+        metavar=None,
+    )
+    namespace: str = flag(
+        _GROUP,
+        "--pool-namespace",
+        str,
+        "",
+        "of the pool and its pods (default: POD_NAMESPACE, else that of the credentials)",
+        metavar="NAMESPACE",
+    )
+    selector: str = flag(
+        _GROUP,
+        "--endpoint-selector",
+        _selector,
+        "",
+        'label selector of the pods where there is no InferencePool: "app=x,role in (a,b)"',
+        metavar="SELECTOR",
+    )
+    target_ports: tuple[int, ...] = flag(
+        _GROUP,
+        "--endpoint-target-ports",
+        _ports,
+        (),
+        f"serving ports of these pods, at most {PORTS_MAX}",
+        metavar="PORT[,PORT]",
+    )
+    events_port: int = flag(
+        _GROUP,
+        "--kv-events-port",
+        _engine_port,
+        DEFAULT_EVENTS_PORT,
+        "where engines publish KV events, + 1 for each further target port; pods may be annotated otherwise",
+    )
+    replay_port: int = flag(
+        _GROUP,
+        "--kv-replay-port",
+        _engine_port,
+        DEFAULT_EVENTS_PORT + 1,
+        "where they answer replays; 0: nowhere",
+    )
     events_bind: bool = False
-    kubeconfig: Path | None = None
-    deadline_s: float = 300.0
+    kubeconfig: Path | None = flag(
+        _GROUP,
+        "--kubeconfig",
+        Path,
+        None,
+        "credentials (default: the pod's service account, else ~/.kube/config)",
+        metavar="PATH",
+    )
+    deadline_s: float = flag(
+        _GROUP,
+        "--kube-deadline",
+        positive_duration,
+        300.0,
+        "a watch that is silent for so long is taken for dead (default: 5m)",
+        metavar="DURATION",
+    )
+
+
+def kube_config(flags: argparse.Namespace) -> KubeConfig | None:
+    """What the flags say; None where pods are not found in Kubernetes.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    config = KubeConfig(**said(KubeConfig, flags), events_bind=flags.events_bind is not None)
+    if config.pool and config.selector:
+        raise ConfigError("give either --pool-name or --endpoint-selector")
+    if bool(config.selector) != bool(config.target_ports):
+        raise ConfigError("--endpoint-selector and --endpoint-target-ports go together; a pool has its own")
+    return config if config.pool or config.selector else None

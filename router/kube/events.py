@@ -12,10 +12,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Condition, Thread
 from typing import Any
+
+import msgspec
 
 from router.errors import ClusterError
 from router.kube.client import KubeClient
@@ -30,26 +31,14 @@ _STOP_S = 2.0
 _REFUSALS = (400, 401, 403, 404, 422)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The object that Events are about."""
+class Subject(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """The object that Events are about, as an Event's involvedObject."""
 
     api_version: str
     kind: str
     namespace: str
     name: str
-    uid: str
-
-    def reference(self) -> dict[str, str]:
-        """As an Event's involvedObject."""
-        known = {
-            "apiVersion": self.api_version,
-            "kind": self.kind,
-            "namespace": self.namespace,
-            "name": self.name,
-            "uid": self.uid,
-        }
-        return {key: value for key, value in known.items() if value}
+    uid: str = ""
 
 
 class EventPoster:
@@ -71,14 +60,12 @@ class EventPoster:
         self._now = now
         self._refused = False
         self._wake = Condition()
-        self._waiting: dict[Reason, str] = {}
-        # Monotonic time of the next try, of reasons whose last try failed.
-        self._retry_s: dict[Reason, float] = {}
+        # The newest message, and the monotonic time of its next try.
+        self._waiting: dict[Reason, tuple[str, float]] = {}
         self._closing = False
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -93,10 +80,10 @@ class EventPoster:
         """Has an Event posted; "" when the problem is over. Never blocks."""
         with self._wake:
             if message:
-                self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
+                _, due_s = self._waiting.get(reason, ("", 0.0))
+                self._waiting[reason] = message[:_MESSAGE_CHARS_MAX], due_s
             else:
                 self._waiting.pop(reason, None)
-                self._retry_s.pop(reason, None)
             self._wake.notify_all()
 
     def _run(self) -> None:
@@ -114,22 +101,24 @@ class EventPoster:
             except Exception:
                 _log.exception("Event %s", reason)
             with self._wake:
-                if retry_s and reason in self._waiting:
-                    self._retry_s[reason] = retry_s
-                elif self._waiting.get(reason) == message:
+                newest, _ = self._waiting.get(reason, ("", 0.0))
+                if retry_s and newest:
+                    self._waiting[reason] = newest, retry_s
+                elif newest == message:
                     del self._waiting[reason]
-                    self._retry_s.pop(reason, None)
 
     def _next(self) -> tuple[Reason, str] | None:
         """Wait for a message that is due, and return it; None once closing."""
         with self._wake:
             while not self._closing:
-                now_s = time.monotonic()
-                due_s = {reason: self._retry_s.get(reason, now_s) for reason in self._waiting}
-                reason = min(due_s, key=due_s.__getitem__, default=None)
-                if reason is not None and due_s[reason] <= now_s:
-                    return reason, self._waiting[reason]
-                self._wake.wait(None if reason is None else due_s[reason] - now_s)
+                next_one = min(self._waiting.items(), key=lambda item: item[1][1], default=None)
+                if next_one is None:
+                    self._wake.wait()
+                    continue
+                reason, (message, due_s) = next_one
+                if (left_s := due_s - time.monotonic()) <= 0.0:
+                    return reason, message
+                self._wake.wait(left_s)
         return None
 
     def _post(self, reason: Reason, message: str) -> None:
@@ -145,7 +134,7 @@ class EventPoster:
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": subject.namespace},
-            "involvedObject": subject.reference(),
+            "involvedObject": msgspec.to_builtins(subject),
             "reason": str(reason),
             "message": message,
             "type": "Warning",

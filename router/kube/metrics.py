@@ -29,7 +29,6 @@ class WatchCollector(Collector):
         self._now_s = now_s
 
     def collect(self) -> Iterable[Metric]:
-        """Reads them."""
         lists = CounterMetricFamily(
             _OURS + "lists", "Full lists, by what was listed and why.", labels=["kind", "reason"]
         )

@@ -12,13 +12,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cachetools import LRUCache
 
 from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
+
+if TYPE_CHECKING:
+    from router.kube.client import KubeClient
 
 _log = logging.getLogger(__name__)
 
@@ -27,17 +30,6 @@ _TOKEN_CHARS_MAX = 16_384
 _KEPT = 1024
 # As long as the reference's library keeps them.
 _KEPT_IF_ALLOWED_S, _KEPT_IF_NOT_S = 60.0, 10.0
-
-
-class Reviewer(Protocol):
-    """Asks the API server; see `KubeClient`."""
-
-    def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
-        """The object of this kind ("TokenReview", "SubjectAccessReview") with its status, as JSON.
-
-        Raises:
-            ClusterError: It is refused, or there is no answer.
-        """
 
 
 class _User(msgspec.Struct):
@@ -60,7 +52,7 @@ class _Review(msgspec.Struct):
 class MetricsAuth:
     """Decides for each request; safe to share between threads."""
 
-    def __init__(self, reviewer: Reviewer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reviewer: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._reviewer = reviewer
         self._clock = clock
         # By path and digest of the token: the answer, and until when it holds.

@@ -1,13 +1,12 @@
-"""The objects of one kind as the API server tells them: lists and watch events in, objects by name out.
+"""Cache of one kind's objects: lists and watch events in, objects by name out.
 
-Versions are opaque: what does not fit to what is held is a doubt, after which the whole is listed again.
-Objects that cannot be read are held as such, so that what follows about them is understood. Pure.
+Events are applied as client-go's cache does: what is added or modified replaces what has that name. Objects
+that cannot be read are held as problems, so that what follows about them is understood. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from msgspec import Raw
@@ -18,49 +17,64 @@ _T = TypeVar("_T")
 
 _ADDED, _MODIFIED, _DELETED, _BOOKMARK = "ADDED", "MODIFIED", "DELETED", "BOOKMARK"
 _PROBLEM_CHARS_MAX = 200
-_VERSION_DIGITS_MAX = 20
 
 
-class DoubtError(Exception):
-    """An event that contradicts what is held; the message says how."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held(Generic[_T]):
-    uid: str
-    version: str
-    value: _T | None
-    problem: str = ""
+class RelistError(Exception):
+    """An event after which the whole must be listed again; the message says why."""
 
 
 class Listing(Generic[_T]):
-    """A list that is being read.
+    """Objects by name, as many as there is room for.
 
     Attributes:
-        held: What was read, by name.
-        nameless: Objects without usable metadata.
+        objects: Those that could be read.
+        problems: By name, what is wrong with those that could not.
+        nameless: How many had no usable metadata.
         left_out: Objects for which there was no room.
     """
 
     def __init__(self, kind: type[_T], capacity: int) -> None:
-        self.held: dict[str, _Held[_T]] = {}
+        self.objects: dict[str, _T] = {}
+        self.problems: dict[str, str] = {}
         self.nameless = 0
         self.left_out = 0
         self._kind = kind
         self._capacity = capacity
 
     def add(self, items: Iterable[Raw]) -> None:
-        """Reads a page."""
         for item in items:
             try:
-                name, told = _read_held(item, self._kind)
+                self.put(read(item, Head).metadata.name, item)
             except BadObjectError:
                 self.nameless += 1
-                continue
-            if len(self.held) < self._capacity or name in self.held:
-                self.held[name] = told
-            else:
-                self.left_out += 1
+
+    def put(self, name: str, data: Raw) -> None:
+        """Take an object in the place of what has its name."""
+        if name not in self and len(self.objects) + len(self.problems) >= self._capacity:
+            self.left_out += 1
+            return
+        try:
+            self.objects[name] = read(data, self._kind)
+            self.problems.pop(name, None)
+        except BadObjectError as error:
+            self.problems[name] = str(error)[:_PROBLEM_CHARS_MAX]
+            self.objects.pop(name, None)
+
+    def pop(self, name: str) -> bool:
+        """Remove an object; return whether it was there."""
+        is_known = name in self
+        self.objects.pop(name, None)
+        self.problems.pop(name, None)
+        return is_known
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.objects or name in self.problems
+
+    def copy(self) -> Listing[_T]:
+        copied = Listing(self._kind, self._capacity)
+        copied.objects, copied.problems = self.objects.copy(), self.problems.copy()
+        copied.nameless, copied.left_out = self.nameless, self.left_out
+        return copied
 
 
 class Mirror(Generic[_T]):
@@ -72,31 +86,31 @@ class Mirror(Generic[_T]):
 
     Attributes:
         version: Where a watch goes on from.
-        left_out: Objects for which there was no room in the last list.
     """
 
     def __init__(self, kind: type[_T], capacity: int) -> None:
         self.version = ""
-        self.left_out = 0
         self._kind = kind
         self._capacity = capacity
-        self._held: dict[str, _Held[_T]] = {}
-        self._nameless = 0
-        self._objects: Mapping[str, _T] = {}
-        self._problems: Mapping[str, str] = {}
+        self._held = self.listing()
 
     @property
     def objects(self) -> Mapping[str, _T]:
         """All that could be read, by name."""
-        return self._objects
+        return self._held.objects
 
     @property
     def problems(self) -> Mapping[str, str]:
         """By name, what is wrong with those that could not; "" stands for all that have no name."""
-        return self._problems
+        held = self._held
+        nameless = {"": f"{held.nameless} without usable metadata"} if held.nameless else {}
+        return held.problems | nameless
+
+    @property
+    def left_out(self) -> int:
+        return self._held.left_out
 
     def clear(self) -> None:
-        """Forgets all."""
         self.replace(self.listing(), "")
 
     def listing(self) -> Listing[_T]:
@@ -104,80 +118,27 @@ class Mirror(Generic[_T]):
         return Listing(self._kind, self._capacity)
 
     def replace(self, listing: Listing[_T], version: str) -> None:
-        """Takes a whole list, at once."""
-        self._held, self._nameless = dict(listing.held), listing.nameless
-        self.version, self.left_out = version, listing.left_out
-        self._publish()
+        self._held, self.version = listing, version
 
     def apply(self, event: WatchEvent) -> bool:
-        """Takes one event; answers whether anything changed.
+        """Take one event; return whether objects may have changed.
 
         Raises:
-            DoubtError: It does not fit to what is held.
+            RelistError: It cannot be read, or makes room for objects that were left out.
         """
-        if event.type == _BOOKMARK:
-            self._move_to(_read_or_doubt(event.object, Bookmark).metadata.resource_version)
-            return False
-        if event.type not in (_ADDED, _MODIFIED, _DELETED):
-            raise DoubtError(f"unknown event {event.type[:20]!r}")
         try:
-            name, told = _read_held(event.object, self._kind)
+            if event.type == _BOOKMARK:
+                self.version = read(event.object, Bookmark).metadata.resource_version or self.version
+                return False
+            metadata = read(event.object, Head).metadata
         except BadObjectError as error:
-            raise DoubtError(f"an object without usable metadata: {error}") from error
-        known = self._held.get(name)
-        if event.type == _ADDED:
-            if known is not None and (known.uid, known.version) != (told.uid, told.version):
-                raise DoubtError(f"{name} was added though it is there")
-            if known is None and len(self._held) >= self._capacity:
-                raise DoubtError(f"there is no room for {name}")
-        elif known is None:
-            raise DoubtError(f"{name} was {event.type.lower()} and is not known")
-        elif known.uid != told.uid:
-            raise DoubtError(f"{name} was {event.type.lower()}, but it is another of that name that is known")
-        self._move_to(told.version)
-        if event.type == _DELETED:
-            del self._held[name]
-        elif known is not None and known.version == told.version:
-            return False
-        else:
-            self._held[name] = told
-        self._publish()
+            raise RelistError(f"a {event.type[:20]!r} that cannot be read: {error}") from error
+        if event.type not in (_ADDED, _MODIFIED, _DELETED):
+            raise RelistError(f"unknown event {event.type[:20]!r}")
+        held = self._held.copy()
+        if event.type != _DELETED:
+            held.put(metadata.name, event.object)
+        elif held.pop(metadata.name) and held.left_out:
+            raise RelistError("there is room for objects that were left out")
+        self.replace(held, metadata.resource_version or self.version)
         return True
-
-    def _move_to(self, version: str) -> None:
-        # Not for ordering, which is the server's: numbers that run backwards are only a reason to ask again.
-        if _is_number(version) and _is_number(self.version) and int(version) < int(self.version):
-            raise DoubtError(f"version {version} came after {self.version}")
-        self.version = version or self.version
-
-    def _publish(self) -> None:
-        self._objects = {name: held.value for name, held in self._held.items() if held.value is not None}
-        problems = {name: held.problem for name, held in self._held.items() if held.problem}
-        if self._nameless:
-            problems[""] = f"{self._nameless} without usable metadata"
-        self._problems = problems
-
-
-def _read_held(data: Raw, kind: type[_T]) -> tuple[str, _Held[_T]]:
-    metadata = read(data, Head).metadata
-    try:
-        value, problem = read(data, kind), ""
-    except BadObjectError as error:
-        value, problem = None, str(error)[:_PROBLEM_CHARS_MAX]
-    return metadata.name, _Held(metadata.uid, metadata.resource_version, value, problem)
-
-
-def _is_number(version: str) -> bool:
-    return version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX
-
-
-def _read_or_doubt(data: Raw, kind: type[_T]) -> _T:
-    """Reads what a watch sent.
-
-    Raises:
-        DoubtError: It cannot be read.
-    """
-    try:
-        return read(data, kind)
-    except BadObjectError as error:
-        raise DoubtError(str(error)) from error

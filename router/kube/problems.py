@@ -80,7 +80,6 @@ class Problems:
         self._gauges = {reason: gauge.labels(reason) for reason in Reason}
 
     def see(self, found: Mapping[Reason, str], now_s: float) -> None:
-        """Takes all problems that there are now."""
         current = {}
         for reason, detail in found.items():
             known = self.current.get(reason)

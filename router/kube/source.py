@@ -98,7 +98,6 @@ class KubeSource:
         registry.register(WatchCollector(self._watches))
 
     def start(self, news: Callable[[], None]) -> None:
-        """See `PodsSource.start`."""
         self._news = news
         config, namespace = self._config, self._namespace
         if config.pool:
@@ -121,13 +120,11 @@ class KubeSource:
         self._poster.start()
 
     def close(self) -> None:
-        """See `PodsSource.close`."""
         for watch in self._watches.values():
             watch.close()
         self._poster.close()
 
     def changed(self) -> tuple[PodEntry, ...] | None:
-        """See `PodsSource.changed`."""
         rules = self._rules()
         if rules is None:
             entries: tuple[PodEntry, ...] = ()
@@ -144,7 +141,6 @@ class KubeSource:
         return entries
 
     def waits_for(self) -> Sequence[str]:
-        """See `PodsSource.waits_for`."""
         missing = []
         if self._config.pool and self._pool is None:
             missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
@@ -153,7 +149,6 @@ class KubeSource:
         return missing
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        """See `PodsSource.look`."""
         errors = {
             name: watch.state.error for name, watch in self._watches.items() if watch.state.error is not None
         }
@@ -179,7 +174,6 @@ class KubeSource:
         self._problems.see(self._diagnosis.problems(found, pods, engines, now_s), now_s)
 
     def shown(self, now_s: float) -> Any:
-        """See `PodsSource.shown`."""
         pool, rules = self._pool, self._rules()
         return {
             "source": "kubernetes",

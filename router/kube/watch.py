@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from router.errors import ClusterError
 from router.kube.client import Kind, KubeClient, WatchStream
-from router.kube.mirror import DoubtError, Listing, Mirror
+from router.kube.mirror import Listing, Mirror, RelistError
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,6 @@ class Reflector(Generic[_T]):
         self._thread = Thread(target=self._run, name=f"kube-{name}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -141,7 +140,7 @@ class Reflector(Generic[_T]):
                     if kind is not kinds[0]:
                         break
                 why = "ended"
-            except (ClusterError, DoubtError) as error:
+            except (ClusterError, RelistError) as error:
                 if not self._current(turn):
                     why = "asked"
                     continue
@@ -216,13 +215,10 @@ class Reflector(Generic[_T]):
 
     def _failed(self, error: Exception) -> str:
         """Notes why, and answers it in a word."""
-        if isinstance(error, DoubtError):
+        is_gone = isinstance(error, ClusterError) and error.status == _GONE
+        if is_gone or not isinstance(error, ClusterError):
             _log.info("%s are listed again: %s", self.name, error)
-            return "doubt"
-        assert isinstance(error, ClusterError)
-        if error.status == _GONE:
-            _log.info("%s are listed again: %s", self.name, error)
-            return "gone"
+            return "gone" if is_gone else "failed"
         if error.status not in _KEEPS_CREDENTIALS:
             try:
                 self._client.renew()

@@ -31,7 +31,6 @@ class PrefixMatch(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Matched share of the prompt, 0..1."""
         return self.blocks / self.total_blocks if self.total_blocks else 0.0
 
 

@@ -6,19 +6,20 @@ max-score picker, and producers for whatever is consumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from router.attribute_reporter import TYPE as REPORTER
-from router.config_fields import Fields
-from router.config_file import PickerConfig, PluginEntry, ProfileEntry, Reference
+from router.config_fields import Settings, Text
+from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, WeightedReference
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
 from router.plugins.api import Filter, Observer, Picker, Scorer, Stateful
-from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PrefixScorer
+from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY, PrefixScorer
 from router.plugins.catalogue import INSTEAD, MAKERS, known_types, make
 from router.plugins.deciders import Decider
 from router.plugins.handlers import Disaggregated, ProfileHandler, SingleProfile
@@ -33,38 +34,75 @@ from router.plugins.producers import (
     SessionIdProducer,
 )
 from router.plugins.profiles import Profile, WeightedScorer
+from router.producer_settings import MetricsSettings, TokenSettings
 
 _SINGLE, _DISAGG, _PD = "single-profile-handler", "disagg-profile-handler", "pd-profile-handler"
 _HANDLERS = (_SINGLE, _DISAGG, _PD)
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
 
 
-def _agent_identity(parameters: Fields) -> AttributeProducer:
-    parameters.only()
-    return AgentIdentity()
-
-
-_ATTRIBUTES: Mapping[str, Callable[[Fields], AttributeProducer]] = {
-    "agent-identity": _agent_identity,
-    "session-id-producer": SessionIdProducer.read,
+_ATTRIBUTES: Mapping[str, type[AgentIdentity | SessionIdProducer]] = {
+    "agent-identity": AgentIdentity,
+    "session-id-producer": SessionIdProducer,
 }
+
+
+class _InflightLoad(Settings):
+    add_estimated_output_tokens: bool = False
+    sync_cross_replica_state: Any = None
+
+    def __post_init__(self) -> None:
+        if self.add_estimated_output_tokens:
+            raise ValueError("addEstimatedOutputTokens: is not understood; prompt tokens count alone")
+
+
+class _PrefillHeader(Settings):
+    prefill_profile: Any = None
+
+
 # Part of the router whether they are named or not; what they may be told is checked and has no effect here.
-_BUILT_IN: Mapping[str, tuple[str, ...]] = {
-    "file-discovery": ("path", "watchFile"),
-    "core-metrics-extractor": (),
-    "models-data-source": (),
-    "models-extractor": (),
-    "endpoint-notification-source": (),
-    "destination-endpoint-served-verifier": (),
-    "inflight-load-producer": ("addEstimatedOutputTokens", "syncCrossReplicaState"),
+_BUILT_IN: Mapping[str, type[Settings]] = {
+    "file-discovery": DiscoverySettings,
+    "core-metrics-extractor": Settings,
+    "models-data-source": Settings,
+    "models-extractor": Settings,
+    "endpoint-notification-source": Settings,
+    "destination-endpoint-served-verifier": Settings,
+    "inflight-load-producer": _InflightLoad,
     # What these say is settings of the router's, which are read before any plugin is made.
-    "metrics-data-source": ("scheme", "path", "insecureSkipVerify", "interval"),
-    "token-producer": ("modelName", "vllm", "estimate"),
-    "tokenizer": ("modelName", "vllm", "estimate"),
+    "metrics-data-source": MetricsSettings,
+    "token-producer": TokenSettings,
+    "tokenizer": TokenSettings,
     # Where decoding is apart from prefilling the profile handler sets their headers itself.
-    "disagg-headers-handler": (),
-    "prefill-header-handler": ("prefillProfile",),
+    "disagg-headers-handler": Settings,
+    "prefill-header-handler": _PrefillHeader,
 }
+
+
+class _Stages(Settings):
+    decode: Text = "decode"
+    prefill: Text = "prefill"
+    encode: Text = "encode"
+
+
+class _Deciders(Settings):
+    prefill: Text | None = None
+    encode: Text | None = None
+
+
+class _Disaggregation(Settings):
+    stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
+    profiles: _Stages = msgspec.field(default_factory=_Stages)
+    deciders: _Deciders = msgspec.field(default_factory=_Deciders)
+
+
+class _PrefillApart(Settings):
+    """The older form, which names two profiles and one decider."""
+
+    decode_profile: Text = "decode"
+    prefill_profile: Text = "prefill"
+    decider_plugin_name: Text | None = None
+    prefix_plugin_name: Any = None
 
 
 @dataclass(slots=True)
@@ -109,13 +147,13 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
 def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
     parts = _Parts()
     for name, entry in config.plugins.items():
-        kind, parameters = entry.type, entry.parameters
+        kind = entry.type
         if kind in _BUILT_IN:
-            _check_built_in(entry)
+            entry.told.read(_BUILT_IN[kind])
         elif kind in _ATTRIBUTES:
-            parts.attributes[name] = _ATTRIBUTES[kind](parameters)
+            parts.attributes[name] = entry.told.read(_ATTRIBUTES[kind])
         elif kind == APPROXIMATE:
-            parts.prefixes[name] = ApproximatePrefix.read(parameters)
+            parts.prefixes[name] = entry.told.read(ApproximatePrefix)
         elif kind in (PRECISE, _PRECISE_SCORER):
             parts.prefixes[name] = PrecisePrefix(block_tokens)
             if kind == _PRECISE_SCORER:
@@ -134,13 +172,7 @@ def _refuse_unknown(entry: PluginEntry) -> None:
         return
     everything = {*known_types(), *_BUILT_IN, *_ATTRIBUTES, *_HANDLERS, *PARSERS, *FLOW_TYPES, REPORTER}
     everything |= {APPROXIMATE, PRECISE, _PRECISE_SCORER}
-    entry.fields.fail("type", f"{entry.type!r} is not understood; there are {', '.join(sorted(everything))}")
-
-
-def _check_built_in(entry: PluginEntry) -> None:
-    known = entry.parameters.only(*_BUILT_IN[entry.type])
-    if entry.type == "inflight-load-producer" and known.flag("addEstimatedOutputTokens", False):
-        known.fail("addEstimatedOutputTokens", "is not understood; prompt tokens count alone")
+    entry.section.fail("type", f"{entry.type!r} is not understood; there are {', '.join(sorted(everything))}")
 
 
 def _provide(config: PickerConfig, parts: _Parts, name: str, producer: object, block_tokens: int) -> None:
@@ -157,43 +189,37 @@ def _provide(config: PickerConfig, parts: _Parts, name: str, producer: object, b
         parts.prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*parts.prefixes, APPROXIMATE, PRECISE})
-        config.plugins[name].parameters.fail(
-            "prefixMatchInfoProducerName", f"there is no producer {producer!r}; there are {', '.join(known)}"
+        config.plugins[name].told.fail(
+            PRODUCER_KEY, f"there is no producer {producer!r}; there are {', '.join(known)}"
         )
 
 
-def _profile_entries(config: PickerConfig, parts: _Parts) -> Iterator[ProfileEntry]:
+def _profile_entries(config: PickerConfig, parts: _Parts) -> tuple[ProfileEntry, ...]:
     if config.profiles:
-        yield from config.profiles
-        return
-    fields = config.root
-    yield ProfileEntry("default", tuple(_every_reference(config, parts)), fields)
-
-
-def _every_reference(config: PickerConfig, parts: _Parts) -> Iterator[Reference]:
-    for name, plugin in parts.plugins.items():
-        if isinstance(plugin, Filter | Scorer | Picker):
-            yield Reference(name, config.plugins[name].fields)
+        return config.profiles
+    every = (name for name, plugin in parts.plugins.items() if isinstance(plugin, Filter | Scorer | Picker))
+    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.root),)
 
 
 def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profile:
     filters: list[tuple[str, Filter]] = []
     scorers: list[WeightedScorer] = []
     pickers: list[Picker] = []
-    for reference in entry.references:
-        plugin, kind = parts.plugins.get(reference.name), config.plugins[reference.name].type
+    for reference in entry.plugins:
+        name = reference.plugin_ref
+        plugin, kind = parts.plugins.get(name), config.plugins[name].type
         is_filter, is_scorer = isinstance(plugin, Filter), isinstance(plugin, Scorer)
         # One object of ours does both; its type says which of them is meant here.
         if isinstance(plugin, Filter) and not (is_scorer and kind.endswith("-scorer")):
-            filters.append((reference.name, plugin))
+            filters.append((name, plugin))
         if isinstance(plugin, Scorer) and not (is_filter and kind.endswith("-filter")):
-            scorers.append(WeightedScorer(reference.name, plugin, reference.weight))
+            scorers.append(WeightedScorer(name, plugin, reference.weight))
         if isinstance(plugin, Picker):
             pickers.append(plugin)
         if plugin is not None and not isinstance(plugin, Filter | Scorer | Picker):
-            reference.fields.fail("pluginRef", f"{kind} has no filter, score or pick")
+            reference.section.fail("pluginRef", f"{kind} has no filter, score or pick")
     if len(pickers) > 1:
-        entry.fields.fail("plugins", "has two pickers; a profile takes one")
+        entry.section.fail("plugins", "has two pickers; a profile takes one")
     return Profile(entry.name, filters, scorers, pickers[0] if pickers else MaxScorePicker())
 
 
@@ -205,7 +231,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
     if entry is not None and entry.type in (_DISAGG, _PD):
         return _disaggregated(entry, parts, profiles)
     if entry is not None:
-        entry.parameters.only()
+        entry.told.read(Settings)
     if len(profiles) != 1:
         config.root.fail(
             "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
@@ -215,50 +241,42 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
 
 def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
     if entry.type == _PD:
-        return _prefill_apart(entry.parameters, parts, profiles)
-    known = entry.parameters.only("stageOrder", "profiles", "deciders")
-    order = known.choice("stageOrder", ("decode-first", "prefill-first"), "decode-first")
-    names = known.fields("profiles", ("decode", "prefill", "encode"))
-    deciders = known.fields("deciders", ("prefill", "encode"))
-    decode = profiles.get(names.text("decode", "decode"))
-    if decode is None:
-        known.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
-    prefill_decider = _decider(deciders, "prefill", parts)
-    encode_decider = _decider(deciders, "encode", parts)
-    for stage, decider in (("prefill", prefill_decider), ("encode", encode_decider)):
-        if decider is not None and names.text(stage, stage) not in profiles:
-            known.fail("profiles", f"there is a decider but no profile for {stage}")
+        return _prefill_apart(entry, parts, profiles)
+    told = entry.told.read(_Disaggregation)
+    names = told.profiles
+    if (decode := profiles.get(names.decode)) is None:
+        told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
+    deciders = {
+        stage: _decider(told.deciders, stage, name, parts)
+        for stage, name in (("prefill", told.deciders.prefill), ("encode", told.deciders.encode))
+    }
+    for stage, profile in (("prefill", names.prefill), ("encode", names.encode)):
+        if deciders[stage] is not None and profile not in profiles:
+            told.section.fail("profiles", f"there is a decider but no profile for {stage}")
     return Disaggregated(
         decode,
-        profiles.get(names.text("prefill", "prefill")),
-        profiles.get(names.text("encode", "encode")),
-        prefill_decider=prefill_decider,
-        encode_decider=encode_decider,
-        prefill_first=order == "prefill-first",
+        profiles.get(names.prefill),
+        profiles.get(names.encode),
+        prefill_decider=deciders["prefill"],
+        encode_decider=deciders["encode"],
+        prefill_first=told.stage_order == "prefill-first",
     )
 
 
-def _prefill_apart(parameters: Fields, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    """The older form, which names two profiles and one decider."""
-    known = parameters.only("decodeProfile", "prefillProfile", "deciderPluginName", "prefixPluginName")
-    decode = profiles.get(known.text("decodeProfile", "decode"))
-    prefill = profiles.get(known.text("prefillProfile", "prefill"))
+def _prefill_apart(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    told = entry.told.read(_PrefillApart)
+    decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
-        known.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
-    decider = _decider(known, "deciderPluginName", parts)
+        told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
+    decider = _decider(told, "deciderPluginName", told.decider_plugin_name, parts)
     return Disaggregated(decode, prefill, prefill_decider=decider)
 
 
-def _decider(deciders: Fields, stage: str, parts: _Parts) -> Decider | None:
-    if stage not in deciders:
+def _decider(told: Settings, key: str, name: str | None, parts: _Parts) -> Decider | None:
+    if name is None:
         return None
-    name = deciders.text(stage)
     plugin = parts.plugins.get(name)
     if not hasattr(plugin, "decide"):
-        _fail_decider(deciders, stage, name)
+        known = [kind for kind in MAKERS if kind.endswith("-decider")]
+        told.section.fail(key, f"{name!r} is no decider among the plugins; there are {', '.join(known)}")
     return plugin
-
-
-def _fail_decider(deciders: Fields, stage: str, name: str) -> NoReturn:
-    known = [kind for kind in MAKERS if kind.endswith("-decider")]
-    deciders.fail(stage, f"{name!r} is no decider among the plugins; there are {', '.join(known)}")

@@ -4,72 +4,59 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from router.config_fields import Fields
+from msgspec import field
+
+from router.config_fields import Count, Settings, Share, Text
 from router.plugins.api import Endpoint, PluginRequest
 
 APPROXIMATE = "approx-prefix-cache-producer"
 PRECISE = "precise-prefix-cache-producer"
 
-_PRODUCER_FIELD = "prefixMatchInfoProducerName"
+PRODUCER_KEY = "prefixMatchInfoProducerName"
 
 
-class PrefixScorer:
+class PrefixScorer(Settings):
     """The share of the prompt that an endpoint holds, and on request the matched length for itself.
 
     score = w * min(1, matched / scale) ** 2 + (1 - w) * matched / total
 
-    Args:
+    Attributes:
         producer: Whose account of the caches counts.
-        length_weight: w above.
-        scale_tokens: Matched tokens from which on length counts in full.
+        match_length_weight: w above.
+        match_length_scale_tokens: Matched tokens from which on length counts in full.
     """
 
-    def __init__(
-        self, producer: str = APPROXIMATE, length_weight: float = 0.0, scale_tokens: int = 8192
-    ) -> None:
-        self.producer = producer
-        self._length_weight = length_weight
-        self._scale_tokens = scale_tokens
-
-    @classmethod
-    def read(cls, parameters: Fields) -> PrefixScorer:
-        """From a configuration."""
-        known = parameters.only(_PRODUCER_FIELD, "matchLengthWeight", "matchLengthScaleTokens")
-        return cls(
-            known.text(_PRODUCER_FIELD, APPROXIMATE),
-            known.number("matchLengthWeight", 0.0, most=1.0),
-            known.whole("matchLengthScaleTokens", 8192, least=1),
-        )
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
+    match_length_weight: Share = 0.0
+    match_length_scale_tokens: Count = 8192
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         scores = []
         for endpoint in endpoints:
-            match, weight = request.prefix(self.producer, endpoint), self._length_weight
-            length = min(1.0, match.blocks * match.block_tokens / self._scale_tokens)
+            match, weight = request.prefix(self.producer, endpoint), self.match_length_weight
+            length = min(1.0, match.blocks * match.block_tokens / self.match_length_scale_tokens)
             scores.append(weight * length**2 + (1.0 - weight) * match.ratio)
         return scores
 
 
-class NoHitLruScorer:
+class NoHitLruScorer(Settings):
     """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1.
 
-    Args:
+    Attributes:
         producer: Whose account of the caches counts.
-        capacity: Endpoints remembered.
+        lru_size: Endpoints remembered.
+        prefix_plugin_type, prefix_plugin_name: Older names, not used, as in the reference.
     """
 
-    def __init__(self, producer: str = APPROXIMATE, capacity: int = 1024) -> None:
-        self.producer = producer
-        self._capacity = capacity
-        self._used: OrderedDict[str, None] = OrderedDict()
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
+    lru_size: Count = 1024
+    prefix_plugin_type: Any = None
+    prefix_plugin_name: Any = None
 
-    @classmethod
-    def read(cls, parameters: Fields) -> NoHitLruScorer:
-        """From a configuration; the two older names are read and, as in the reference, not used."""
-        known = parameters.only("lruSize", "prefixPluginType", "prefixPluginName", _PRODUCER_FIELD)
-        return cls(known.text(_PRODUCER_FIELD, APPROXIMATE), known.whole("lruSize", 1024, least=1))
+    def __post_init__(self) -> None:
+        self._used: OrderedDict[str, None] = OrderedDict()
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         """One score for each endpoint; all 0.5 where a cache knows the prompt."""
@@ -84,18 +71,16 @@ class NoHitLruScorer:
         return scores
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
-        """Remembers who got a cold request."""
         chosen = [targets[profile] for profile in ("", "prefill") if profile in targets]
         if not self._is_warm(request, chosen):
             for endpoint in chosen:
                 self._used[endpoint.id] = None
                 self._used.move_to_end(endpoint.id)
-            while len(self._used) > self._capacity:
+            while len(self._used) > self.lru_size:
                 self._used.popitem(last=False)
         return {}
 
     def state(self) -> dict[str, int]:
-        """How many endpoints are remembered."""
         return {"endpoints": len(self._used)}
 
     def _is_warm(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> bool:
@@ -103,11 +88,10 @@ class NoHitLruScorer:
         return any(match.cached_blocks for match in known.values()) if endpoints else False
 
 
-class LoraAffinityScorer:
+class LoraAffinityScorer(Settings):
     """1 where the adapter runs, 0.8 where there is room for it, 0.6 where it waits already, else 0."""
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [self._score(request.model or "", endpoint) for endpoint in endpoints]
 
     def _score(self, model: str, endpoint: Endpoint) -> float:
@@ -121,46 +105,35 @@ class LoraAffinityScorer:
         return 0.6 if model in lora.waiting else 0.0
 
 
-class ContextLengthAware:
+class ContextLengthAware(Settings):
     """Prefers endpoints whose declared context length range fits the prompt; on request it filters, too.
 
     In range: 0.3 + 0.7 * (0.7 / (1 + width / 10,000) + 0.3 * room / width); out of range
     0.3 / (1 + distance / 1,000); without the label 0.5; with one that is no range 0.
     """
 
-    def __init__(self, label: str = "llm-d.ai/context-length-range", *, filters: bool = False) -> None:
-        self._label = label
-        self._filters = filters
-
-    @classmethod
-    def read(cls, parameters: Fields) -> ContextLengthAware:
-        """From a configuration."""
-        known = parameters.only("label", "enableFiltering")
-        return cls(
-            known.text("label", "llm-d.ai/context-length-range"),
-            filters=known.flag("enableFiltering", False),
-        )
+    label: Text = "llm-d.ai/context-length-range"
+    enable_filtering: bool = False
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         """Those whose range holds the prompt, and those without a range."""
-        if not self._filters:
+        if not self.enable_filtering:
             return endpoints
         return [endpoint for endpoint in endpoints if self._may_stay(request.prompt_tokens, endpoint)]
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [self._score(request.prompt_tokens, endpoint) for endpoint in endpoints]
 
     def _may_stay(self, tokens: int, endpoint: Endpoint) -> bool:
-        if self._label not in endpoint.labels:
+        if self.label not in endpoint.labels:
             return True
-        bounds = _range(endpoint.labels[self._label])
+        bounds = _range(endpoint.labels[self.label])
         return bounds is not None and bounds[0] <= tokens <= bounds[1]
 
     def _score(self, tokens: int, endpoint: Endpoint) -> float:
-        if self._label not in endpoint.labels:
+        if self.label not in endpoint.labels:
             return 0.5
-        if (bounds := _range(endpoint.labels[self._label])) is None:
+        if (bounds := _range(endpoint.labels[self.label])) is None:
             return 0.0
         least, most = bounds
         if not least <= tokens <= most:

@@ -12,17 +12,19 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from router.config_fields import Fields
+from router.config_fields import Settings
 from router.config_file import PluginEntry
 from router.errors import ConfigError
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.deciders import AlwaysMultimodal, AlwaysPd, PrefixBasedPd
 from router.plugins.labels import (
     ByLabelFilter,
+    DecodeFilter,
+    EncodeFilter,
     HeaderLabelScorer,
     HeaderTestingFilter,
     LabelSelectorFilter,
-    RoleFilter,
+    PrefillFilter,
 )
 from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
 from router.plugins.load_scorers import (
@@ -39,49 +41,36 @@ from router.plugins.session_affinity import SessionAffinity
 
 ENTRY_POINTS = "kvroute.plugins"
 
-_Maker = Callable[[Fields], object]
-
-
-def _plain(make: Callable[[], object]) -> _Maker:
-    """A plugin without parameters."""
-
-    def made(parameters: Fields) -> object:
-        parameters.only()
-        return make()
-
-    return made
-
-
-MAKERS: Mapping[str, _Maker] = {
-    "label-selector-filter": LabelSelectorFilter.read,
-    "by-label-selector": LabelSelectorFilter.read,
-    "by-label": ByLabelFilter.read,
-    "decode-filter": _plain(lambda: RoleFilter("decode")),
-    "prefill-filter": _plain(lambda: RoleFilter("prefill")),
-    "encode-filter": _plain(lambda: RoleFilter("encode")),
-    "prefix-cache-affinity-filter": PrefixAffinityFilter.read,
-    "utilization-filter": UtilizationFilter.read,
-    "session-affinity-filter": SessionAffinity.read,
-    "session-affinity-scorer": SessionAffinity.read,
-    "header-based-testing-filter": _plain(HeaderTestingFilter),
-    "header-label-affinity-scorer": HeaderLabelScorer.read,
-    "queue-scorer": _plain(QueueScorer),
-    "running-requests-size-scorer": _plain(RunningRequestsScorer),
-    "kv-cache-utilization-scorer": _plain(KvUsageScorer),
-    "lora-affinity-scorer": _plain(LoraAffinityScorer),
-    "prefix-cache-scorer": PrefixScorer.read,
-    "no-hit-lru-scorer": NoHitLruScorer.read,
-    "load-aware-scorer": LoadAwareScorer.read,
-    "active-request-scorer": ActiveRequestScorer.read,
-    "token-load-scorer": TokenLoadScorer.read,
-    "context-length-aware": ContextLengthAware.read,
-    "ttft-cost-scorer": _plain(TtftCostScorer),
-    "max-score-picker": MaxScorePicker.read,
-    "random-picker": RandomPicker.read,
-    "weighted-random-picker": WeightedRandomPicker.read,
-    "prefix-based-pd-decider": PrefixBasedPd.read,
-    "always-disagg-pd-decider": _plain(AlwaysPd),
-    "always-disagg-multimodal-decider": _plain(AlwaysMultimodal),
+MAKERS: Mapping[str, type[Settings]] = {
+    "label-selector-filter": LabelSelectorFilter,
+    "by-label-selector": LabelSelectorFilter,
+    "by-label": ByLabelFilter,
+    "decode-filter": DecodeFilter,
+    "prefill-filter": PrefillFilter,
+    "encode-filter": EncodeFilter,
+    "prefix-cache-affinity-filter": PrefixAffinityFilter,
+    "utilization-filter": UtilizationFilter,
+    "session-affinity-filter": SessionAffinity,
+    "session-affinity-scorer": SessionAffinity,
+    "header-based-testing-filter": HeaderTestingFilter,
+    "header-label-affinity-scorer": HeaderLabelScorer,
+    "queue-scorer": QueueScorer,
+    "running-requests-size-scorer": RunningRequestsScorer,
+    "kv-cache-utilization-scorer": KvUsageScorer,
+    "lora-affinity-scorer": LoraAffinityScorer,
+    "prefix-cache-scorer": PrefixScorer,
+    "no-hit-lru-scorer": NoHitLruScorer,
+    "load-aware-scorer": LoadAwareScorer,
+    "active-request-scorer": ActiveRequestScorer,
+    "token-load-scorer": TokenLoadScorer,
+    "context-length-aware": ContextLengthAware,
+    "ttft-cost-scorer": TtftCostScorer,
+    "max-score-picker": MaxScorePicker,
+    "random-picker": RandomPicker,
+    "weighted-random-picker": WeightedRandomPicker,
+    "prefix-based-pd-decider": PrefixBasedPd,
+    "always-disagg-pd-decider": AlwaysPd,
+    "always-disagg-multimodal-decider": AlwaysMultimodal,
 }
 """Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
 
@@ -123,14 +112,14 @@ def make(entry: PluginEntry, directory: Path) -> object:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """
     if (maker := MAKERS.get(entry.type)) is not None:
-        return maker(entry.parameters)
-    parameters = entry.parameters.value()
+        return entry.told.read(maker)
+    parameters = entry.told.value()
     try:
         return _custom(entry, directory)(**parameters)
     except ConfigError:
         raise
     except Exception as error:
-        entry.fields.fail("parameters", f"{entry.type} refuses them: {error}")
+        entry.section.fail("parameters", f"{entry.type} refuses them: {error}")
 
 
 def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
@@ -142,7 +131,7 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
         return _from_entry_point(entry, installed[0])
     instead = INSTEAD.get(entry.type)
     advice = f"there is {instead} instead" if instead else f"there are {', '.join(sorted(known_types()))}"
-    return entry.fields.fail("type", f"{entry.type!r} is not understood; {advice}")
+    return entry.section.fail("type", f"{entry.type!r} is not understood; {advice}")
 
 
 def is_own(kind: str) -> bool:
@@ -159,20 +148,20 @@ def _from_entry_point(entry: PluginEntry, point: EntryPoint) -> Callable[..., ob
     try:
         loaded: Callable[..., object] = point.load()
     except Exception as error:
-        entry.fields.fail("type", f"the entry point {point.value} cannot be loaded: {error}")
+        entry.section.fail("type", f"the entry point {point.value} cannot be loaded: {error}")
     return loaded
 
 
 def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:
     spec = importlib.util.spec_from_file_location(f"kvroute_plugin_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        entry.fields.fail("type", f"there is no file {path}")
+        entry.section.fail("type", f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         found: Any = getattr(module, name)
     except Exception as error:
-        entry.fields.fail("type", f"{path} has no usable {name}: {error!r}")
+        entry.section.fail("type", f"{path} has no usable {name}: {error!r}")
     if not callable(found):
-        entry.fields.fail("type", f"{name} in {path} is no class")
+        entry.section.fail("type", f"{name} in {path} is no class")
     return found  # type: ignore[no-any-return]

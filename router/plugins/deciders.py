@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.config_fields import Fields
+from msgspec import field
+
+from router.config_fields import Settings, Text, Whole
 from router.plugins.api import Endpoint, PluginRequest
-from router.plugins.cache_scorers import APPROXIMATE
+from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 
 
 class Decider(Protocol):
@@ -20,53 +22,39 @@ class Decider(Protocol):
         """
 
 
-class AlwaysPd:
+class AlwaysPd(Settings):
     """Every prefill."""
 
     def decide(self, _request: PluginRequest, _decoder: Endpoint | None) -> bool:
-        """Yes."""
         return True
 
 
-class AlwaysMultimodal:
+class AlwaysMultimodal(Settings):
     """The encoding of whatever is not text."""
 
     def decide(self, request: PluginRequest, _decoder: Endpoint | None) -> bool:
-        """Whether there is such a thing."""
         return request.multimodal
 
 
-class PrefixBasedPd:
+class PrefixBasedPd(Settings):
     """Prefills that are long where they are decoded.
 
-    Args:
+    Attributes:
         producer: Whose account of the caches counts.
-        uncached_tokens: From so many tokens that the decoding pod does not hold; 0: never.
+        non_cached_tokens: From so many tokens that the decoding pod does not hold; 0: never.
         prompt_tokens: Shorter prompts never.
     """
 
-    def __init__(self, producer: str = APPROXIMATE, uncached_tokens: int = 0, prompt_tokens: int = 0) -> None:
-        self.producer = producer
-        self._uncached_tokens = uncached_tokens
-        self._prompt_tokens = prompt_tokens
-
-    @classmethod
-    def read(cls, parameters: Fields) -> PrefixBasedPd:
-        """From a configuration."""
-        known = parameters.only("nonCachedTokens", "promptTokens", "prefixMatchInfoProducerName")
-        return cls(
-            known.text("prefixMatchInfoProducerName", APPROXIMATE),
-            known.whole("nonCachedTokens", 0),
-            known.whole("promptTokens", 0),
-        )
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
+    non_cached_tokens: Whole = 0
+    prompt_tokens: Whole = 0
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None) -> bool:
-        """Whether enough of the prompt is not held there."""
         tokens = request.prompt_tokens
-        if not self._uncached_tokens or tokens < max(self._prompt_tokens, self._uncached_tokens):
+        if not self.non_cached_tokens or tokens < max(self.prompt_tokens, self.non_cached_tokens):
             return False
         hit_tokens = 0
         if decoder is not None:
             match = request.prefix(self.producer, decoder)
             hit_tokens = match.cached_blocks * match.block_tokens
-        return tokens - hit_tokens >= self._uncached_tokens
+        return tokens - hit_tokens >= self.non_cached_tokens

@@ -50,7 +50,6 @@ class SingleProfile:
         self._profile = profile
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
-        """Picks."""
         picked = self._profile.run(request, endpoints)
         if picked is None:
             return None

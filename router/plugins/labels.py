@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
-from router.config_fields import Fields
+from router.config_fields import Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
 
 ROLE_LABEL = "llm-d.ai/role"
@@ -15,92 +16,95 @@ _ROLES = {
     "prefill": ("prefill", "encode-prefill", "prefill-decode", "encode-prefill-decode", "both"),
     "encode": ("encode", "encode-prefill", "encode-decode", "encode-prefill-decode"),
 }
-_OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
-
-_Rule = Callable[[Mapping[str, str]], bool]
 
 
-class LabelSelectorFilter:
+class Expression(Settings):
+    """One of a selector's matchExpressions, as in Kubernetes."""
+
+    key: Text
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[Text, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.operator in ("In", "NotIn")) != bool(self.values):
+            needs = "takes no" if self.values else "needs"
+            raise ValueError(f"values: {self.operator} {needs} values")
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        if self.values:
+            return (labels.get(self.key) in self.values) == (self.operator == "In")
+        return (self.key in labels) == (self.operator == "Exists")
+
+
+class LabelSelectorFilter(Settings):
     """A Kubernetes label selector."""
 
-    def __init__(self, rules: Sequence[_Rule]) -> None:
-        self._rules = tuple(rules)
-
-    @classmethod
-    def read(cls, parameters: Fields) -> LabelSelectorFilter:
-        """From a configuration: matchLabels and matchExpressions, as in Kubernetes."""
-        known = parameters.only("matchLabels", "matchExpressions")
-        rules = [_in(key, (value,)) for key, value in known.pairs("matchLabels").items()]
-        for expression in known.each("matchExpressions", ("key", "operator", "values")):
-            key, values = expression.text("key"), expression.texts("values")
-            operator = expression.choice("operator", _OPERATORS)
-            if (operator in ("In", "NotIn")) != bool(values):
-                expression.fail("values", f"{operator} {'needs' if not values else 'takes no'} values")
-            rules.append(_expression(operator, key, values))
-        return cls(rules)
+    match_labels: Mapping[str, Text] = {}
+    match_expressions: tuple[Expression, ...] = ()
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those whose labels match."""
-        return [endpoint for endpoint in endpoints if all(rule(endpoint.labels) for rule in self._rules)]
+        return [endpoint for endpoint in endpoints if self._matches(endpoint.labels)]
+
+    def _matches(self, labels: Mapping[str, str]) -> bool:
+        return self.match_labels.items() <= labels.items() and all(
+            expression.matches(labels) for expression in self.match_expressions
+        )
 
 
-class ByLabelFilter:
+class ByLabelFilter(Settings):
     """The reference's older form: one label out of some values."""
 
-    def __init__(self, label: str, values: Sequence[str], *, allows_no_label: bool) -> None:
-        self._label = label
-        self._values = frozenset(values)
-        self._allows_no_label = allows_no_label
+    label: Text
+    valid_values: tuple[Text, ...] = ()
+    allows_no_label: bool = False
 
-    @classmethod
-    def read(cls, parameters: Fields) -> ByLabelFilter:
-        """From a configuration."""
-        known = parameters.only("label", "validValues", "allowsNoLabel")
-        values, allows_no_label = known.texts("validValues"), known.flag("allowsNoLabel", False)
-        if not values and not allows_no_label:
-            known.fail("validValues", "no endpoint could ever pass; name at least one value")
-        return cls(known.text("label"), values, allows_no_label=allows_no_label)
+    def __post_init__(self) -> None:
+        if not self.valid_values and not self.allows_no_label:
+            raise ValueError("validValues: no endpoint could ever pass; name at least one value")
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         """Those whose label is one of the values, or missing where that is allowed."""
-        return [endpoint for endpoint in endpoints if self._may_stay(endpoint.labels.get(self._label))]
+        return [endpoint for endpoint in endpoints if self._may_stay(endpoint.labels.get(self.label))]
 
     def _may_stay(self, value: str | None) -> bool:
-        return self._allows_no_label if value is None else value in self._values
+        return self.allows_no_label if value is None else value in self.valid_values
 
 
-class RoleFilter:
-    """Pods that declare a role of disaggregated serving."""
+class DecodeFilter(Settings):
+    """Pods whose role in disaggregated serving is this one; one without a role decodes."""
 
-    def __init__(self, role: str) -> None:
-        # A pod without a role decodes: a pool that is not disaggregated has none.
-        self._filter = ByLabelFilter(ROLE_LABEL, _ROLES[role], allows_no_label=role == "decode")
+    role: ClassVar[str] = "decode"
 
-    def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those with the role."""
-        return self._filter.filter(request, endpoints)
+    def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
+        allowed, other = _ROLES[self.role], "decode"
+        return [endpoint for endpoint in endpoints if endpoint.labels.get(ROLE_LABEL, other) in allowed]
 
 
-class HeaderLabelScorer:
+class PrefillFilter(DecodeFilter):
+    """The same of prefilling."""
+
+    role: ClassVar[str] = "prefill"
+
+
+class EncodeFilter(DecodeFilter):
+    """The same of encoding."""
+
+    role: ClassVar[str] = "encode"
+
+
+class HeaderLabelScorer(Settings):
     """1 for endpoints whose label says what the request's header says, 0 for the others."""
 
-    def __init__(self, header: str, label: str) -> None:
-        self._header = header
-        self._label = label
-
-    @classmethod
-    def read(cls, parameters: Fields) -> HeaderLabelScorer:
-        """From a configuration."""
-        known = parameters.only("headerName", "labelKey")
-        return cls(known.text("headerName").lower(), known.text("labelKey"))
+    header_name: Text
+    label_key: Text
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         """One score for each endpoint; 0 for all where the request has no such header."""
-        asked = request.headers.get(self._header)
-        return [float(bool(asked) and endpoint.labels.get(self._label) == asked) for endpoint in endpoints]
+        asked = request.headers.get(self.header_name.lower())
+        return [float(bool(asked) and endpoint.labels.get(self.label_key) == asked) for endpoint in endpoints]
 
 
-class HeaderTestingFilter:
+class HeaderTestingFilter(Settings):
     """The conformance tests' filter: the endpoints named in a header, in that order; without it, none."""
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
@@ -115,15 +119,3 @@ class HeaderTestingFilter:
             if endpoint_named is not None:
                 found.setdefault(endpoint_named.address, endpoint_named)
         return list(found.values())
-
-
-def _in(key: str, values: Sequence[str]) -> _Rule:
-    return lambda labels: labels.get(key) in values
-
-
-def _expression(operator: str, key: str, values: Sequence[str]) -> _Rule:
-    if operator == "In":
-        return _in(key, values)
-    if operator == "NotIn":
-        return lambda labels: labels.get(key) not in values
-    return lambda labels: (key in labels) == (operator == "Exists")

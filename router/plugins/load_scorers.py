@@ -6,106 +6,82 @@ Formulas are the reference picker's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from router.config_fields import Fields
+from router.config_fields import Count, Settings, Share, Whole
 from router.plugins.api import Endpoint, PluginRequest
 
 
-class QueueScorer:
+class QueueScorer(Settings):
     """Shortest engine queue: (most - own) / (most - least); 1 where all are alike."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return _least_first([endpoint.waiting_requests for endpoint in endpoints])
 
 
-class RunningRequestsScorer:
+class RunningRequestsScorer(Settings):
     """The same of the requests that are being computed."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return _least_first([endpoint.running_requests for endpoint in endpoints])
 
 
-class KvUsageScorer:
+class KvUsageScorer(Settings):
     """Free share of the KV cache."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         return [1.0 - endpoint.kv_usage for endpoint in endpoints]
 
 
-class LoadAwareScorer:
+class LoadAwareScorer(Settings):
     """From 0.5 with no queue down to 0 at a queue of `threshold` requests."""
 
-    def __init__(self, threshold: int = 128) -> None:
-        self._threshold = threshold
-
-    @classmethod
-    def read(cls, parameters: Fields) -> LoadAwareScorer:
-        """From a configuration."""
-        return cls(parameters.only("threshold").whole("threshold", 128, least=1))
+    threshold: Count = 128
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
-        most = self._threshold
+        most = self.threshold
         return [0.5 * (1.0 - min(endpoint.waiting_requests, most) / most) for endpoint in endpoints]
 
 
-class ActiveRequestScorer:
+class ActiveRequestScorer(Settings):
     """Fewest requests in flight from here.
 
-    Args:
-        idle_requests: Up to so many an endpoint is idle and gets 1.
-        busy_score_max: What the best busy endpoint can get.
+    Attributes:
+        idle_threshold: Up to so many requests an endpoint is idle and gets 1.
+        max_busy_score: What the best busy endpoint can get.
+        request_timeout: Ignored, as the reference does.
     """
 
-    def __init__(self, idle_requests: int = 0, busy_score_max: float = 1.0) -> None:
-        self._idle_requests = idle_requests
-        self._busy_score_max = busy_score_max
-
-    @classmethod
-    def read(cls, parameters: Fields) -> ActiveRequestScorer:
-        """From a configuration; the reference ignores requestTimeout, too."""
-        known = parameters.only("idleThreshold", "maxBusyScore", "requestTimeout")
-        return cls(known.whole("idleThreshold", 0), known.number("maxBusyScore", 1.0, most=1.0))
+    idle_threshold: Whole = 0
+    max_busy_score: Share = 1.0
+    request_timeout: Any = None
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         counts = [endpoint.inflight_requests for endpoint in endpoints]
         most = max(counts, default=0)
         return [
-            1.0 if count <= self._idle_requests else (most - count) / most * self._busy_score_max
+            1.0 if count <= self.idle_threshold else (most - count) / most * self.max_busy_score
             for count in counts
         ]
 
 
-class TokenLoadScorer:
-    """Fewest prompt tokens to compute, this request's uncached ones among them: 0 from `threshold` on."""
+class TokenLoadScorer(Settings):
+    """Fewest prompt tokens to compute, this request's uncached ones among them: 0 from the threshold on."""
 
-    def __init__(self, threshold_tokens: int = 4_194_304) -> None:
-        self._threshold_tokens = threshold_tokens
-
-    @classmethod
-    def read(cls, parameters: Fields) -> TokenLoadScorer:
-        """From a configuration."""
-        known = parameters.only("queueThresholdTokens")
-        return cls(known.whole("queueThresholdTokens", 4_194_304, least=1))
+    queue_threshold_tokens: Count = 4_194_304
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
-        most = self._threshold_tokens
+        most = self.queue_threshold_tokens
         return [
             1.0 - min(endpoint.inflight_tokens + endpoint.uncached_tokens, most) / most
             for endpoint in endpoints
         ]
 
 
-class TtftCostScorer:
+class TtftCostScorer(Settings):
     """The default policy as a scorer: 1 for the least cost in seconds, the others in proportion to it."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint."""
         # A session's stay can make a cost negative; only differences matter then.
         least = min((endpoint.cost_s for endpoint in endpoints), default=0.0)
         offset_s = max(0.0, -least) + _COST_RESOLUTION_S

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from router.config_fields import Fields
+from router.config_fields import Settings
 from router.plugins.api import Endpoint, PluginRequest, Scored
 
-_ENDPOINTS_MAX = 64
 
+class _Picker(Settings):
+    """Chooses the first so many of an order."""
 
-class _Picker:
-    """Chooses the first of an order.
-
-    Args:
-        endpoints: How many.
-    """
-
-    def __init__(self, endpoints: int = 1) -> None:
-        self._endpoints = endpoints
-
-    @classmethod
-    def read(cls, parameters: Fields) -> _Picker:
-        """From a configuration."""
-        known = parameters.only("maxNumOfEndpoints")
-        return cls(known.whole("maxNumOfEndpoints", 1, least=1, most=_ENDPOINTS_MAX))
+    max_num_of_endpoints: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def pick(self, request: PluginRequest, scored: Sequence[Scored]) -> Sequence[Endpoint]:
-        """The chosen ones, best first."""
         scores = np.array([one.score for one in scored])
         order = self._order(scores, request.random)
-        return [scored[place].endpoint for place in order[: self._endpoints]]
+        return [scored[place].endpoint for place in order[: self.max_num_of_endpoints]]
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
         raise NotImplementedError

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from indexer import PodMatches
 from router.agent_headers import agent_session
-from router.config_fields import Fields
+from router.config_fields import Settings, Text, Whole
 from router.plugins.api import PrefixMatch
 from router.request import RouteRequest
 from router.sessions import cookie_value
@@ -64,37 +65,27 @@ class Prompt:
     matches: Sequence[PodMatches]
 
 
-class ApproximatePrefix:
+class ApproximatePrefix(Settings):
     """What this router sent where: an LRU of prompt hashes for each pod.
 
-    Args:
-        block_tokens: Of one hashed block, at 4 bytes a token; at least 64.
-        blocks_max: Longest prefix that is looked at.
-        capacity: Blocks remembered for each pod.
+    Attributes:
+        auto_tune: Would take the block size from the engines, whose events we have.
+        block_size_tokens: Of one hashed block, at 4 bytes a token; at least 64 count.
+        max_prefix_blocks_to_match, max_prefix_tokens_to_match: Longest prefix that is looked at.
+        lru_capacity_per_server: Blocks remembered for each pod.
     """
 
-    def __init__(self, block_tokens: int = 16, blocks_max: int = 2048, capacity: int = 31_250) -> None:
-        self._block_tokens = max(block_tokens, _BLOCK_TOKENS_LEAST)
-        self._blocks_max = blocks_max
-        self._capacity = capacity
-        self._held: dict[str, OrderedDict[int, None]] = {}
+    auto_tune: bool = True
+    block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16
+    max_prefix_blocks_to_match: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
+    max_prefix_tokens_to_match: Whole = 131_072
+    lru_capacity_per_server: Annotated[int, Meta(ge=1, le=10_000_000)] = 31_250
 
-    @classmethod
-    def read(cls, parameters: Fields) -> ApproximatePrefix:
-        """From a configuration; autoTune would take the block size from the engines, whose events we have."""
-        known = parameters.only(
-            "autoTune",
-            "blockSizeTokens",
-            "maxPrefixBlocksToMatch",
-            "maxPrefixTokensToMatch",
-            "lruCapacityPerServer",
-        )
-        known.flag("autoTune", True)
-        block_tokens = known.whole("blockSizeTokens", 16, least=1, most=1 << 20)
-        by_tokens = known.whole("maxPrefixTokensToMatch", 131_072) // max(block_tokens, _BLOCK_TOKENS_LEAST)
-        blocks = known.whole("maxPrefixBlocksToMatch", 2048, least=1, most=1 << 20)
-        capacity = known.whole("lruCapacityPerServer", 31_250, least=1, most=10_000_000)
-        return cls(block_tokens, min(blocks, by_tokens) if by_tokens else blocks, capacity)
+    def __post_init__(self) -> None:
+        self._block_tokens = max(self.block_size_tokens, _BLOCK_TOKENS_LEAST)
+        by_tokens = self.max_prefix_tokens_to_match // self._block_tokens
+        self._blocks_max = min(self.max_prefix_blocks_to_match, by_tokens or self.max_prefix_blocks_to_match)
+        self._held: dict[str, OrderedDict[int, None]] = {}
 
     def keys(self, request: RouteRequest) -> Sequence[int]:
         """Chained hashes of the full blocks of what the request says."""
@@ -110,20 +101,17 @@ class ApproximatePrefix:
         return found
 
     def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
-        """Longest unbroken prefix by pod."""
         return {pod: self._match(prompt.keys, self._held.get(pod, {})) for pod in pods}
 
     def sent(self, keys: Sequence[int], pod: str) -> None:
-        """A request with these keys was sent to the pod."""
         held = self._held.setdefault(pod, OrderedDict())
         for key in keys:
             held[key] = None
             held.move_to_end(key)
-        while len(held) > self._capacity:
+        while len(held) > self.lru_capacity_per_server:
             held.popitem(last=False)
 
     def state(self) -> dict[str, int]:
-        """Blocks remembered, by pod."""
         return {pod: len(held) for pod, held in self._held.copy().items()}
 
     def keep(self, pods: Sequence[str]) -> None:
@@ -147,32 +135,24 @@ class AttributeProducer(Protocol):
         """The value; None: there is none."""
 
 
-class AgentIdentity:
+class AgentIdentity(Settings):
     """The session of an agent, which is its fairness id, too."""
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
-        """The session's id."""
         return agent_session(headers)
 
 
-class SessionIdProducer:
+class SessionIdProducer(Settings):
     """A session's id out of a header or a cookie."""
 
-    def __init__(self, header: str = "", cookie: str = "") -> None:
-        self._header = header
-        self._cookie = cookie
+    header_name: Text | None = None
+    cookie_name: Text | None = None
 
-    @classmethod
-    def read(cls, parameters: Fields) -> SessionIdProducer:
-        """From a configuration."""
-        known = parameters.only("headerName", "cookieName")
-        header, cookie = known.text("headerName", ""), known.text("cookieName", "")
-        if bool(header) == bool(cookie):
-            known.fail("headerName", "give either headerName or cookieName")
-        return cls(header.lower(), cookie)
+    def __post_init__(self) -> None:
+        if (self.header_name is None) == (self.cookie_name is None):
+            raise ValueError("headerName: give either headerName or cookieName")
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
-        """The session's id."""
-        if self._header:
-            return headers.get(self._header)
-        return cookie_value(headers.get("cookie", ""), self._cookie) or None
+        if self.header_name is not None:
+            return headers.get(self.header_name.lower())
+        return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Literal
 
-from router.config_fields import Fields
+from msgspec import Meta, field
+
+from router.config_fields import Number, Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
 from router.sessions import SESSION_ID_HEADER, Sessions
 
@@ -19,17 +21,6 @@ TOKEN_HEADER = "x-session-token"
 
 _TOKEN_CHARS_MAX = 1024
 _DESTINATION = ""
-
-
-class _Memory(Protocol):
-    def __len__(self) -> int:
-        """Sessions remembered."""
-
-    def last(self, request: PluginRequest, /) -> str | None:
-        """Id of the session's endpoint."""
-
-    def remember(self, request: PluginRequest, endpoint: Endpoint, /) -> Mapping[str, str]:
-        """Takes note; answers headers for the response."""
 
 
 class TokenHeader:
@@ -42,7 +33,6 @@ class TokenHeader:
         return 0
 
     def last(self, request: PluginRequest) -> str | None:
-        """Id of the session's endpoint."""
         token = request.headers.get(self._header, "")
         if not 0 < len(token) <= _TOKEN_CHARS_MAX:
             return None
@@ -71,7 +61,6 @@ class SessionIds:
         return len(self._sessions)
 
     def last(self, request: PluginRequest) -> str | None:
-        """Id of the session's endpoint."""
         session = self._session(request)
         return self._sessions.pod_of(session, request.now_s) if session else None
 
@@ -89,60 +78,67 @@ class SessionIds:
         return None
 
 
-class SessionAffinity:
+class _Source(Settings):
+    """The attribute is named by its key or by who produces it; there is one attribute for each producer."""
+
+    header: Text | None = None
+    attribute: Text | None = None
+    producer: Text | None = None
+
+    def __post_init__(self) -> None:
+        if (self.header is None) == (self.attribute is None):
+            raise ValueError("needs either a header or an attribute")
+
+    def named(self) -> tuple[str, str]:
+        if self.header is not None:
+            return "header", self.header.lower()
+        return "attribute", self.producer or self.attribute or ""
+
+
+class _TokenConfig(Settings):
+    header: Text = TOKEN_HEADER
+
+
+class _SessionConfig(Settings):
+    sources: tuple[_Source, ...] = ()
+    eviction_ttl_seconds: Annotated[float, Meta(ge=1.0, le=1e12)] = 300.0
+    eviction_sweep_seconds: Number = 10.0
+
+
+class SessionAffinity(Settings):
     """Keeps to the endpoint of the session, as long as it is among the candidates.
 
-    Args:
-        memory: Who remembers it.
-        profile: Whose pick counts; "": the destination.
+    Attributes:
+        profile_name: Whose pick counts; "": the destination.
     """
 
-    def __init__(self, memory: _Memory, profile: str = _DESTINATION) -> None:
-        self._memory = memory
-        self._profile = profile
+    strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
+    profile_name: str = _DESTINATION
+    encoded_endpoint_header_config: _TokenConfig = field(default_factory=_TokenConfig)
+    session_id_config: _SessionConfig = field(default_factory=_SessionConfig)
 
-    @classmethod
-    def read(cls, parameters: Fields) -> SessionAffinity:
-        """From a configuration."""
-        known = parameters.only("strategy", "profileName", "encodedEndpointHeaderConfig", "sessionIdConfig")
-        strategy = known.choice(
-            "strategy", ("encoded_endpoint_header", "session_id"), "encoded_endpoint_header"
-        )
-        profile = known.text("profileName", _DESTINATION)
-        if strategy == "encoded_endpoint_header":
-            header = known.fields("encodedEndpointHeaderConfig", ("header",)).text("header", TOKEN_HEADER)
-            return cls(TokenHeader(header.lower()), profile)
-        config = known.fields("sessionIdConfig", ("sources", "evictionTtlSeconds", "evictionSweepSeconds"))
-        config.number("evictionSweepSeconds", 10.0)
-        sources = [_source(item) for item in config.each("sources", ("header", "attribute", "producer"))]
-        ttl_s = config.number("evictionTtlSeconds", 300.0, least=1.0)
-        return cls(SessionIds(sources or [("header", SESSION_ID_HEADER)], ttl_s), profile)
+    def __post_init__(self) -> None:
+        self._memory: TokenHeader | SessionIds
+        if self.strategy == "encoded_endpoint_header":
+            self._memory = TokenHeader(self.encoded_endpoint_header_config.header.lower())
+        else:
+            config = self.session_id_config
+            sources = [source.named() for source in config.sources] or [("header", SESSION_ID_HEADER)]
+            self._memory = SessionIds(sources, config.eviction_ttl_seconds)
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """The session's endpoint alone, or everybody."""
         last = self._memory.last(request)
         kept = [endpoint for endpoint in endpoints if endpoint.id == last]
         return kept or endpoints
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """1 for the session's endpoint, 0 for the others."""
         last = self._memory.last(request)
         return [float(endpoint.id == last) for endpoint in endpoints]
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
-        """Remembers where the session went."""
-        endpoint = targets.get(self._profile)
+        endpoint = targets.get(self.profile_name)
         return {} if endpoint is None else self._memory.remember(request, endpoint)
 
     def state(self) -> dict[str, int]:
         """How many sessions are remembered here; of tokens the clients remember them."""
         return {"sessions": len(self._memory)}
-
-
-def _source(item: Fields) -> tuple[str, str]:
-    if ("header" in item) == ("attribute" in item):
-        item.fail("", "needs either a header or an attribute")
-    if "header" in item:
-        return "header", item.text("header").lower()
-    # The attribute is named by its key or by who produces it; there is one attribute for each producer.
-    return "attribute", item.text("producer", item.text("attribute"))

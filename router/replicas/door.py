@@ -1,4 +1,4 @@
-"""kvroute.v1.LedgerPeer: what this router has in flight, for others of its fleet, as a gRPC service."""
+"""The gRPC service by which other routers of the fleet follow what this one has in flight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import grpc
 
 from indexer.errors import PeerError
 from indexer.peer_identity import PeerIdentity
-from router._pb import ledger_pb2 as pb
 from router.replicas.journal import HEARTBEAT_S, Journal
-from router.replicas.news import SCHEMA
+from router.replicas.news import FOLLOW, read_request
 
-LEDGER_SERVICE = pb.DESCRIPTOR.services_by_name["LedgerPeer"].full_name
-
+_, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
 _CODES = {
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "behind": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -23,7 +21,11 @@ _CODES = {
 
 
 class LedgerDoor:
-    """kvroute.v1.LedgerPeer.
+    """Serves `news.FOLLOW`.
+
+    A call lasts until the other goes. A refusal is FAILED_PRECONDITION ("self: ...", "fingerprint: ...",
+    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", too many follow; "behind: ...", it has taken too
+    little) where the other may ask again, and is told all anew.
 
     Args:
         identity: Who we are.
@@ -34,16 +36,12 @@ class LedgerDoor:
         self._identity = identity
 
     def add_to(self, server: grpc.Server) -> None:
-        """Registers the service; messages are serialised once for all who follow."""
-        follow: Any = grpc.unary_stream_rpc_method_handler(
-            self._follow, request_deserializer=pb.FollowRequest.FromString
-        )
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(LEDGER_SERVICE, {"Follow": follow}),)
-        )
+        """Register the service; messages are serialised once for all who follow."""
+        follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
+        handler = grpc.method_handlers_generic_handler(LEDGER_SERVICE, {_METHOD: follow})
+        server.add_generic_rpc_handlers((handler,))
 
-    def _follow(self, request: pb.FollowRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Tells until the other goes."""
+    def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             self._admit(request)
             reader = self._journal.join()
@@ -57,11 +55,9 @@ class LedgerDoor:
         except PeerError as error:
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
 
-    def _admit(self, request: pb.FollowRequest) -> None:
-        ours = self._identity
+    def _admit(self, message: bytes) -> None:
+        request, ours = read_request(message), self._identity
         if request.instance == ours.instance:
             raise PeerError("self", "that is the same process")
-        if request.schema != SCHEMA:
-            raise PeerError("schema", f"ledgers of version {SCHEMA} are told, not {request.schema}")
         if request.fingerprint != ours.fingerprint:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,14 +22,16 @@ from router.replicas.door import LedgerDoor
 from router.replicas.follow import STATES, Followers
 from router.replicas.journal import Journal
 from router.replicas.news import News
-from router.replicas.others import Assumptions, OthersWork
-from router.replicas.teller import Teller
+from router.replicas.others import OthersWork
+
+if TYPE_CHECKING:
+    from indexer import KvIndexer
 
 _NAME = "kvroute_router_ledger_"
 
 
 class Fleet(Collector):
-    """The other routers; see `OtherRouters`.
+    """The other routers of the fleet: what they are told of our requests, and what they tell of theirs.
 
     Args:
         config: Who they are.
@@ -49,7 +51,7 @@ class Fleet(Collector):
         identity: PeerIdentity,
         ledger: Ledger,
         pods: PodSet,
-        assumed: Assumptions,
+        assumed: KvIndexer,
         outcomes: Outcomes,
     ) -> None:
         self._has_peers = bool(config.peers)
@@ -57,28 +59,24 @@ class Fleet(Collector):
         self._lock = Lock()
         self._taken: Counter[str] = Counter()
         self._journal = Journal(ledger)
-        self._teller = Teller(self._journal)
         self.door = LedgerDoor(self._journal, identity)
         self._others = OthersWork(Ledger(LedgerParameters(), pods.board, ledger.adapters), assumed, pods)
         self._followers = Followers(config, identity, self._take, self._others.lose)
 
     def start(self) -> None:
-        """Begins to tell, and to follow the others."""
-        self._teller.start()
+        self._journal.start()
         if self._has_peers:
             self._followers.start()
 
     def close(self) -> None:
         """Follows nobody and tells nothing any more; idempotent."""
         self._followers.close()
-        self._teller.close()
+        self._journal.close()
 
     def heard(self, heard: Heard) -> None:
-        """See `OtherRouters`."""
         self._journal.heard(heard)
 
     def know(self, request_id: str) -> bool:
-        """See `OtherRouters`."""
         return request_id in self._others
 
     def shown(self, now_s: float) -> list[dict[str, Any]]:
@@ -98,7 +96,6 @@ class Fleet(Collector):
         return [*lines, *({"address": name, "state": "unknown_name"} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics."""
         yield GaugeMetricFamily(
             _NAME + "followers", "Other routers that follow this one's ledger.", value=self._journal.readers
         )

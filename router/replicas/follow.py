@@ -19,10 +19,8 @@ from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError
 from indexer.peer_identity import PeerIdentity
 from indexer.peer_links import open_channel, resolve
-from router._pb import ledger_pb2 as pb
-from router._pb import ledger_pb2_grpc as pb_grpc
 from router.replicas.journal import HEARTBEAT_S
-from router.replicas.news import MESSAGE_BYTES_MAX, SCHEMA, News, read_news
+from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ _SILENCE_MAX_S = 3 * HEARTBEAT_S
 _FOLLOWED_MAX = 64
 # Until one that was lost is asked again, at first and at most; one that refuses will hardly change its mind.
 _AGAIN_S, _AGAIN_MAX_S, _REFUSED_AGAIN_S = 0.2, 2.0, 10.0
-# The last request of a message may make it so much larger than the others do.
+# Room for another version's messages, and for a single item that is larger.
 _RECEIVE_BYTES_MAX = 2 * MESSAGE_BYTES_MAX + 4096
 
 CONNECTING, FOLLOWED, LOST = "connecting", "followed", "lost"
@@ -78,11 +76,10 @@ class Followers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._identity = identity
-        self._take = take
-        self._lose = lose
         self._clock = clock
         self._closing = threading.Event()
+        request = write_request(FollowRequest(identity.instance, identity.fingerprint))
+        self._parts = _Parts(config, request, take, lose, clock, self._closing)
         self._lock = threading.Lock()
         self._followers: dict[str, _Follower] = {}
         self._unknown: frozenset[str] = frozenset()
@@ -100,7 +97,6 @@ class Followers:
         return self._unknown
 
     def start(self) -> None:
-        """Begins to follow."""
         self._looker.start()
 
     def close(self) -> None:
@@ -134,7 +130,7 @@ class Followers:
                     del self._followers[address]
         for address, host in named.items():
             if address not in self._followers and len(self._followers) < _FOLLOWED_MAX:
-                follower = _Follower(host, address, self._config, self._identity, self._events)
+                follower = _Follower(host, address, self._parts)
                 with self._lock:
                     self._followers[address] = follower
                 follower.thread.start()
@@ -151,13 +147,13 @@ class Followers:
                     _log.warning("peer %s: its name is not known: %s", peer, error)
         self._unknown = frozenset(unknown)
 
-    @property
-    def _events(self) -> _Events:
-        return _Events(self._take, self._lose, self._clock, self._closing)
-
 
 @dataclass(frozen=True, slots=True)
-class _Events:
+class _Parts:
+    """What all that are followed have in common."""
+
+    config: IndexerConfig
+    request: bytes
     take: Callable[[str, News, float], None]
     lose: Callable[[str, float], int]
     clock: Callable[[], float]
@@ -167,16 +163,10 @@ class _Events:
 class _Follower:
     """Follows one address for as long as it is named, or tells something."""
 
-    def __init__(
-        self, host: str, address: str, config: IndexerConfig, identity: PeerIdentity, events: _Events
-    ) -> None:
+    def __init__(self, host: str, address: str, parts: _Parts) -> None:
         self._host = host
         self._address = address
-        self._config = config
-        self._request = pb.FollowRequest(
-            schema=SCHEMA, instance=identity.instance, fingerprint=identity.fingerprint
-        )
-        self._events = events
+        self._parts = parts
         self._call: Any = None
         self._asked_s = 0.0
         self._silent = False
@@ -198,7 +188,7 @@ class _Follower:
 
     def _run(self) -> None:
         again_s = _AGAIN_S
-        while self.is_named and not self._events.closing.is_set():
+        while self.is_named and not self._parts.closing.is_set():
             self._silent = False
             try:
                 self._follow()
@@ -209,14 +199,14 @@ class _Follower:
                 _log.exception("following the router %s failed", self._address)
                 error = PeerError("internal_error", str(failure))
             again_s = self._lost(error, again_s)
-            if self._events.closing.wait(again_s):
+            if self._parts.closing.wait(again_s):
                 return
 
     def _lost(self, error: PeerError, again_s: float) -> float:
         """Takes note; tells when to ask again."""
         before = self.state
-        requests = self._events.lose(self._address, self._events.clock())
-        if self._events.closing.is_set():
+        requests = self._parts.lose(self._address, self._parts.clock())
+        if self._parts.closing.is_set():
             return 0.0
         state = _STATE_OF.get(error.reason, REFUSED)
         self.state = PeerState(self._address, state, str(error), before.heard_s)
@@ -239,19 +229,19 @@ class _Follower:
         """
         try:
             channel = open_channel(
-                self._config, self._host, self._address, receive_bytes_max=_RECEIVE_BYTES_MAX
+                self._parts.config, self._host, self._address, receive_bytes_max=_RECEIVE_BYTES_MAX
             )
         except ConfigError as error:
             raise PeerError("credentials", str(error)) from None
         try:
-            # The generated class has no types.
-            stub: Any = pb_grpc.LedgerPeerStub
-            self._asked_s = self._events.clock()
-            self._call = stub(channel).Follow(self._request)
+            self._asked_s = self._parts.clock()
+            # Bytes in and bytes out, which its types do not know.
+            follow: Any = channel.unary_stream(FOLLOW)
+            self._call = follow(self._parts.request)
             for message in self._call:
-                now_s = self._events.clock()
+                now_s = self._parts.clock()
                 self._heard(now_s)
-                self._events.take(self._address, read_news(message), now_s)
+                self._parts.take(self._address, read_news(message), now_s)
         except grpc.RpcError as error:
             raise self._refusal(error) from None
         finally:

@@ -1,16 +1,16 @@
 """What this router tells others: its ledger's changes in, in order; messages for each that follows out.
 
-A change is noted under the ledger's lock, for next to nothing, and written once for all who follow when
-`tell` is called. While nobody follows, nothing is noted. Has no thread; see `teller`.
+A change is noted under the ledger's lock, for next to nothing, and written once for all who follow by the
+journal's own thread: at once, and what comes shortly after together. While nobody follows, nothing is noted.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from indexer.errors import PeerError
@@ -18,7 +18,9 @@ from indexer.keys import Keys
 from router.dispatch import Dispatch, InFlight
 from router.ledger import Ledger
 from router.outcomes import Heard
-from router.replicas.news import News, Sent, news_messages, sent_of
+from router.replicas.news import News, heard_of, news_messages, sent_of
+
+_log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """So often something is told, so that silence means something."""
@@ -30,10 +32,8 @@ READERS_MAX = 64
 _UNREAD_BYTES_MAX = 16 << 20
 # Seconds' worth, which are there only if nobody tells them.
 _CHANGES_MAX = 1_000_000
-
-
-# Kinds of changes; an enum's members take ten times as long to look up, and every pick would.
-_JOINED, _SENT, _OVERDUE, _PREFILLED, _ENDED, _HEARD = range(6)
+# So that others have fewer messages to read where much comes.
+_GATHER_S = 0.01
 
 
 class Journal:
@@ -47,7 +47,8 @@ class Journal:
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._changes: deque[tuple[int, Any]] = deque()
+        # Each by what it is: a field of `News`, or "joined".
+        self._changes: deque[tuple[str, Any]] = deque()
         self._sleeps = False
         self._wake = threading.Event()
         # Guards who follows; taken before the ledger's lock, never within it.
@@ -55,11 +56,24 @@ class Journal:
         self._joining: Reader | None = None
         self._readers: list[Reader] = []
         self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="ledger-journal", daemon=True)
 
     @property
     def readers(self) -> int:
-        """Who follow now."""
         return len(self._readers)
+
+    def start(self) -> None:
+        """Begins to tell by itself."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all following; idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._end_all("gone", "this router ends")
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def join(self) -> Reader:
         """One more follows: its messages begin with all that is in flight.
@@ -84,15 +98,61 @@ class Journal:
             if not self._readers:
                 self._ledger.tell(None)
 
-    def close(self) -> None:
-        """Ends all following; idempotent."""
-        with self._lock:
-            self._is_closed = True
-        self.end_all("gone", "this router ends")
-        self._wake.set()
+    def begin(self, in_flight: Sequence[InFlight]) -> None:
+        """Note what is in flight now, for the reader that joins; under the ledger's lock, as those below."""
+        self._note("joined", (self._joining, in_flight))
 
-    def end_all(self, reason: str, why: str) -> None:
-        """Ends following for all who do now; who asks again is told all anew."""
+    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
+        """Note that a request was sent; `keys` are of the blocks that it will bring, if known."""
+        self._note("sent", (number, dispatch, keys))
+
+    def overdue(self, number: int) -> None:
+        """Note that by the clock a prefill is over; whoever knows better will tell."""
+        self._note("overdue", number)
+
+    def prefilled(self, number: int) -> None:
+        self._note("prefilled", number)
+
+    def ended(self, number: int) -> None:
+        self._note("ended", number)
+
+    def heard(self, heard: Heard) -> None:
+        """Something was heard of a request that is another router's, if anybody's."""
+        if self._readers:
+            self._note("heard", heard)
+
+    def tell(self) -> None:
+        """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
+        try:
+            if len(self._changes) >= _CHANGES_MAX:
+                raise OverflowError(f"{_CHANGES_MAX} changes were not told")
+            noted: dict[str, list[Any]] = defaultdict(list)
+            while self._changes:
+                kind, change = self._changes.popleft()
+                if kind == "joined":
+                    self._hand_out(noted)
+                    noted.clear()
+                    self._begin_with(*change)
+                else:
+                    noted[kind].append(change)
+            self._hand_out(noted)
+        except Exception as error:
+            if not self._is_closed:
+                _log.exception("the routers that follow this one are told all anew")
+            # What they were told is no whole account any more.
+            self._end_all("behind", str(error))
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._sleeps = True
+            if not self._changes:
+                self._wake.wait(HEARTBEAT_S)
+            self._sleeps = False
+            self._wake.clear()
+            self.tell()
+            time.sleep(_GATHER_S)
+
+    def _end_all(self, reason: str, why: str) -> None:
         with self._lock:
             readers, self._readers = self._readers, []
             self._ledger.tell(None)
@@ -100,66 +160,27 @@ class Journal:
         for reader in readers:
             reader.end(reason, why)
 
-    def wait(self) -> None:
-        """Waits until there is something to tell, for a heartbeat at most."""
-        self._sleeps = True
-        if not self._changes:
-            self._wake.wait(HEARTBEAT_S)
-        self._sleeps = False
-        self._wake.clear()
-
-    def begin(self, in_flight: Sequence[InFlight]) -> None:
-        """See `ledger.Changes`."""
-        self._note(_JOINED, (self._joining, in_flight))
-
-    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
-        """See `ledger.Changes`."""
-        self._note(_SENT, (number, dispatch, keys))
-
-    def overdue(self, number: int) -> None:
-        """See `ledger.Changes`."""
-        self._note(_OVERDUE, number)
-
-    def prefilled(self, number: int) -> None:
-        """See `ledger.Changes`."""
-        self._note(_PREFILLED, number)
-
-    def ended(self, number: int) -> None:
-        """See `ledger.Changes`."""
-        self._note(_ENDED, number)
-
-    def heard(self, heard: Heard) -> None:
-        """Something was heard of a request that is another router's, if anybody's."""
-        if self._readers:
-            self._note(_HEARD, heard)
-
-    def tell(self) -> None:
-        """Tells what was noted until now.
-
-        Raises:
-            OverflowError: It was too much; nobody's account is whole any more.
-        """
-        if len(self._changes) >= _CHANGES_MAX:
-            raise OverflowError(f"{_CHANGES_MAX} changes were not told")
-        gathered = _Gathered()
-        while self._changes:
-            kind, change = self._changes.popleft()
-            if kind == _JOINED:
-                self._hand_out(gathered.news(self._clock()))
-                gathered = _Gathered()
-                self._begin_with(*change)
-            else:
-                gathered.take(kind, change)
-        self._hand_out(gathered.news(self._clock()))
-
-    def _note(self, kind: int, change: object) -> None:
+    def _note(self, kind: str, change: object) -> None:
         if len(self._changes) < _CHANGES_MAX:
             self._changes.append((kind, change))
         if self._sleeps:
             self._wake.set()
 
-    def _hand_out(self, news: News) -> None:
-        messages = list(news_messages(news))
+    def _hand_out(self, noted: dict[str, list[Any]]) -> None:
+        now_s = self._clock()
+        # A request that began and ended since leaves nothing to be told of.
+        gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
+        overdue, prefilled, ended = (
+            [number for number in noted[kind] if number not in gone]
+            for kind in ("overdue", "prefilled", "ended")
+        )
+        sent = [
+            sent_of(number, dispatch, keys, now_s, prefilled=False)
+            for number, dispatch, keys in noted["sent"]
+            if number not in gone
+        ]
+        heard = [heard_of(heard) for heard in noted["heard"]]
+        messages = list(news_messages(News(sent, overdue, prefilled, ended, heard)))
         with self._lock:
             readers = [reader for reader in self._readers if reader.has_begun]
         for reader in readers:
@@ -223,39 +244,3 @@ class Reader:
         self._messages.clear()
         self._unread_bytes = 0
         self._over = self._over or PeerError(reason, message)
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """Changes between two messages."""
-
-    sent: list[tuple[int, Dispatch, Keys | None]] = field(default_factory=list)
-    numbers: dict[int, list[int]] = field(default_factory=dict)
-    heard: list[Heard] = field(default_factory=list)
-
-    def take(self, kind: int, change: Any) -> None:
-        if kind == _SENT:
-            self.sent.append(change)
-        elif kind == _HEARD:
-            self.heard.append(change)
-        else:
-            self.numbers.setdefault(kind, []).append(change)
-
-    def news(self, now_s: float) -> News:
-        # Whoever is over already leaves nothing to be told of.
-        over = set(self.numbers.get(_ENDED, ()))
-        begun = {number for number, _, _ in self.sent}
-        sent: list[Sent] = [
-            sent_of(number, dispatch, keys, now_s, prefilled=False)
-            for number, dispatch, keys in self.sent
-            if number not in over
-        ]
-        overdue, prefilled, ended = (self.numbers.get(kind, ()) for kind in (_OVERDUE, _PREFILLED, _ENDED))
-        gone = over & begun
-        return News(
-            sent,
-            [number for number in overdue if number not in gone],
-            [number for number in prefilled if number not in gone],
-            [number for number in ended if number not in gone],
-            self.heard,
-        )

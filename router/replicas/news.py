@@ -1,208 +1,177 @@
-"""What routers tell each other, as messages: changes of a ledger in, bytes of a bounded size out, and back.
+"""Messages between routers of one fleet: changes of a ledger as msgpack of a bounded size, and back.
 
-Field by field as proto/kvroute/v1/ledger.proto has it. What comes in is another process's, and checked here
-once: whatever is out of its bounds voids the message, and with it the peer's whole account.
+Each message is a map by field name. A router of another version is read, too: unknown fields are ignored, and
+fields that it does not send have their defaults. So no field may change its meaning, and a new one needs a
+default. Whatever is out of its bounds voids the message, and with it the peer's whole account.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from indexer.errors import PeerError
 from indexer.keys import Keys
-from router._pb import ledger_pb2 as pb
 from router.dispatch import Dispatch
-from router.outcomes import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
+from router.outcomes import Heard, Seconds, Text
 
-SCHEMA = 1
+FOLLOW = "/kvroute.v2.LedgerPeer/Follow"
+"""The gRPC method, server streaming: a `FollowRequest` in; `News` out, empty messages as signs of life."""
 
 MESSAGE_BYTES_MAX = 256 << 10
-"""A message is ended where it reaches this; the last request in it may reach beyond by its own size."""
+"""A message is ended where one more item would make it larger than this; a single item may be larger."""
 
 KEYS_MAX = 16_384
-"""Of one request: the first so many blocks that it will bring are told."""
+"""Of one request: the first so many blocks that it will bring are sent."""
 
 _KEY = np.dtype("<u8")
 _TEXT_MAX = 512
-_TOKENS_MAX = 1 << 40
-# What a request takes beside its texts and keys, and a number of one.
-_SENT_BYTES, _NUMBER_BYTES = 64, 11
+_encode = msgspec.msgpack.Encoder().encode
+_Message = TypeVar("_Message")
+
+Number = Annotated[int, Meta(ge=0)]
 
 
-class Sent(msgspec.Struct, frozen=True):
+class FollowRequest(Struct, frozen=True):
+    """Who asks.
+
+    Attributes:
+        instance: Another text for each process.
+        fingerprint: Of the seed and the length of blocks; shows that the asker knows the seed.
+    """
+
+    instance: Text
+    fingerprint: Number
+
+
+class Sent(Struct, frozen=True, omit_defaults=True):
     """A request that a router has in flight.
 
     Attributes:
         number: The router's own for it; no other request of its process ever has it.
-        keys: Of the blocks that it will bring; empty where they are not known.
+        pod: "ip:port".
+        request_id: As its client knows it.
+        prefill_pod: Where it is prefilled first; None: on `pod`.
+        uncached_tokens: Prompt tokens that have to be computed.
+        age_s: Seconds since it was sent.
+        adapter: The LoRA adapter that it needs.
+        key_bytes: Keys of the blocks that it will bring, first block first, 8 bytes each, little endian.
+            Empty where they are not known, and once it is prefilled.
         is_prefilled: Whether its queue is behind it.
     """
 
-    number: int
-    request_id: str
-    pod: str
-    prefill_pod: str | None
-    uncached_tokens: int
-    age_s: float
-    adapter: str | None
-    keys: Keys
-    is_prefilled: bool
+    number: Number
+    pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]
+    request_id: Text = ""
+    prefill_pod: Text | None = None
+    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    age_s: Seconds = 0.0
+    adapter: Text | None = None
+    key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
+    is_prefilled: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.key_bytes) % _KEY.itemsize:
+            raise ValueError(f"key_bytes are {len(self.key_bytes)} bytes, not {_KEY.itemsize} for each key")
+
+    @property
+    def keys(self) -> Keys:
+        return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64, copy=False)
 
 
-_EVENTS = {
-    FIRST_TOKEN: pb.Outcome.EVENT_FIRST_TOKEN,
-    DONE: pb.Outcome.EVENT_DONE,
-    FAILED: pb.Outcome.EVENT_FAILED,
-    REFUSED: pb.Outcome.EVENT_REFUSED,
-}
-_EVENT_NAMES = {event: name for name, event in _EVENTS.items()}
+class News(Struct, frozen=True, omit_defaults=True):
+    """Changes since the last message, to be taken in the order of these fields.
 
-
-class News(msgspec.Struct, frozen=True):
-    """Changes in the order in which they are to be taken: see LedgerNews."""
+    Attributes:
+        overdue: Numbers of requests whose prefill should be over by now, though nobody has told so.
+        prefilled: Those whose first token was seen.
+        ended: Those that are over, however they ended.
+        heard: What was heard of requests that are none of the sender's.
+    """
 
     sent: Sequence[Sent] = ()
-    overdue: Sequence[int] = ()
-    prefilled: Sequence[int] = ()
-    ended: Sequence[int] = ()
+    overdue: Sequence[Number] = ()
+    prefilled: Sequence[Number] = ()
+    ended: Sequence[Number] = ()
     heard: Sequence[Heard] = ()
 
 
 def sent_of(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
-    """What is told of an entry of the ledger."""
+    """Describe an entry of the ledger."""
     return Sent(
         number,
-        dispatch.request_id,
         dispatch.pod,
+        _sound(dispatch.request_id),
         dispatch.prefill_pod,
         dispatch.uncached_tokens,
         max(0.0, now_s - dispatch.dispatched_s),
-        dispatch.adapter,
-        _NO_KEYS if keys is None else keys[:KEYS_MAX],
+        None if dispatch.adapter is None else _sound(dispatch.adapter),
+        b"" if keys is None else keys[:KEYS_MAX].astype(_KEY, copy=False).tobytes(),
         prefilled,
     )
 
 
+def heard_of(heard: Heard) -> Heard:
+    """Return what was heard with texts that a message may hold."""
+    pod = None if heard.pod is None else _sound(heard.pod)
+    return msgspec.structs.replace(heard, request_id=_sound(heard.request_id), pod=pod)
+
+
 def news_messages(news: News) -> Iterator[bytes]:
-    """Serialised LedgerNews; several where there is much, which are the same taken one after the other."""
-    message, size_bytes = pb.LedgerNews(), 0
-    for field, items in _fields(news):
-        told = getattr(message, field)
-        for item, item_bytes in items:
-            if size_bytes + item_bytes > MESSAGE_BYTES_MAX and size_bytes:
-                yield message.SerializeToString()
-                message, size_bytes = pb.LedgerNews(), 0
-                told = getattr(message, field)
-            told.append(item)
-            size_bytes += item_bytes
-    if size_bytes:
-        yield message.SerializeToString()
+    """Serialise news; much of it as several messages, which are the same taken one after the other."""
+    fields: dict[str, list[msgspec.Raw]] = {}
+    size_bytes = 0
+    for name in News.__struct_fields__:
+        for item in getattr(news, name):
+            raw = _encode(item)
+            if size_bytes and size_bytes + len(raw) > MESSAGE_BYTES_MAX:
+                yield _encode(fields)
+                fields, size_bytes = {}, 0
+            fields.setdefault(name, []).append(msgspec.Raw(raw))
+            size_bytes += len(raw)
+    if fields:
+        yield _encode(fields)
 
 
-def read_news(message: pb.LedgerNews) -> News:
-    """Reads and checks a message.
+def write_request(request: FollowRequest) -> bytes:
+    """Serialise a request."""
+    return _encode(request)
+
+
+def read_request(message: bytes) -> FollowRequest:
+    """Read and check a request.
 
     Raises:
-        PeerError: "broken": something is out of its bounds; the text names it.
+        PeerError: "broken": the text names the field that is missing or out of its bounds.
     """
-    return News(
-        [_read_sent(sent) for sent in message.sent],
-        list(message.overdue),
-        list(message.prefilled),
-        list(message.ended),
-        [_read_heard(outcome) for outcome in message.heard],
-    )
+    return _read(_request, message)
 
 
-_NO_KEYS = np.zeros(0, np.uint64)
+def read_news(message: bytes) -> News:
+    """Read and check news; an empty message is news of nothing.
+
+    Raises:
+        PeerError: "broken": the text names the field that is missing or out of its bounds.
+    """
+    return _read(_news, message) if message else News()
 
 
-def _fields(news: News) -> Iterator[tuple[str, Iterable[tuple[object, int]]]]:
-    """Fields of LedgerNews in their order, with their items and about how many bytes each takes."""
-    yield "sent", (_written_sent(sent) for sent in news.sent)
-    for name in ("overdue", "prefilled", "ended"):
-        yield name, ((number, _NUMBER_BYTES) for number in getattr(news, name))
-    yield "heard", (_written_heard(heard) for heard in news.heard)
+def _read(decoder: msgspec.msgpack.Decoder[_Message], message: bytes) -> _Message:
+    try:
+        return decoder.decode(message)
+    # Deeply nested values that no field has are passed over by recursion.
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerError("broken", str(error)) from None
 
 
-def _written_sent(sent: Sent) -> tuple[pb.SentRequest, int]:
-    keys = sent.keys.astype(_KEY, copy=False).tobytes()
-    written = pb.SentRequest(
-        number=sent.number,
-        request_id=_sound(sent.request_id),
-        pod=_sound(sent.pod),
-        prefill_pod=_sound(sent.prefill_pod),
-        uncached_tokens=sent.uncached_tokens,
-        age_s=sent.age_s,
-        adapter=_sound(sent.adapter),
-        keys=keys,
-        is_prefilled=sent.is_prefilled,
-    )
-    texts = len(sent.request_id) + len(sent.pod) + len(sent.prefill_pod or "") + len(sent.adapter or "")
-    return written, _SENT_BYTES + texts + len(keys)
+_request = msgspec.msgpack.Decoder(FollowRequest)
+_news: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(News)
 
 
-def _written_heard(heard: Heard) -> tuple[pb.Outcome, int]:
-    written = pb.Outcome(
-        request_id=_sound(heard.request_id),
-        event=_EVENTS[heard.event],
-        source=_sound(heard.source),
-        pod=_sound(heard.pod),
-        late_s=heard.late_s,
-        cached_tokens=heard.cached_tokens,
-    )
-    return written, _SENT_BYTES + len(heard.request_id) + len(heard.pod or "")
-
-
-def _read_sent(sent: pb.SentRequest) -> Sent:
-    if not sent.pod:
-        raise PeerError("broken", "sent.pod is empty")
-    if len(sent.keys) % _KEY.itemsize or len(sent.keys) > KEYS_MAX * _KEY.itemsize:
-        raise PeerError("broken", f"sent.keys are {len(sent.keys)} bytes: no 8 for each, or too many")
-    if sent.uncached_tokens > _TOKENS_MAX:
-        raise PeerError("broken", f"sent.uncached_tokens is {sent.uncached_tokens}")
-    return Sent(
-        sent.number,
-        _text("sent.request_id", sent.request_id),
-        _text("sent.pod", sent.pod),
-        _text("sent.prefill_pod", sent.prefill_pod) or None,
-        sent.uncached_tokens,
-        _seconds("sent.age_s", sent.age_s),
-        _text("sent.adapter", sent.adapter) or None,
-        np.frombuffer(sent.keys, _KEY).astype(np.uint64, copy=False),
-        sent.is_prefilled,
-    )
-
-
-def _read_heard(outcome: pb.Outcome) -> Heard:
-    if outcome.event not in _EVENT_NAMES:
-        raise PeerError("broken", f"heard.event is {outcome.event}")
-    return Heard(
-        _text("heard.request_id", outcome.request_id),
-        _EVENT_NAMES[outcome.event],
-        _text("heard.source", outcome.source),
-        _text("heard.pod", outcome.pod) or None,
-        _seconds("heard.late_s", outcome.late_s) if outcome.HasField("late_s") else None,
-        outcome.cached_tokens if outcome.HasField("cached_tokens") else None,
-    )
-
-
-def _sound(text: str | None) -> str:
-    """What a message may hold of a text that a client chose."""
-    return text[:_TEXT_MAX].encode("utf-8", "replace").decode() if text else ""
-
-
-def _text(field: str, text: str) -> str:
-    if len(text) > _TEXT_MAX:
-        raise PeerError("broken", f"{field} has {len(text)} characters, {_TEXT_MAX} at most")
-    return text
-
-
-def _seconds(field: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0.0:
-        raise PeerError("broken", f"{field} is {value}")
-    return value
+def _sound(text: str) -> str:
+    """Make a text that a client chose one that a message may hold."""
+    return text[:_TEXT_MAX].encode("utf-8", "replace").decode()

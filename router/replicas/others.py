@@ -8,31 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from indexer.dispatched import DispatchedPrompt, DispatchKey
 from indexer.errors import PeerError
-from indexer.keys import Keys
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.pods import PodSet
 from router.rates import Lesson
 from router.replicas.news import News, Sent
 
+if TYPE_CHECKING:
+    from indexer import KvIndexer
+
 REQUESTS_MAX = 100_000
 """Of one peer; as many as its ledger holds."""
-
-
-class Assumptions(Protocol):
-    """What is assumed of pods' caches; see `indexer.KvIndexer`."""
-
-    def speculate(
-        self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None, /
-    ) -> None:
-        """Assumes that the pod will soon hold `keys`."""
-
-    def settle(self, request: DispatchKey, now_s: float) -> None:
-        """Ends shortly what is assumed for a request."""
 
 
 class OthersWork:
@@ -44,7 +33,7 @@ class OthersWork:
         pods: Of others nothing is assumed.
     """
 
-    def __init__(self, ledger: Ledger, assumed: Assumptions, pods: PodSet) -> None:
+    def __init__(self, ledger: Ledger, assumed: KvIndexer, pods: PodSet) -> None:
         self._ledger = ledger
         self._assumed = assumed
         self._pods = pods
@@ -57,11 +46,9 @@ class OthersWork:
         return len(self._ledger)
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id is in flight at another router."""
         return request_id in self._ids
 
     def requests(self, peer: str) -> int:
-        """How many this peer has in flight."""
         return len(self._by_peer.get(peer, ()))
 
     def take(self, peer: str, news: News, now_s: float) -> None:

@@ -21,6 +21,7 @@ from model_server.engine import Engine
 from model_server.publish import KVEventPublisher, KVEventsConfig
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
+from tokenization.openai_prompts import chat_prompt
 
 MODEL = "kvroute-tiny"
 DEADLINE_S = 300.0
@@ -43,6 +44,10 @@ class RunningServer:
         return OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, **{"timeout": 60.0, **settings}
         )
+
+    def chat_ids(self, messages: list[Any]) -> list[int]:
+        """Token ids of a chat, which the server should make of it."""
+        return chat_prompt({"messages": messages}, self.tokenizer).tolist()
 
     def get(self, path: str) -> urllib3.BaseHTTPResponse:
         """GET."""

@@ -44,7 +44,7 @@ def test_chat_completion(server: RunningServer) -> None:
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(server.tokenizer.encode_chat(MESSAGES))
+    assert answer.usage.prompt_tokens == len(server.chat_ids(MESSAGES))
 
 
 def test_a_streamed_completion_says_the_same_as_a_whole_one(server: RunningServer) -> None:
@@ -236,7 +236,7 @@ def test_tokenize_and_back(server: RunningServer) -> None:
     assert len(answer["token_strs"]) == len(ids)
     assert answer["max_model_len"] == server.engine.max_model_len
     chat = server.post("/tokenize", {"model": MODEL, "messages": MESSAGES}).json()
-    assert chat["tokens"] == server.tokenizer.encode_chat(MESSAGES)
+    assert chat["tokens"] == server.chat_ids(MESSAGES)
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": "Tokens, please"}
 
 

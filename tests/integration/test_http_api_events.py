@@ -78,7 +78,7 @@ def test_a_second_turn_is_cached_as_far_as_the_events_said(server: RunningServer
     cached = []
     for turn in range(4):
         messages.append({"role": "user", "content": f"Turn {turn}: tell me about blocks and prefixes."})
-        expected = cached_by_events(server, server.tokenizer.encode_chat(messages))
+        expected = cached_by_events(server, server.chat_ids(messages))
         answer = server.openai().chat.completions.create(
             model=MODEL, messages=messages, max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
         )

@@ -33,7 +33,7 @@ def router_of_one(directory: Path, **settings: Any) -> Iterator[RouterServer]:
 
 
 def test_a_profile_shows_where_threads_are(tmp_path: Path) -> None:
-    """Collapsed stacks with counts, by thread; where threads stand; memory; only while it is allowed."""
+    """Collapsed stacks with counts, by thread; where threads stand; only while it is allowed."""
     with router_of_one(tmp_path) as router:
         status, text = get(router, "/debug/pprof/profile?seconds=0.2")
         assert status == 200
@@ -42,9 +42,7 @@ def test_a_profile_shows_where_threads_are(tmp_path: Path) -> None:
         assert ";" in stack
         assert any(line.startswith("housekeeping;") for line in text.decode().splitlines())
         assert b"thread housekeeping:" in get(router, "/debug/pprof/goroutine")[1]
-        assert b"PYTHONTRACEMALLOC" in get(router, "/debug/pprof/heap")[1]
-        for path in ("", "cmdline"):
-            assert get(router, f"/debug/pprof/{path}")[0] == 200
+        assert get(router, "/debug/pprof/")[0] == 200
         for seconds in ("0", "-1", "nan", "inf", "1000", "x"):
             assert get(router, f"/debug/pprof/profile?seconds={seconds}")[0] == 400
     with router_of_one(tmp_path, profiling=False) as router:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router._pb import ledger_pb2 as pb
 from router.board import PodBoard
 from router.ledger import Ledger, LedgerParameters
 from router.replicas.journal import Journal, Reader
@@ -38,7 +37,7 @@ class Follower:
 def told(journal: Journal, reader: Reader) -> list[News]:
     """All that was not taken yet, over the wire."""
     journal.tell()
-    return [read_news(pb.LedgerNews.FromString(message)) for message in waiting(reader)]
+    return [read_news(message) for message in waiting(reader)]
 
 
 def waiting(reader: Reader) -> Iterable[bytes]:

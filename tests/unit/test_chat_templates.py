@@ -319,7 +319,7 @@ def test_what_stands_in_front_of_an_image_is_known(models: dict[str, PromptToken
     body = {"messages": [*TALK, asked, *TALK]}
     with pytest.raises(MediaPromptError):
         chat_prompt(body, model)
-    known = chat_prefix(body, model).ids()
+    known = chat_prefix(body, model)
     before = chat_prompt({"messages": TALK, "add_generation_prompt": False}, model)
     assert len(known) >= len(before) - 1
     assert np.array_equal(known[: len(before) - 1], before[: len(before) - 1])

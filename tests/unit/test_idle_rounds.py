@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
+from tokenization.chat_template import ChatTemplate
 from tokenization.idle_rounds import stopping, while_set
 from tokenization.template_environment import ENVIRONMENT
 
@@ -62,3 +67,41 @@ def test_other_loops_are_gone_through_to_their_end(old: str, new: str) -> None:
     loop = search(SEARCH.replace(old, new))
     assert new in SEARCH.replace(old, new)
     assert stopping(loop) is loop
+
+
+LOOKING = (Path(__file__).parents[2] / "benchmarks/reasoning_template.jinja").read_text(encoding="utf-8")
+TEMPLATES = {
+    "looking": LOOKING,
+    "searching": "{% set ns = namespace(searching=true, at=-1) %}"
+    + SEARCH
+    + "{{ ns.at }}{% for m in messages %}{{ loop.index0 - ns.at }}{{ m.content }}{% endfor %}",
+}
+messages = st.lists(
+    st.builds(
+        lambda role, content: {"role": role, "content": content},
+        st.sampled_from(["user", "assistant", "tool", "system"]),
+        st.sampled_from(["a", "<b", "x</think>y"]),
+    ),
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_templates_show_the_same_with_and_without_idle_rounds(name: str) -> None:
+    """A template that searches shows what Jinja shows of it as it is written."""
+    template, plain = ChatTemplate(TEMPLATES[name], {}), ENVIRONMENT.from_string(TEMPLATES[name])
+
+    @settings(deadline=None)
+    @given(messages)
+    def show_the_same(talk: list[dict[str, str]]) -> None:
+        expected = plain.render(messages=talk, tools=None, documents=None, add_generation_prompt=True)
+        assert template.render(talk) == expected
+
+    show_the_same()
+
+
+def test_a_rewritten_templates_function_is_not_a_clients() -> None:
+    """A client's template options do not stand for the function that ends a search."""
+    template = ChatTemplate(TEMPLATES["searching"], {})
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render(talk, template_kwargs={"kvroute_while": "x"}) == template.render(talk)

@@ -12,14 +12,11 @@ import pytest
 
 from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizeOptions, TokenizerRegistry
-from tests.unit.looking_templates import ASKED
 from tests.unit.router_support import TINY, completion
-from tests.unit.test_chat_turns import CHATML
-from tests.unit.test_resumed import tokenizer_for
 from tokenization import TINY_DIRECTORY, PromptTokenizer, response_items
+from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
 from tokenization.chat_tools import CallsInOrder
-from tokenization.item_counts import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.openai_prompts import PromptLimits, begin_chat
+from tokenization.openai_prompts import PromptLimits, chat_prompt
 from tokenization.openai_responses import responses_as_chat
 
 MANY = ITEMS_AT_ONCE_MAX + 1
@@ -29,7 +26,7 @@ CALL = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
 
 
 class WatchedTokenizer(PromptTokenizer):
-    """Notes where it renders, and how many texts it looks up."""
+    """Notes where it renders, and how many texts it encodes."""
 
     threads: set[str]
     texts: int
@@ -39,10 +36,10 @@ class WatchedTokenizer(PromptTokenizer):
         self.threads.add(threading.current_thread().name)
         return super().render_chat(*args, **kwargs)
 
-    def begin(self, *args: Any, **kwargs: Any) -> Any:
-        """Looks a text up."""
+    def token_ids(self, *args: Any, **kwargs: Any) -> Any:
+        """Encodes a text."""
         self.texts += 1
-        return super().begin(*args, **kwargs)
+        return super().token_ids(*args, **kwargs)
 
 
 def watched() -> tuple[WatchedTokenizer, TokenizerRegistry]:
@@ -94,21 +91,19 @@ def test_none_of_too_many_prompts_is_tokenized(prompt: list[Any]) -> None:
     assert registry.prompt_tokens(completion("r", prompt[:64]), TINY).degraded is None
 
 
-@pytest.mark.parametrize("source", [CHATML, ASKED])
-def test_many_messages_behind_known_ones_are_not_rendered_at_once(source: str) -> None:
-    """Also behind messages that are known, new ones that no client writes so are left to another thread."""
-    tokenizer = tokenizer_for(source)
+def test_many_messages_behind_known_ones_are_not_rendered_at_once() -> None:
+    """Also behind messages that are known, many new ones are left to another thread."""
+    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     first = json.dumps([{"role": "user", "content": f"{at} some words " * 40} for at in range(9)])
-    begin_chat({"messages": msgspec.Raw(first.encode())}, tokenizer, LIMITS).ids()
+    chat_prompt({"messages": msgspec.Raw(first.encode())}, tokenizer, LIMITS)
     for count, is_much in ((2, False), (MANY, True)):
         new = json.dumps([{"content": ["a"], "role": "user"}] * count)
         body = {"messages": msgspec.Raw(f"{first[:-1]},{new[1:]}".encode())}
         if is_much:
             with pytest.raises(ManyItemsError):
-                begin_chat(body, tokenizer, LIMITS)
-        ids = begin_chat(body, tokenizer).ids().tolist()
+                chat_prompt(body, tokenizer, LIMITS)
         decoded = {"messages": msgspec.json.decode(body["messages"])}
-        assert ids == begin_chat(decoded, tokenizer_for(source)).ids().tolist()
+        assert chat_prompt(body, tokenizer).tolist() == chat_prompt(decoded, tokenizer).tolist()
 
 
 def test_calls_are_joined_at_a_cost_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

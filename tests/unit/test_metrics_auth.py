@@ -154,7 +154,7 @@ def test_the_routers_pages_are_guarded(tmp_path: Path) -> None:
                 "GET", f"http://127.0.0.1:{router.ports['metrics']}{path}", headers=headers
             ).status
 
-        assert [status(path) for path in ("/metrics", "/debug/pods", "/debug/pprof/heap")] == [401] * 3
+        assert [status(path) for path in ("/metrics", "/debug/pods", "/debug/pprof/profile")] == [401] * 3
         assert status("/healthz") == 200
         assert status("/metrics", "prometheus-token") == 200
         assert status("/debug/pods", "prometheus-token") == 403

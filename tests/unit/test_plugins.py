@@ -17,8 +17,8 @@ from router.plugins.api import PrefixMatch
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.catalogue import make
 from router.plugins.deciders import PrefixBasedPd
-from router.plugins.labels import HeaderTestingFilter, RoleFilter
-from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
+from router.plugins.labels import HeaderTestingFilter
+from router.plugins.load_filters import Cap, PrefixAffinityFilter, UtilizationFilter
 from router.plugins.load_scorers import (
     ActiveRequestScorer,
     KvUsageScorer,
@@ -30,7 +30,7 @@ from router.plugins.load_scorers import (
 )
 from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
 from router.plugins.profiles import PluginError, Profile, WeightedScorer
-from router.plugins.session_affinity import SessionAffinity, SessionIds, TokenHeader
+from router.plugins.session_affinity import SessionAffinity
 from router.plugins.testkit import endpoint, kept, picks, request, run, scores
 from router.scrape import LoraLoad
 
@@ -85,7 +85,7 @@ def test_a_matched_prefix_is_scored_by_share_and_on_request_by_length() -> None:
     endpoints = [endpoint("a"), endpoint("b")]
     asked = request(prefixes={"a:8000": HALF})
     assert scores(PrefixScorer(), asked, endpoints) == {"a": 0.5, "b": 0.0}
-    mixed = PrefixScorer(length_weight=0.4, scale_tokens=640)
+    mixed = PrefixScorer(match_length_weight=0.4, match_length_scale_tokens=640)
     assert scores(mixed, asked, endpoints)["a"] == pytest.approx(0.4 * 0.25 + 0.6 * 0.5)
 
 
@@ -126,7 +126,7 @@ def test_a_context_range_that_fits_is_preferred() -> None:
     assert told["narrow"] == pytest.approx(0.3 + 0.7 * (0.7 / 1.2 + 0.3 * 0.5))
     assert told["narrow"] > told["wide"] > 0.3 > told["far"] == pytest.approx(0.3 / 50)
     assert (told["none"], told["odd"]) == (0.5, 0.0)
-    strict = ContextLengthAware(filters=True)
+    strict = ContextLengthAware(enable_filtering=True)
     assert kept(strict, request(prompt_tokens=1000), endpoints) == ["narrow", "wide", "none"]
 
 
@@ -143,7 +143,8 @@ def test_roles_pass_their_filters() -> None:
     ]
     endpoints = [endpoint(role, labels={"llm-d.ai/role": role}) for role in roles] + [endpoint("none")]
     passed = {
-        role: set(kept(RoleFilter(role), request(), endpoints)) for role in ("decode", "prefill", "encode")
+        role: set(kept(made(f"{role}-filter"), request(), endpoints))
+        for role in ("decode", "prefill", "encode")
     }
     assert passed["decode"] == {"decode", "prefill-decode", "encode-prefill-decode", "both", "none"}
     assert passed["prefill"] == {
@@ -178,23 +179,25 @@ def test_holders_of_the_prefix_are_kept_to_while_that_pays() -> None:
     """Whoever holds enough stays alone, unless even the idlest holder would answer much later."""
     holder, other = endpoint("holder", inflight_tokens=20_000), endpoint("other")
     asked = request(prefixes={"holder:8000": PrefixMatch(9.0, 10, 9, 64)})
-    assert kept(PrefixAffinityFilter(tokens_per_s=2000), asked, [holder, other]) == ["holder"]
-    slow = PrefixAffinityFilter(tokens_per_s=1000)
+    assert kept(PrefixAffinityFilter(peak_prefill_throughput=2000), asked, [holder, other]) == ["holder"]
+    slow = PrefixAffinityFilter(peak_prefill_throughput=1000)
     assert kept(slow, asked, [holder, other]) == ["holder", "other"]
-    assert kept(PrefixAffinityFilter(tokens_per_s=1000, penalty_max_s=0.0), asked, [holder, other]) == [
-        "holder"
+    endless = PrefixAffinityFilter(peak_prefill_throughput=1000, penalty_max_ms=0.0)
+    assert kept(endless, asked, [holder, other]) == ["holder"]
+    assert kept(PrefixAffinityFilter(exploration_probability=1.0), asked, [holder, other]) == [
+        "holder",
+        "other",
     ]
-    assert kept(PrefixAffinityFilter(exploration=1.0), asked, [holder, other]) == ["holder", "other"]
     assert kept(PrefixAffinityFilter(), request(), [holder, other]) == ["holder", "other"]
 
 
 def test_caps_drop_the_full() -> None:
     """Every cap counts; nobody is left, unless it falls back."""
     endpoints = [endpoint("a", waiting_requests=3), endpoint("b", kv_usage=0.95), endpoint("c")]
-    caps = [("waiting-queue", 2.0), ("kv-cache-utilization", 0.9)]
+    caps = (Cap("waiting-queue", 2.0), Cap("kv-cache-utilization", 0.9))
     assert kept(UtilizationFilter(caps), request(), endpoints) == ["c"]
     assert kept(UtilizationFilter(caps), request(), endpoints[:2]) == []
-    assert kept(UtilizationFilter(caps, falls_back=True), request(), endpoints[:2]) == ["a", "b"]
+    assert kept(UtilizationFilter(caps, fallback_on_empty=True), request(), endpoints[:2]) == ["a", "b"]
 
 
 def test_the_testing_header_names_endpoints_in_order() -> None:
@@ -211,7 +214,7 @@ def test_the_testing_header_names_endpoints_in_order() -> None:
 @pytest.mark.parametrize("token", ["", "no base64!", "/////w==", "eA==", "x" * 5000])
 def test_a_senseless_session_token_keeps_everybody(token: str) -> None:
     """Clients write tokens: nonsense, unknown endpoints and floods count as none."""
-    plugin = SessionAffinity(TokenHeader())
+    plugin = SessionAffinity()
     asked = request(headers={"x-session-token": token})
     assert kept(plugin, asked, [endpoint("a"), endpoint("b")]) == ["a", "b"]
     assert scores(plugin, asked, [endpoint("a")]) == {"a": 0.0}
@@ -219,7 +222,8 @@ def test_a_senseless_session_token_keeps_everybody(token: str) -> None:
 
 def test_a_session_is_forgotten_in_time_and_a_lost_endpoint_is_no_obstacle() -> None:
     """Session ids keep their endpoint for a while, as long as it is among the candidates."""
-    plugin = SessionAffinity(SessionIds([("header", "x-session-id")], ttl_s=60.0))
+    config = {"sources": [{"header": "X-Session-Id"}], "evictionTtlSeconds": 60}
+    plugin: Any = made("session-affinity-filter", strategy="session_id", sessionIdConfig=config)
     a, b = endpoint("a"), endpoint("b")
 
     def at(now_s: float) -> Any:
@@ -255,13 +259,13 @@ def test_a_prefill_is_done_apart_when_enough_is_uncached() -> None:
     """What the decoding pod holds is taken off; 0 means never, short prompts never."""
     decoder = endpoint("d")
     asked = request(prompt_tokens=1000, prefixes={"d:8000": HALF})
-    assert [PrefixBasedPd(uncached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)] == [
+    assert [PrefixBasedPd(non_cached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)] == [
         False,
         True,
         False,
         False,
     ]
-    assert not PrefixBasedPd(uncached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
+    assert not PrefixBasedPd(non_cached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
 
 
 def test_scores_are_clamped_weighted_and_added() -> None:

@@ -169,7 +169,7 @@ def test_a_decision_tells_its_whole_story() -> None:
 def test_a_pipelines_decision_tells_scores_filters_and_who_prefills() -> None:
     """A candidate has its score, a filtered pod the filter's name, and the pod that prefills is named."""
     config = parse_config(DISAGGREGATED, "c.yaml", Path())
-    ranker = build_pipeline(config, block_tokens=16, strict=False, random=np.random.default_rng(3))
+    ranker = build_pipeline(config, block_tokens=16, random=np.random.default_rng(3))
     a, b = (pod.address for pod in PODS[:2])
     pods = [
         dataclasses.replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role}))

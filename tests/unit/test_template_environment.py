@@ -24,7 +24,7 @@ class Text(str):
 
     __slots__ = ()
 
-    def strip(self, chars: str | None = None) -> str:  # noqa: D102 (as str's)
+    def strip(self, chars: str | None = None) -> str:
         return f"{chars}!"
 
 

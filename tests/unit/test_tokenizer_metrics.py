@@ -1,33 +1,29 @@
-"""Tokenizers' counters, as their metrics are read."""
+"""How tokenizers encode, as their metrics are read."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, normalizers
 
 from router.tokenizer_metrics import TokenizerCollector
-from tests.unit.test_loop_run import says, user
-from tests.unit.test_resumed import LONG, raw
 from tokenization import TINY_DIRECTORY, PromptTokenizer
-from tokenization.openai_prompts import begin_chat
 
 
-def test_metrics_tell_whether_conversations_are_known_and_what_that_takes() -> None:
-    """A chat that goes on counts as known, its first turn as new; bytes and what had to go are told."""
-    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
+def test_metrics_tell_which_library_encodes() -> None:
+    """A model whose tokenizer the fast library refuses is told apart; comparisons are counted."""
+    refused = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+    refused.normalizer = normalizers.NFKC()
+    tokenizers = {
+        "fast": PromptTokenizer.from_directory(TINY_DIRECTORY),
+        "slow": PromptTokenizer(refused, None, frozenset()),
+    }
     registry = CollectorRegistry()
-    registry.register(TokenizerCollector({"m": tokenizer}))
+    registry.register(TokenizerCollector(tokenizers))
 
-    def sample(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"kvroute_router_{name}", {"model": "m", **labels})
+    def samples(name: str) -> list[float | None]:
+        name = f"kvroute_router_tokenizer_{name}"
+        return [registry.get_sample_value(name, {"model": model}) for model in tokenizers]
 
-    messages = [user(LONG)]
-    for _ in range(3):
-        begin_chat({"messages": raw(messages)}, tokenizer).ids()
-        messages += [says(LONG), user(LONG)]
-    assert sample("conversation_lookups_total", result="new") == 1.0
-    assert sample("conversation_lookups_total", result="known") == 2.0
-    assert 0 < (sample("conversation_memory_bytes") or 0.0) < 1 << 20
-    assert sample("conversations_pushed_out_total") == 0.0
-    tokenizer.bound_conversations(0)
-    assert sample("conversation_memory_bytes") == 0.0
-    assert sample("conversations_pushed_out_total") == 1.0
+    assert samples("fast") == [1.0, 0.0]
+    assert samples("checks_total") == [300.0, 0.0]
+    assert samples("mismatches_total") == [0.0, 0.0]

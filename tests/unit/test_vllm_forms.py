@@ -9,7 +9,7 @@ import pytest
 
 from router.request import http_request
 from router.tokens import TokenizerRegistry
-from tests.unit.test_resumed import tokenizer_for
+from tests.unit.tokenizer_support import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError
 from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import chat_prompt

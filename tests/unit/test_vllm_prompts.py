@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from importlib.resources import files
@@ -11,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
-from tests.unit.tokenizer_support import tekken
-from tokenization import PromptTokenizer, UnsupportedPromptError
+from tests.unit.tokenizer_support import SPECIAL, tekken
+from tokenization import TINY_DIRECTORY, PromptTokenizer, UnsupportedPromptError
 from tokenization.anthropic_messages import messages_as_chat
 from tokenization.chat_template import ChatTemplate
 from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
@@ -26,14 +27,21 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @cache
-def model(template: str) -> PromptTokenizer:
-    """The vectors' tokenizer, with one of their templates."""
+def without_template() -> PromptTokenizer:
+    """The vectors' tokenizer."""
     tokenizer = Tokenizer.from_str(tekken().to_str())
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    return PromptTokenizer(
-        tokenizer, ChatTemplate(VECTORS["templates"][template], SPECIAL_TOKENS), frozenset()
-    )
+    return PromptTokenizer(tokenizer, None, frozenset())
+
+
+@cache
+def model(template: str) -> PromptTokenizer:
+    """The vectors' tokenizer, with one of their templates."""
+    # A copy: to load the vocabulary takes seconds.
+    tokenizer = copy.copy(without_template())
+    tokenizer.chat_template = ChatTemplate(VECTORS["templates"][template], SPECIAL_TOKENS)
+    return tokenizer
 
 
 def prompts(case: dict[str, Any]) -> list[list[int]]:
@@ -78,9 +86,14 @@ def test_a_suffix_goes_where_the_engine_wants_it() -> None:
     assert completion_prompts({"prompt": "a", "suffix": None}, model("llama"))
 
 
-def from_directory(directory: Path, settings: dict[str, Any], config: dict[str, Any]) -> PromptTokenizer:
-    """A model with these settings."""
-    tekken().save(str(directory / "tokenizer.json"))
+def from_directory(
+    directory: Path, settings: dict[str, Any], config: dict[str, Any], library: Tokenizer | None = None
+) -> PromptTokenizer:
+    """A model with these settings; its tokenizer is a small one if no other is given."""
+    if library is None:
+        library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+        library.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({**SPECIAL_TOKENS, **settings}))
     (directory / "config.json").write_text(json.dumps(config))
     return PromptTokenizer.from_directory(directory)
@@ -154,18 +167,18 @@ def test_no_template_stands_for_mistral_common(tmp_path: Path, names: list[str],
     assert tokenizer.decode(chat_prompt({"messages": PARTS}, tokenizer).tolist()) == "plain a\nb"
 
 
-@pytest.mark.parametrize("text", ["", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"])
-def test_a_text_has_mistral_commons_ids(tmp_path: Path, text: str) -> None:
+def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
     """Tekken's texts have the library's ids, and none where they are cut or hold more than text."""
     (tmp_path / "tekken.json").touch()
-    ours = from_directory(tmp_path, {}, {})
+    ours = from_directory(tmp_path, {}, {}, tekken())
     theirs = Tekkenizer.from_file(TEKKEN)
-    # In the vectors' tokenizer special tokens stand behind all others.
-    ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
-    assert ids == theirs.encode(text, bos=False, eos=False)
-    for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
-        with pytest.raises(UnsupportedPromptError):
-            completion_prompts(fields, ours)
+    for text in ("", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"):
+        # In the vectors' tokenizer special tokens stand behind all others.
+        ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
+        assert ids == theirs.encode(text, bos=False, eos=False)
+        for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
+            with pytest.raises(UnsupportedPromptError):
+                completion_prompts(fields, ours)
 
 
 def test_no_text_has_sentencepieces_ids(tmp_path: Path) -> None:

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from functools import cache
 from importlib.resources import files
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers.convert_slow_tokenizer import generate_merges
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
+
+from benchmarks.large_vocabulary import REGEXES, TEKKEN, byte_level
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+from tokenization.chat_template import ChatTemplate
 
 SPECIAL = ("<s>", "</s>", "[INST]", "[/INST]", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-REGEXES = {
-    "llama-3": _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _REST,
-    "qwen-2": _CONTRACTIONS + _WORDS + r"|\p{N}" + _REST,
-}
+
+def tokenizer_for(source: str) -> PromptTokenizer:
+    """The tiny tokenizer behind another template."""
+    library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+    special_tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return PromptTokenizer(library, ChatTemplate(source, special_tokens), frozenset())
 
 
 @cache
-def tekken(file: str = "tekken_240911.json") -> Tokenizer:
+def tekken(file: str = TEKKEN) -> Tokenizer:
     """A Mistral tokenizer: byte-level BPE with its own regex."""
-    return _byte_level(file, _tekken(file)["config"]["pattern"])
+    return byte_level(file, REGEXES["tekken"], SPECIAL)
 
 
 @cache
 def of_family(family: str) -> Tokenizer:
     """Tekken's vocabulary behind another family's pre-tokenizer, which alone decides where to cut."""
-    tokenizer = _byte_level("tekken_240911.json", REGEXES.get(family, ""))
+    tokenizer = byte_level(TEKKEN, REGEXES.get(family, ""), SPECIAL)
     if family == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if family == "qwen-2":
@@ -53,43 +54,4 @@ def mistral_v3() -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     controls = [piece.piece for piece in proto.pieces if piece.type == piece.CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in controls])
-    return tokenizer
-
-
-@cache
-def _tekken(file: str) -> dict[str, object]:
-    return json.loads(files("mistral_common.data").joinpath(file).read_text())
-
-
-@cache
-def _vocabulary(file: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids and merges in the alphabet of byte-level BPE; a rank file tells merges by its order."""
-    data = _tekken(file)
-    size = data["config"]["default_vocab_size"] - data["config"]["default_num_special_tokens"]
-    ranks = {base64.b64decode(entry["token_bytes"]): at for at, entry in enumerate(data["vocab"][:size])}
-    letters = bytes_to_unicode()
-
-    def spelt(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = []
-    for token in ranks:
-        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [(left, right) for left, right in halves if left in ranks and right in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [(spelt(left), spelt(right)) for left, right in known]
-    return {spelt(token): rank for token, rank in ranks.items()}, merges
-
-
-def _byte_level(file: str, regex: str) -> Tokenizer:
-    vocabulary, merges = _vocabulary(file)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(regex), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     return tokenizer

@@ -88,13 +88,12 @@ def doors(
     options: ExtProcOptions | None = None,
     *,
     threads: int = 80,
-    fallback_endpoints: int = 0,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port."""
     distrusted: list[tuple[str, str]] = []
-    gateway = GatewayPick(bench.router, bench.metrics, fallback_endpoints, guard=guard)
+    gateway = GatewayPick(bench.router, bench.metrics, guard=guard)
     options = options or ExtProcOptions()
     ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)

@@ -86,14 +86,6 @@ def test_a_request_id_that_cannot_be_kept_is_replaced(given_id: str) -> None:
     assert all(bench.explain.one(request_id) is not None for request_id in made)
 
 
-def test_fallback_endpoints_follow_the_picked_one() -> None:
-    """As many further pods as configured are named in the order of their cost."""
-    bench = Bench().with_pods(A, B)
-    bench.index.hold(B.address, bench.keys(TEXT))
-    with doors(bench, fallback_endpoints=1) as served:
-        assert set_headers(check(served, request()))[DESTINATION] == f"{B.address},{A.address}"
-
-
 def test_the_gateways_subset_is_obeyed() -> None:
     """Only pods that the gateway's metadata names are picked."""
     message = request()

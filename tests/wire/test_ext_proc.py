@@ -108,17 +108,6 @@ def test_the_subset_hint_is_taken_from_either_message(on_body: bool) -> None:
         assert {set_headers(answer)[DESTINATION] for answer in answers} == {B.address}
 
 
-def test_fallback_endpoints_follow_the_picked_one() -> None:
-    """When asked for, the destination lists further pods behind the best, in header and metadata alike."""
-    bench = both()
-    bench.index.hold(B.address, bench.keys("hello " * 50))
-    data = json.dumps({"model": TINY, "prompt": "hello " * 50}).encode()
-    with doors(bench, fallback_endpoints=3) as served:
-        answer = served.exchange(headers(path=COMPLETIONS), body(data))[0]
-        assert set_headers(answer)[DESTINATION] == f"{B.address},{A.address}"
-        assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == f"{B.address},{A.address}"
-
-
 @pytest.mark.parametrize(
     ("bench", "data", "subset", "status", "reason"),
     [

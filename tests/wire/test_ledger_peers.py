@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,19 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 
 from indexer.config import IndexerConfig
 from indexer.peer_identity import PeerIdentity
-from router._pb import ledger_pb2 as pb
-from router._pb import ledger_pb2_grpc as pb_grpc
 from router.replicas import follow
-from router.replicas.door import LedgerDoor
+from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.follow import Followers, PeerState
 from router.replicas.journal import Journal
-from router.replicas.news import News
-from router.replicas.teller import Teller
+from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages, write_request
 from tests.loopback import HERE, free_port
 from tests.unit.test_replicas import KEYS, ONE
 from tests.unit.test_replicas import Teller as Told
@@ -30,7 +29,8 @@ from tests.wire.engine_publisher import wait_until
 
 SEED = 7
 OURS = PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
-Answer = Callable[[pb.FollowRequest, grpc.ServicerContext], Iterator[pb.LedgerNews]]
+OTHER = FollowRequest("other", SEED)
+Answer = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
 
 @pytest.fixture(autouse=True)
@@ -106,32 +106,34 @@ def served(servicer: Any, port: int = 0) -> Iterator[str]:
 def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> Iterator[str]:
     """A router's own door."""
     identity = identity or PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
-    teller = Teller(told.journal)
-    teller.start()
+    told.journal.start()
     try:
         with served(LedgerDoor(told.journal, identity).add_to, port) as address:
             yield address
     finally:
-        teller.close()
+        told.journal.close()
 
 
 @contextmanager
 def false_peer(answer: Answer) -> Iterator[str]:
     """A peer that tells what it is made to."""
-
-    class Door(pb_grpc.LedgerPeerServicer):
-        def Follow(  # noqa: N802 (the name is the proto's)
-            self, request: Any, context: grpc.ServicerContext
-        ) -> Iterator[pb.LedgerNews]:
-            yield from answer(request, context)
-
-    with served(lambda server: pb_grpc.add_LedgerPeerServicer_to_server(Door(), server)) as address:
+    handlers = {"Follow": grpc.unary_stream_rpc_method_handler(answer)}
+    door = grpc.method_handlers_generic_handler(LEDGER_SERVICE, handlers)
+    with served(lambda server: server.add_generic_rpc_handlers((door,))) as address:
         yield address
 
 
-def news(number: int = 1) -> pb.LedgerNews:
+def news(number: int = 1, pod: str = "10.0.0.1:8000") -> bytes:
     """A request."""
-    return pb.LedgerNews(sent=[pb.SentRequest(number=number, pod="10.0.0.1:8000")])
+    (message,) = news_messages(News([Sent(number, pod)]))
+    return message
+
+
+def refusal(address: str, request: bytes) -> grpc.RpcError:
+    """How a router refuses to tell who asks by this."""
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        next(channel.unary_stream(FOLLOW)(request, timeout=30))
+    return refused.value
 
 
 def test_changes_come_as_they_are_made() -> None:
@@ -177,7 +179,7 @@ def test_a_silent_peer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     """One whose connection stands and that says nothing any more is given up, loudly."""
     may_end = threading.Event()
 
-    def once(*_: object) -> Iterator[pb.LedgerNews]:
+    def once(*_: object) -> Iterator[bytes]:
         yield news()
         may_end.wait(60)
 
@@ -192,7 +194,7 @@ def test_a_peer_that_never_says_anything_is_lost() -> None:
     """One that takes the call and is stuck does not stay "connecting" for ever: nobody would hear of it."""
     may_end = threading.Event()
 
-    def never(*_: object) -> Iterator[pb.LedgerNews]:
+    def never(*_: object) -> Iterator[bytes]:
         may_end.wait(60)
         yield from ()
 
@@ -226,38 +228,48 @@ def test_a_peer_without_a_ledger_is_nothing_to_wonder_about(caplog: pytest.LogCa
     assert caplog.text == ""
 
 
-def test_a_peer_of_another_version_is_refused() -> None:
-    """Messages of another version are not guessed at."""
-    request = pb.FollowRequest(schema=2, instance="other", fingerprint=SEED)
+def test_a_newer_router_that_asks_is_told() -> None:
+    """A request with a field that this version does not know is answered."""
+    request = msgspec.msgpack.encode({"instance": "newer", "fingerprint": SEED, "wants": ["more"]})
     with telling(Told()) as address, grpc.insecure_channel(address) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            next(pb_grpc.LedgerPeerStub(channel).Follow(request, timeout=30))
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert refused.value.details().startswith("schema: ")
+        assert next(channel.unary_stream(FOLLOW)(request, timeout=30)) == b""
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "details"),
+    [
+        (write_request(FollowRequest("other", 8)), "fingerprint: "),
+        (msgspec.msgpack.encode({"instance": "other"}), "broken: .*fingerprint"),
+        (b"\x00", "broken: "),
+        (b"", "broken: "),
+    ],
+)
+def test_who_asks_without_the_seed_is_refused(request_bytes: bytes, details: str) -> None:
+    """Only who shows that it knows the seed is told anything; the refusal names what is wrong."""
+    with telling(Told()) as address:
+        error = refusal(address, request_bytes)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert re.match(details, error.details())
 
 
 def test_a_peer_that_makes_no_sense_is_believed_nothing() -> None:
     """One wrong number voids all that it told; it is asked again, and may do better."""
-    told: list[pb.LedgerNews] = [news(1), pb.LedgerNews(sent=[pb.SentRequest(number=2)])]
 
-    def answer(*_: object) -> Iterator[pb.LedgerNews]:
-        yield from told
+    def answer(*_: object) -> Iterator[bytes]:
+        yield from (news(1), news(2, pod=""))
 
     with false_peer(answer) as address, following(address) as watched:
-        watched.wait_for(address, "refused", "sent.pod is empty")
+        watched.wait_for(address, "refused", "length >= 1 - at `$.sent[0].pod`")
         assert address in watched.lost
 
 
 def test_the_door_serves_so_many() -> None:
     """Who comes when too many follow is told so, and may ask again."""
     told = Told()
-    with telling(told) as address, grpc.insecure_channel(address) as channel:
+    with telling(told) as address:
         for _ in range(64):
             told.journal.join()
-        request = pb.FollowRequest(schema=1, instance="other", fingerprint=SEED)
-        with pytest.raises(grpc.RpcError) as refused:
-            next(pb_grpc.LedgerPeerStub(channel).Follow(request, timeout=30))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal(address, write_request(OTHER)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_an_unknown_name_is_told_and_looked_up_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +302,7 @@ def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> N
         watched.wait_for(address, "followed")
         with caplog.at_level(logging.ERROR):
             # No message can hold it.
-            told.ledger.changes.sent(-1, ONE, None)  # type: ignore[union-attr]
+            journal.sent(1 << 64, ONE, None)
             wait_until("it is asked anew", lambda: len(watched.lost) == 1)
         told.ledger.dispatch(ONE)
         wait_until("it is told", lambda: watched.numbers == [0])

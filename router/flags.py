@@ -1,14 +1,65 @@
-"""What flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong."""
+"""Settings that flags make: a dataclass's fields with their flags in, argparse's arguments and values out.
+
+Below it what flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from router.duration import seconds
 from router.quantity import quantity
 
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+def flag(group: str, name: str, kind: Callable[[str], Any], default: Any, text: str, **options: Any) -> Any:
+    """A field of a dataclass that a flag sets.
+
+    Args:
+        group: Title in the help.
+        name: The flag, or several.
+        kind: From text to value.
+        text: Help; of numbers in N the default is added.
+        options: Further ones of `argparse`; with action="append" the values are a tuple.
+    """
+    options.setdefault("metavar", "N")
+    if options["metavar"] == "N" and default is not None:
+        text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    told = {"group": group, "names": name.split(), "options": {"type": kind, "help": text, **options}}
+    return dataclasses.field(default=default, metadata=told)
+
+
+def switch(group: str, name: str, default: bool, text: str, **options: Any) -> Any:
+    """A field that is true or false; its flag named without a value is true, as with Go's flags."""
+    options = {"nargs": "?", "const": True, "metavar": "BOOL", **options}
+    return flag(group, name, boolean, default, text, **options)
+
+
+def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
+    """Add the flags of some dataclasses; groups come in the order in which they are first named."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in (field for kind in settings for field in dataclasses.fields(kind)):
+        if told := field.metadata:
+            if told["group"] not in groups:
+                groups[told["group"]] = parser.add_argument_group(told["group"])
+            options = {"default": field.default, **told["options"]}
+            # argparse would read a default that is text as it reads the flag's value.
+            is_read = isinstance(field.default, str) and options["type"] is not str
+            if is_read or options.get("action") == "append":
+                options["default"] = None
+            groups[told["group"]].add_argument(*told["names"], dest=field.name, **options)
+
+
+def said(kind: type, flags: argparse.Namespace) -> dict[str, Any]:
+    """The values of a dataclass's fields that have flags."""
+    values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind) if field.metadata}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return {name: value for name, value in {**values, **lists}.items() if value is not None}
 
 
 def port(text: str) -> int:
@@ -35,6 +86,11 @@ def positive_number(text: str) -> float:
     if not 0.0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return number
+
+
+def milliseconds(text: str) -> float:
+    """Milliseconds above 0, in seconds."""
+    return positive_number(text) / 1000
 
 
 def duration(text: str) -> float:
@@ -71,11 +127,6 @@ def boolean(text: str) -> bool:
     if text.lower() not in _BOOLEANS:
         raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
     return _BOOLEANS[text.lower()]
-
-
-def add_switch(group: argparse._ArgumentGroup, name: str, default: bool, text: str) -> None:
-    """Adds a flag that is true or false; named without a value it is true, as with Go's flags."""
-    group.add_argument(name, type=boolean, nargs="?", const=True, default=default, metavar="BOOL", help=text)
 
 
 def size_bytes(text: str) -> int:

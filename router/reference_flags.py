@@ -1,4 +1,4 @@
-"""Flags of the reference picker that say how to answer, or that need not be said here.
+"""Flags of the reference picker that need not be said here.
 
 Each of its flags is known: it does what it does there, or is taken and its needlessness told, or is refused
 with what there is instead.
@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
-
-from router.config_file import COMPAT
-from router.flags.values import add_switch, positive_duration
 
 _UNNEEDED = {
     "--allow-experimental-plugins": "no plugin here is held back",
@@ -31,27 +27,9 @@ _REFUSED = (
 )
 
 
-def add_reference_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags of this group."""
-    switch = partial(add_switch, group)
-
-    group.add_argument(
-        "--compat",
-        choices=COMPAT,
-        help="off: our own answers; answers: ext_proc answers in the reference's form (default: answers "
-        "with a --config-file, else off)",
-    )
-    switch("--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates")
-    switch("--disable-endpoint-subset-filter", False, "the gateway's subset hint is not looked at")
-    switch("--enable-pprof", True, "/debug/pprof/ on the metrics port, free until asked (default: true)")
-    switch("--enable-grpc-stream-metrics", False, "metrics of ext_proc streams: open, duration, end by code")
-    group.add_argument(
-        "--metrics-staleness-threshold",
-        type=positive_duration,
-        metavar="DURATION",
-        help="an older account of a pod's load does not count, and the pod is taken for saturated (default: "
-        "three times --refresh-metrics-interval, at least 5s without flow control)",
-    )
+def add_reference_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that change nothing, and those that are refused."""
+    group = parser.add_argument_group("of the reference picker, not needed")
     for name, why in _UNNEEDED.items():
         group.add_argument(name, nargs="?", const="true", metavar="VALUE", help=f"not needed: {why}")
     for name in _REFUSED:

@@ -1,0 +1,204 @@
+"""Texts have the ids that the tokenizers library gives them, whichever library encodes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from benchmarks.large_vocabulary import REGEXES
+from tests.unit.tokenizer_support import SPECIAL, mistral_v3
+from tokenization import TINY_DIRECTORY, TokenizerLoadError, UnsupportedPromptError
+from tokenization.encoder import TextEncoder, is_segmentable
+from tokenization.fast_encoder import hard_texts
+
+
+def tiny() -> Tokenizer:
+    """The packaged tokenizer."""
+    return Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+
+
+def with_prefix_spaces() -> Tokenizer:
+    """A tokenizer as Llama 2's: every piece between special tokens gets a space in front."""
+    vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5, "ab": 6, "▁ab": 7}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")], unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def of_family(family: str) -> Tokenizer:
+    """The packaged vocabulary behind a family's normalizer and pre-tokenizer."""
+    tokenizer = tiny()
+    if family == "gpt-2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return tokenizer
+    if family == "qwen-2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(REGEXES[family]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+def normalizing_anew() -> Tokenizer:
+    """A tokenizer that the fast library refuses."""
+    tokenizer = tiny()
+    tokenizer.normalizer = normalizers.NFKC()
+    return tokenizer
+
+
+def added(tokenizer: Tokenizer, *tokens: AddedToken) -> Tokenizer:
+    """The tokenizer with special tokens."""
+    tokenizer.add_special_tokens(list(tokens))
+    return tokenizer
+
+
+MAKERS: dict[str, Callable[[], Tokenizer]] = {
+    "mistral-v3": mistral_v3,
+    "tekken": lambda: of_family("tekken"),
+    "llama-3": lambda: of_family("llama-3"),
+    "qwen-2": lambda: of_family("qwen-2"),
+    "gpt-2": lambda: of_family("gpt-2"),
+    "tiny": tiny,
+    "refused": normalizing_anew,
+}
+# What the regexes treat apart: letters of every case and script, marks, digits, contractions, white space.
+ATOMS = (
+    *("a", "A", "Ab", "don't", "'s", "'S", "b1", "1", "1234", "x_y", "é", "e\u0301", "\u0301", "ß", "ſ", "Ж"),
+    *("\u0483", "世", "界。", "の", "か\u3099", "한", "\u1112\u1161\u11ab", "\u0b95\u0bcd", "😀", "\u200d"),
+    *(" ", "  ", "\n", "\n\n", "\r\n", "\r", "\t", "\u00a0", "\u2003", "\u3000", "\x85", "\x0b", "\x1c"),
+    *(".", "/", "//", "!?", "#", '"', "<s", "<|", "|>", *SPECIAL, "<|im_start|>", "<|im_end|>"),
+)
+texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=6), max_size=24).map("".join)
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_ids_are_the_librarys(name: str) -> None:
+    """Any text of any family's tokenizer has the ids that the library gives it."""
+    tokenizer = MAKERS[name]()
+    encoder = TextEncoder(tokenizer)
+
+    @settings(max_examples=100, deadline=None)
+    @given(texts)
+    def are_the_librarys(text: str) -> None:
+        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        assert encoder.encode(text).tolist() == expected
+
+    are_the_librarys()
+    assert encoder.facts.is_fast == (name != "refused")
+    assert encoder.facts.mismatches == 0
+
+
+def test_a_load_compares_hard_texts() -> None:
+    """Three hundred texts, the tokenizer's own tokens within them, are encoded by both libraries at load."""
+    assert TextEncoder(tiny()).facts.checks == 300
+    texts = hard_texts(["<tool>"])
+    assert texts == hard_texts(["<tool>"])
+    assert any("<tool>" in text for text in texts)
+
+
+@pytest.mark.parametrize("make", [tiny, normalizing_anew])
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_said_to_be_one(make: Callable[[], Tokenizer], text: str) -> None:
+    """A text without a UTF-8 form is the request's fault, and no sign of a library that differs."""
+    encoder = TextEncoder(make())
+    with pytest.raises(UnsupportedPromptError, match="half of a surrogate pair"):
+        encoder.encode(text)
+    assert encoder.facts.mismatches == 0
+
+
+@pytest.mark.parametrize(
+    ("single", "expected"), [("<s> $A", ([8], [])), ("<s> $A </s>", ([8], [9])), ("$A </s>", ([], [9]))]
+)
+def test_post_processing_is_put_around_the_text(single: str, expected: tuple[list[int], list[int]]) -> None:
+    """What the tokenizer adds before and behind a text is added once."""
+    tokenizer = added(with_prefix_spaces(), *(AddedToken(text, normalized=False) for text in ("<s>", "</s>")))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 8), ("</s>", 9)]
+    )
+    encoder = TextEncoder(tokenizer)
+    head, tail = expected
+    assert encoder.affix_tokens == (len(head), len(tail))
+    for text in ("ab", "", "<s>ab"):
+        assert encoder.encode(text, add_special_tokens=True).tolist() == tokenizer.encode(text).ids
+    assert encoder.encode("ab", add_special_tokens=True).tolist() == [*head, *encoder.encode("ab"), *tail]
+
+
+def test_post_processing_of_another_kind_is_refused() -> None:
+    """A post-processor that repeats the text cannot be put around it, and is not taken for one that can."""
+    tokenizer = added(with_prefix_spaces(), AddedToken("<s>", normalized=False))
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 8)])
+    with pytest.raises(TokenizerLoadError, match="post_processor"):
+        TextEncoder(tokenizer)
+
+
+def test_ids_may_be_written_to() -> None:
+    """Kernels take arrays that may be written to; others would be compiled anew."""
+    for encoder in (TextEncoder(tiny()), TextEncoder(normalizing_anew())):
+        assert encoder.encode("some words").flags.writeable
+        assert encoder.encode("some words", add_special_tokens=True).flags.writeable
+
+
+@pytest.mark.parametrize("make", [tiny, normalizing_anew])
+def test_other_threads_run_while_a_text_is_encoded(make: Callable[[], Tokenizer]) -> None:
+    """The interpreter's lock is given back: another thread goes on many times within one encoding."""
+    encoder = TextEncoder(make())
+    text = "".join(f"{number} words follow one another here. " for number in range(40_000))
+    turns, rounds = 0, 0
+    while turns < 5:
+        rounds += 1
+        assert rounds < 20, "no other thread ran while a long text was encoded"
+        worker = threading.Thread(target=encoder.encode, args=(text,))
+        worker.start()
+        turns = 0
+        # With the lock held during the whole encoding there would be a turn before and one behind it.
+        while worker.is_alive():
+            time.sleep(0.005)
+            turns += 1
+        worker.join()
+        text += text
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [AddedToken("<s>", normalized=True)],
+        [AddedToken("<s>", lstrip=True, normalized=False)],
+        [AddedToken("<s>", normalized=False), AddedToken("x<s>", normalized=True)],
+        [AddedToken("<a<", normalized=False), AddedToken("<b>", normalized=False)],
+        [],
+    ],
+    ids=["normalized", "stripping", "within-another", "overlapping", "none"],
+)
+def test_a_doubtful_tokenizer_has_no_closed_prefixes(tokens: list[AddedToken]) -> None:
+    """Where special tokens may be found otherwise in the whole text, none of its beginnings is certain."""
+    tokenizer = added(with_prefix_spaces(), *tokens)
+    assert not is_segmentable(tokenizer)
+    assert TextEncoder(tokenizer).closed_prefix("ab <s> x<s> <a<b> ab") == ""
+
+
+def test_a_tokenizer_that_depends_on_the_place_has_no_closed_prefixes() -> None:
+    """A space that only the text's first piece gets makes ids depend on what stands in front."""
+    tokenizer = added(with_prefix_spaces(), AddedToken("<s>", normalized=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    assert not is_segmentable(tokenizer)
+
+
+def test_a_closed_prefix_ends_with_a_token_that_nothing_can_lengthen() -> None:
+    """What follows a text may turn its last token into a longer one; such an end is not certain."""
+    tokenizer = added(
+        with_prefix_spaces(), *(AddedToken(text, normalized=False) for text in ("<s>", "<a>", "<a>b"))
+    )
+    encoder = TextEncoder(tokenizer)
+    assert encoder.closed_prefix("ab<s>a<a>") == "ab<s>"
+    assert encoder.closed_prefix("ab") == ""
