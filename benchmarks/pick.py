@@ -70,7 +70,7 @@ def main() -> int:
             _full(bodies, directory, effort, report)
             _floors(bodies, directory, effort, report)
             _idle(bodies, directory, effort, report)
-        measure_inside(bodies, report, rounds=options.rounds, bursts=options.of_size(30, 2))
+        measure_inside(bodies, options)
         schedule.measure(options)
         if options.rivals:
             measure_rivals(bodies["small"], directory, effort, report)

@@ -31,7 +31,7 @@ from benchmarks.fake_events import BLOCK_TOKENS
 from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
 from benchmarks.next_turns import next_turns
 from benchmarks.ports import BASE_PORT
-from benchmarks.report import Report, read_options
+from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
@@ -174,27 +174,29 @@ class Inside:
         return all(states.get(pod) is StreamState.EXACT for pod in pods)
 
 
-def measure(bodies: dict[str, Path], report: Report, *, rounds: int, bursts: int) -> None:
+def measure(bodies: dict[str, Path], options: Options) -> None:
     """Prints the figures of every size."""
-    inside = Inside(bodies["all"])
+    report, rounds, bursts = options.report, options.rounds, options.of_size(30, 1)
+    inside = Inside(bodies["small" if options.quick else "all"])
     try:
         for size in SIZES:
-            chats = bodies[size].read_bytes().splitlines()
+            burst = options.of_size(_BURSTS[size], 2)
+            chats = bodies[size].read_bytes().splitlines()[: burst if options.quick else None]
             # What goes on was there before.
             _round(inside, iter(chats), len(chats), 1)
             lines = next_turns(chats)
             whole: list[float] = []
             ends: list[float] = []
             for at in range(rounds + 1):
-                route_us, end_us = _round(inside, lines, _BURSTS[size], bursts)
+                route_us, end_us = _round(inside, lines, burst, bursts)
                 if at:  # the first warms caches
                     whole.append(route_us)
                     ends.append(end_us)
             report.figure(f"route_{size}_us", "us", whole, pods=_PODS, cpu="thread")
             report.figure(f"end_{size}_us", "us", ends, pods=_PODS, cpu="thread")
-            for name, values in _picks(inside, lines, _BURSTS[size], bursts, rounds).items():
+            for name, values in _picks(inside, lines, burst, bursts, rounds).items():
                 report.figure(f"{name}_{size}_us", "us", values, pods=_PODS, cpu="thread")
-            for name, values in _parts(inside, lines, _BURSTS[size], bursts, rounds).items():
+            for name, values in _parts(inside, lines, burst, bursts, rounds).items():
                 report.figure(f"route_{size}_{name}_us", "us", values, pods=_PODS, cpu="thread")
     finally:
         inside.close()
@@ -322,7 +324,7 @@ def main() -> int:
     read.report.machine()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         bodies = write_bodies(Path(name))
-        measure(bodies, read.report, rounds=read.rounds, bursts=read.of_size(30, 2))
+        measure(bodies, read)
     return 0
 
 
