@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -142,8 +142,10 @@ class EventDecoder:
         return raw.ts, [_typed_or_error(each) for each in raw.events]
 
     def _columns(self, batches: Sequence[Batch], events: Sequence[_Read]) -> Columns:
-        # What was read one by one is the view's to apply.
-        plain = [event if isinstance(event, Event) else _BLANK for event in events]
+        plain: Sequence[Any] = events
+        if set(map(type, events)) != {Event}:
+            # What was read one by one is the view's to apply.
+            plain = [event if isinstance(event, Event) else _BLANK for event in events]
         kinds, hashes, parents, tokens, sizes, lora_ids, media, loras, extras, groups, specs, _, salts = zip(
             *map(astuple, plain), strict=True
         )
@@ -155,8 +157,15 @@ class EventDecoder:
         table[:, rows.HASH_START] = np.cumsum(counts) - counts
         table[:, rows.TOKEN_COUNT] = np.maximum(token_counts, 0)
         table[:, rows.TOKEN_START] = np.cumsum(table[:, rows.TOKEN_COUNT]) - table[:, rows.TOKEN_COUNT]
-        table[:, rows.HAS_PARENT] = _column(parents, lambda parent: parent is not None)
-        table[:, rows.PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
+        without = parents.count(None)
+        table[:, rows.HAS_PARENT] = 1
+        if without == len(plain):
+            table[:, rows.HAS_PARENT] = 0
+        elif without:
+            table[:, rows.HAS_PARENT] = [parent is not None for parent in parents]
+        if without < len(plain):
+            some = [parent or 0 for parent in parents] if without else parents
+            table[:, rows.PARENT] = _handles(some).view(np.int64)
         table[:, rows.BLOCK_SIZE] = _column(sizes, int)
         table[:, rows.HAS_LORA] = _column(loras, lambda lora: lora is not None)
         table[:, rows.MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
@@ -235,15 +244,12 @@ def handle_of(engine_hash: EngineHash) -> int:
 
 def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """All tokens, and how many each list has; -1: it is none, and has none."""
-    ends = np.fromiter(accumulate(map(_size, lists)), np.int64, len(lists))
-    data = np.frombuffer(b"".join(lists), np.uint8)
+    parts = list(map(bytes, lists))
+    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+    data = np.frombuffer(b"".join(parts), np.uint8)
     tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
     used = read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
     return tokens[:used], counts
-
-
-def _size(raw: Raw) -> int:
-    return len(memoryview(raw))
 
 
 def _is_plain(extra: bytes, lora: str | None, blocks: int) -> bool:
