@@ -161,7 +161,8 @@ class FlatCache:
         for split in self._splits:
             name = self._names((engine_hash,), split)[-1]
             with self._index.lock:
-                if key_named(self._index.arrays, name, self._index.number(self._holder), key):
+                pod = self._index.number(self._holder)
+                if key_named(self._index.arrays, name, pod, key):
                     return int(key[0])
         return None
 
@@ -209,14 +210,14 @@ class FlatCache:
         left_out = index.tiers.number(SPECULATIVE_TIER)
         while start < used:
             with index.lock:
+                pod = index.number(self._holder)  # first: a new number may replace the arrays
                 used = int(index.arrays.counters[SLOTS_USED])
-                start = list_held(
-                    index.arrays, index.number(self._holder), left_out, start, start + SWEEP_SLOTS, found
-                )
+                start = list_held(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, found)
             yield _copied(found) if found.counts[BLOCKS_LISTED] else None
         for first in range(0, len(index.arrays.released), _TURN_SETS):
             with index.lock:
-                life = int(index.arrays.lives[index.number(self._holder)])
+                pod = index.number(self._holder)
+                life = int(index.arrays.lives[pod])
                 names, keys = released_by(index.arrays.released, first, first + _TURN_SETS, life)
             for at in range(0, len(names), PART_BLOCKS):
                 end = at + PART_BLOCKS
@@ -233,7 +234,8 @@ class FlatCache:
                 self._restore_held(part)
             case ReleasedNames(names, keys):
                 with self._index.lock:
-                    take_released(self._index.arrays, self._index.number(self._holder), names, keys)
+                    pod = self._index.number(self._holder)
+                    take_released(self._index.arrays, pod, names, keys)
 
     def _restore_held(self, part: HeldBlocks) -> None:
         index = self._index

@@ -73,7 +73,6 @@ class Recovery:
         self._stream = stream
         self._config = config
         self._sink = sink
-        self._apply_payloads: Callable[[str, Sequence[bytes]], Outcome] = sink.apply
         self._sockets = sockets
         self._owner = owner
         self._machine = self._new_machine()
@@ -283,11 +282,14 @@ class Recovery:
         """Applies batches of one view together."""
         if not batches:
             return
-        verdict = self._apply_payloads(self._stream.holder, [batch.payload for batch in batches])
+        verdict = self._outcome([batch.payload for batch in batches])
         if verdict.emptied:
             self._machine.emptied(batches[0].view, holds_nothing=verdict.ends_empty)
         if verdict.damage is not None:
             self._machine.damaged(batches[0].view, verdict.damage)
+
+    def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
+        return self._sink.apply(self._stream.holder, payloads)
 
     def _begin_replay(self, now_s: float) -> None:
         if self._replay is not None:

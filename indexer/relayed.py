@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from indexer.applier import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PeerError
 from indexer.recovery import Recovery
@@ -44,9 +45,11 @@ class _RelayedRecovery(Recovery):
     ) -> None:
         super().__init__(stream, config, sink, sockets, owner)
         self._feed = None
-        self._apply_payloads = sink.apply_entries
         self._source_of_entries = owner
         self._asked: object = None
+
+    def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
+        return self._sink.apply_entries(self._stream.holder, payloads)
 
     def _new_machine(self) -> StreamMachine:
         return StreamMachine(

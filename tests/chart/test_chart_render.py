@@ -156,9 +156,9 @@ def test_our_model_server_takes_its_command_line(values: dict[str, Any], model: 
     args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in server["args"]]
     flags = model_server_cli._parser().parse_args(args[1:])
     assert (flags.model, flags.host) == (model, "0.0.0.0")
-    assert flags.kv_events_endpoint == "tcp://*:5557"
-    assert flags.kv_replay_endpoint == ("" if values.get("kvReplayPort") == 0 else "tcp://*:5558")
-    assert flags.kv_events_topic == f"kv@10.0.0.1:8000@{flags.served_model_name[0]}"
+    assert flags.endpoint == "tcp://*:5557"
+    assert flags.replay_endpoint == ("" if values.get("kvReplayPort") == 0 else "tcp://*:5558")
+    assert flags.topic == f"kv@10.0.0.1:8000@{flags.served_names[0]}"
 
 
 def test_vllm_publishes_where_the_router_listens() -> None:

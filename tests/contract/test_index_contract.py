@@ -203,6 +203,13 @@ def test_any_number_of_pods_hold_a_block(index: Index) -> None:
     assert index.stats().holdings == 10
 
 
+def test_a_pod_that_stored_nothing_holds_nothing(index: Index) -> None:
+    """A pod of which nothing was told before shares no copy of blocks that a machine word of others hold."""
+    for number in range(64):
+        index.add(f"10.0.1.{number}:8000", "gpu", CHAIN)
+    assert references(index, [A]) == {}
+
+
 def test_the_few_that_go_on_keep_what_many_hold(index: Index) -> None:
     """Prefixes go on from blocks of many holders to blocks of few, and every block counts in its tier."""
     pods = [f"10.0.1.{number}:8000" for number in range(10)]

@@ -206,8 +206,8 @@ def test_a_client_that_takes_no_answers_is_disconnected(impatient: Served) -> No
         for stream_id in range(1, 17, 2):
             client.open(stream_id, "bidi" if stream_id % 4 == 1 else "unary")
             client.say(stream_id, b"!large 8000000")
-        wait_until(lambda: impatient.own.open_calls == 0, "its calls are over")
-        wait_until(lambda: impatient.own.connections == 0, "it is disconnected")
+        wait_until(lambda: impatient.server.open_calls == 0, "its calls are over")
+        wait_until(lambda: impatient.server.connections == 0, "it is disconnected")
 
 
 def test_a_client_that_takes_answers_too_slowly_is_disconnected(impatient: Served) -> None:
