@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import urllib3
 
-from benchmarks.ports import BASE_PORT
+from benchmarks import BASE_PORT
 from router.local.envoy_config import Door
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods

@@ -45,7 +45,7 @@ _STRETCHES_OF_WORDS = 12
 # Requests of one stretch that show that each chat is known, and stretches at most until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
-# Of --quick, and of its streams, some of which have to end.
+# How long --quick measures, and how long streams, some of which have to end.
 _QUICK_S, _QUICK_STREAMS_S = 0.1, 0.5
 _DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 

@@ -49,7 +49,7 @@ _FIGURES = {
 
 
 class Load(NamedTuple):
-    """What is served.
+    """The requests that are served.
 
     Attributes:
         warm_bursts: Before anything is counted, so that most words of the prose have come once.

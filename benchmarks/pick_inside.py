@@ -26,11 +26,11 @@ import numpy as np
 from envoy.service.auth.v3 import external_auth_pb2
 from prometheus_client import CollectorRegistry
 
+from benchmarks import BASE_PORT
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.fake_events import BLOCK_TOKENS
 from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
 from benchmarks.next_turns import next_turns
-from benchmarks.ports import BASE_PORT
 from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry

@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import BASE_PORT
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.gateway_stack import Effort, GatewayStack, StackSetting, Stretch, gateway_stack
 from benchmarks.go_picker import VERSION, go_picker
-from benchmarks.ports import BASE_PORT
 from benchmarks.report import Report, options_of, options_parser
 
 _OURS, _OTHER = "kvroute", "gie_epp"

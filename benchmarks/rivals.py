@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import BASE_PORT
 from benchmarks.gateway_stack import HOST, Effort, StackSetting, gateway_stack, process_cpu_s, run_load
-from benchmarks.ports import BASE_PORT
 from benchmarks.rival_environment import environment
 
 _PODS = 16

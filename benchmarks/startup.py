@@ -23,9 +23,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks import BASE_PORT
 from benchmarks.conversations import write_bodies
 from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
-from benchmarks.ports import BASE_PORT
 from benchmarks.report import read_options
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.supervisor import check_ports

@@ -38,7 +38,7 @@ def kernel_without_gil(function: _Kernel) -> _Kernel:
 
 
 def kernel_of_sums(function: _Kernel) -> _Kernel:
-    """As `kernel_without_gil`; sums of floats are taken in any order, as vector instructions do it."""
+    """Compiles as `kernel_without_gil`, with float sums in any order, as vector instructions take them."""
     return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
 
 

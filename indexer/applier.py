@@ -1,4 +1,4 @@
-"""What came of applying the payloads of one pod's stream: values only."""
+"""The outcome of applying the payloads of one pod's stream: values only."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _Read = Event | KVEvent | PayloadError
 
 
 class Batch(Struct, frozen=True):
-    """Where a payload's events are.
+    """The rows of a payload's events.
 
     Attributes:
         first: Row of its first event.

@@ -54,17 +54,3 @@ class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksClea
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class EventBatch(Struct, frozen=True):
-    """What one engine step did.
-
-    Attributes:
-        ts: When it was published, seconds since the epoch by the engine's clock.
-        events: In the order in which they happened.
-        data_parallel_rank: The publisher's rank; None where it tells none.
-    """
-
-    ts: float
-    events: tuple[KVEvent, ...]
-    data_parallel_rank: int | None = None

@@ -34,7 +34,7 @@ BROKEN_EVENT = "broken_event"
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be."""
+"""Errors that msgspec raises for bytes that are not what they should be."""
 _NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
 
 
@@ -57,7 +57,7 @@ class Event(Struct, gc=False):
 
 
 class _Metadata(Struct):
-    """What SGLang's last arrays, of July to September 2026, have where vLLM's have the adapter's name."""
+    """SGLang's map, in its arrays of July to September 2026, in the place of the adapter's name in vLLM's."""
 
     cache_salt: str | None = None
 

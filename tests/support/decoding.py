@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
-from indexer.events import EventBatch, KVEvent
+from indexer.events import KVEvent
+
+
+class EventBatch(Struct, frozen=True):
+    """What one engine step did.
+
+    Attributes:
+        ts: When it was published, seconds since the epoch by the engine's clock.
+        events: In the order in which they happened.
+        data_parallel_rank: The publisher's rank; None where it tells none.
+    """
+
+    ts: float
+    events: tuple[KVEvent, ...]
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from indexer.applier import Outcome
 from indexer.apply import PodView
 from indexer.engine_blocks import EngineBlocks
 from indexer.errors import PayloadError
-from indexer.events import EngineHash, EventBatch
+from indexer.events import EngineHash
 from indexer.flat_cache import Dropped
 from indexer.keys import Keys
 from indexer.reannounce import Ahead
-from tests.support.decoding import decode_batch
+from tests.support.decoding import EventBatch, decode_batch
 from tests.support.reference_index import ReferenceIndex
 
 

@@ -11,13 +11,14 @@ from typing import Any
 from indexer.applied import Applied
 from indexer.apply import PodView
 from indexer.config import IndexerConfig
-from indexer.events import BlockStored, EventBatch, KVEvent
+from indexer.events import BlockStored, KVEvent
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher, group_holder
 from indexer.index import PrefixMatch
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
+from tests.support.decoding import EventBatch
 from tests.support.plain_view import MappedCache, apply_batch
 from tests.support.reference_index import ReferenceIndex
 

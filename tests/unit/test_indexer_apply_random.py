@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from indexer.hybrid import group_holder
+from tests.support.decoding import EventBatch
 from tests.support.held_copies import references
 from tests.support.plain_view import apply_batch
 from tests.unit.indexer_support import POD, OnePod, stored

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from indexer.events import EventBatch
-from tests.support.decoding import decode_batch
+from tests.support.decoding import EventBatch, decode_batch
 from tests.support.plain_view import apply_batch
 from tests.unit.indexer_support import OnePod, read_lines
 
