@@ -192,7 +192,7 @@ def test_the_pools_selector_and_its_end_are_followed(namespace: Namespace) -> No
         namespace.patch_pod("one", {"metadata": {"labels": {"app": "other"}}})
         namespace.patch_pod("two", {"metadata": {"labels": {"app": "llm"}}})
         eventually_picked(picker, two.address)
-        assert router.health.ready
+        wait_until(lambda: router.health.ready, "the router is ready")
 
 
 def test_a_selector_needs_no_definitions(bare_namespace: Namespace) -> None:
