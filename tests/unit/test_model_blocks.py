@@ -1,5 +1,6 @@
 """The block pool: free queue, counts, hashes, and the events that follow from them."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,21 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     pool.allocate(1)
     assert removed_hashes(pool) == [7]
     assert pool.find((0, digest(7))) is None
+
+
+def test_an_evicted_content_leaves_nothing_behind() -> None:
+    """A pool that has held many contents keeps as much in memory as one that has held few."""
+    pool = new_pool(2)
+
+    def hold(numbers: range) -> int:
+        for number in numbers:
+            pool.release(cached_blocks(pool, number))
+            pool.take_events()
+        gc.collect()
+        return sum(type(kept) is dict for kept in gc.get_objects())
+
+    few = hold(range(1, 11))
+    assert hold(range(11, 1011)) < few + 500
 
 
 def test_removals_come_before_the_store_that_caused_them() -> None:

@@ -77,6 +77,20 @@ def test_priority_decides_who_is_preempted() -> None:
     assert [live.request_id for live in scheduler.waiting] == ["low"]
 
 
+def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
+    """Of two prompts that are partly computed the one that is last in the order is preempted for a decode."""
+    scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")
+    scheduler.add(arriving("decode", 1))
+    scheduler.add(arriving("low", 8, priority=5))
+    assert step(scheduler) == [("decode", 0, 1), ("low", 0, 3)]
+    assert step(scheduler) == [("decode", 1, 1), ("low", 3, 3)]
+    scheduler.add(arriving("high", 8))
+    assert step(scheduler) == [("decode", 2, 1), ("high", 0, 3)]
+    assert step(scheduler) == [("decode", 3, 1), ("high", 3, 3)]
+    assert step(scheduler) == [("decode", 4, 1), ("high", 6, 2)]
+    assert [live.request_id for live in scheduler.waiting] == ["low"]
+
+
 def test_the_rate_is_measured_on_prefills_alone() -> None:
     """Steps of mostly decodes, or of few tokens, tell nothing; four of real prefills do, the last ones."""
     rate = PrefillRate()
