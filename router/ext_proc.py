@@ -33,11 +33,10 @@ from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
-from router.request import RequestKind, RouteRequest, http_request, too_large
+from router.parsers import DEFAULT_PATH, PATH_HEADERS, http_request
+from router.request import RequestKind, RouteRequest, too_large
 
 _DOOR = "ext_proc"
-_PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
-_DEFAULT_PATH = "/v1/completions"
 # Modes in which no part of a request goes on before its whole body is here.
 _WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
@@ -191,7 +190,7 @@ class _Exchange:
         """Picks for a request whose body is complete."""
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
-        path = next((headers[name] for name in _PATH_HEADERS if name in headers), _DEFAULT_PATH)
+        path = next((headers[name] for name in PATH_HEADERS if name in headers), DEFAULT_PATH)
         request_id, set_headers = _request_id(headers)
         try:
             request = http_request(request_id, path, body, self._candidates, headers)

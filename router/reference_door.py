@@ -41,14 +41,14 @@ from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
-from router.parsers import Api, Parsers
+from router.parsers import DEFAULT_PATH, PATH_HEADERS, Api, BodyForm, Parsers
 from router.pods import PodSet
 from router.reference_messages import (
     immediate_answer,
     kept_headers,
 )
 from router.reference_response import ReferenceResponse
-from router.request import MODEL_CHARS_MAX, RequestKind, RouteRequest, too_large
+from router.request import MODEL_CHARS_MAX, RouteRequest, too_large
 from router.rewrite import RewriteRules, with_model
 
 _DOOR = "ext_proc"
@@ -233,11 +233,11 @@ class ReferenceExchange:
         headers, body = self._headers or {}, bytes(self._body)
         self._body.clear()
         request_id, _ = kept_request_id(headers)
-        request = RouteRequest(
-            request_id, RequestKind.PASSTHROUGH, candidates=self._candidates(), headers=headers
-        )
+        path = next((headers[name] for name in PATH_HEADERS if headers.get(name)), DEFAULT_PATH)
         try:
-            request, sent = self._resolved(request, body)
+            request, sent = self._resolved(
+                *self._parts.parsers.parse(request_id, path, body, self._candidates(), headers), body
+            )
         except RequestError as error:
             self._refuse(error)
         decision = self._parts.picks.decide(request, self._stream.is_active)
@@ -259,11 +259,10 @@ class ReferenceExchange:
                 yield pb.ProcessingResponse(request_body=answer)
         self._finish_request()
 
-    def _resolved(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
+    def _resolved(self, request: RouteRequest, api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
         """Return the request with its model as the pod is asked for it, and the body to send."""
-        request, api = self._parts.parsers.parse(request, body)
         body = self._allowed(request, body, api)
-        if not api.is_json:
+        if api.form is not BodyForm.JSON:
             return request, body
         named = request.model
         asked = next((request.headers[name] for name in _MODEL_HEADERS if request.headers.get(name)), named)
@@ -284,13 +283,13 @@ class ReferenceExchange:
     def _allowed(self, request: RouteRequest, body: bytes, api: Api) -> bytes:
         """Return the body without the fields that clients must not send."""
         guard = self._parts.picks.guard
-        if api.is_opaque:
+        if api.form is BodyForm.VLLM:
             guard.unchecked()
             return body
         field = guard.forbidden(request, body)
         if field is None:
             return body
-        if request.body and not api.is_json:
+        if api.form is BodyForm.VERTEX:
             # The JSON is inside a protobuf message.
             raise refusal(field)
         self._parts.metrics.dropped(_DOOR, "forbidden_field")

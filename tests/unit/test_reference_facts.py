@@ -25,7 +25,7 @@ from router.errors import (
 )
 from router.ext_proc_messages import streamed
 from router.flow import _REFUSALS
-from router.parsers import Parsers, PathTable
+from router.parsers import Parsers
 from router.reference_messages import error_text, immediate_answer, kept_headers
 from router.request import RequestKind, RouteRequest
 from router.resources import read_resources
@@ -39,8 +39,7 @@ FACTS = DATA["unit_cases"]
 def parsed(path: str, body: object, *parsers: str) -> RouteRequest:
     """A request as parsers read it."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = RouteRequest("r", RequestKind.PASSTHROUGH, headers={":path": path})
-    return Parsers(parsers).parse(request, data)[0]
+    return Parsers(parsers).parse("r", path, data)[0]
 
 
 def framed(*fields: tuple[int, bytes]) -> bytes:
@@ -75,23 +74,22 @@ def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None
 
 
 def test_paths_find_their_parsers() -> None:
-    """The longest suffix in any order; the first of the same; a fallback ends the list."""
-    facts = FACTS["parser_path_resolution"]
-    for registered in (list(facts["registered"].items()), list(facts["registered"].items())[::-1]):
-        table = PathTable(registered)
-        for path, expected in facts["cases"]:
-            assert table.find(path)[0] == expected
-            assert table.find(f"{path}?x=/v1/messages")[0] == expected
-    table = PathTable(
-        [("a", ["v1/x"]), ("b", ["v1/x", "long/v1/x"]), ("a", ["never"]), ("rest", []), ("late", ["late"])]
+    """The longest suffix of whole segments in any order of parsers; a fallback ends the list."""
+    names = ["openai-parser", "anthropic-parser", "vertexai-parser"]
+    for path, expected in FACTS["parser_path_resolution"]["cases"]:
+        own = next((name for name in names if expected and name.startswith(expected)), None)
+        wanted = Parsers([own]).find(path) if own else None
+        for order in (names, names[::-1]):
+            assert Parsers(order).find(path) is wanted
+            assert Parsers(order).find(f"{path}?x=/v1/messages") is wanted
+    after_all = Parsers(["sglanghttp-parser", "passthrough-parser", "openai-parser"])
+    rest = after_all.find("/any")
+    assert rest is not None
+    assert after_all.find("/v1/completions") is after_all.find("/regenerate") is rest
+    assert after_all.find("/generate") is not rest
+    assert Parsers(["sglanghttp-parser", "vllmhttp-parser"]).find("/inference/v1/generate") is not (
+        after_all.find("/generate")
     )
-    assert [table.find(path)[0] for path in ("/v1/x", "/long/v1/x", "/never", "/late", "/nov1/x")] == [
-        "a",
-        "b",
-        "rest",
-        "rest",
-        "rest",
-    ]
 
 
 @pytest.mark.parametrize(
