@@ -248,7 +248,7 @@ class Parsers:
         return request, api
 
 
-_OWN = Parsers([_OURS, "passthrough-parser"])
+OWN_PARSERS = Parsers([_OURS, "passthrough-parser"])
 
 
 def http_request(
@@ -259,7 +259,7 @@ def http_request(
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
     """Read a request of the router's own APIs, see `Parsers.parse`; any other passes unread."""
-    return _OWN.parse(request_id, path, body, candidates, headers)[0]
+    return OWN_PARSERS.parse(request_id, path, body, candidates, headers)[0]
 
 
 def _are_messages(text: msgspec.Raw) -> bool:
