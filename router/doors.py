@@ -23,7 +23,6 @@ from router.evictions import Evictions
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import OwnForm, llmd_form
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
 from router.h2 import GrpcServer
 from router.health import (
     ACCESS_LOG_SERVICE,
@@ -150,7 +149,7 @@ class Doors:
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
         opened = StreamMetrics(parts.registry).opened if config.stream_metrics else None
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
-        return listen(
+        return GrpcServer(
             "--grpc-port",
             config.host,
             config.grpc_port,
@@ -206,7 +205,7 @@ class Doors:
 
     def _listen_health(self, health: Health) -> GrpcServer:
         config = self._config
-        return listen(
+        return GrpcServer(
             "--grpc-health-port",
             config.host,
             config.grpc_health_port,
