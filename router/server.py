@@ -167,12 +167,15 @@ class RouterServer:
         self.watch = PodWatch(
             self._source,
             self.pods,
-            Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
+            Prober(
+                timeout_s=_PROBE_TIMEOUT_S,
+                admin_token=config.index.admin_token,
+                metrics_path=config.metrics_path,
+            ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
             engines=EngineWatch(self._outcomes.promises, self.index.observe),
             declared=self._forget_others,
-            metrics_path=config.metrics_path,
         )
         opened.callback(self.watch.close)
         self.router = Router(

@@ -36,6 +36,7 @@ from router.kube.pool import Pool, pool_of
 from router.kube.problems import Problems
 from router.kube.watch import Reflector
 from router.pods import Pod
+from router.pods_source import PodsSource
 from router.resources import Resources
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ _OBJECTIVE_VERSION = "v1alpha2"
 _NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
 
 
-class KubeSource:
+class KubeSource(PodsSource):
     """Follows one pool, or one selector's pods.
 
     Args:
