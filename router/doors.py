@@ -41,8 +41,7 @@ from router.pick_service import PickDoor
 from router.pods import PodSet
 from router.profiling import Profiling
 from router.reference_wiring import reference_door
-from router.replicas.door import LEDGER_SERVICE, LedgerDoor
-from router.replicas.journal import READERS_MAX
+from router.replicas.journal import LEDGER_SERVICE, READERS_MAX, LedgerDoor
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stream_metrics import StreamMetrics
