@@ -30,7 +30,8 @@ from router.errors import RequestError
 from router.gateway_pick import GatewayPick
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
-from router.request import RequestKind, RouteRequest, http_request, too_large
+from router.parsers import http_request
+from router.request import RequestKind, RouteRequest, too_large
 from router.routing import Routing
 
 _DOOR = "check"
