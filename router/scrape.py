@@ -56,8 +56,6 @@ class EngineLoad:
         scraped_s: When it was read, on the router's monotonic clock.
         asked_s: When it was asked for; -infinity: not known.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        ordered_step_tokens: Tokens of one step of an engine that announces the "aged" prefill order, see
-            `queue_order`; 0: it does not, or does not say how many.
         lora: None if not told.
     """
 
@@ -67,7 +65,6 @@ class EngineLoad:
     kv_capacity_tokens: int | None
     scraped_s: float
     prefill_tokens_per_s: float | None = None
-    ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
     asked_s: float = -math.inf
 
@@ -105,7 +102,7 @@ class _Engine:
             other labels only say the same again: ranks that compute the same requests together, or parts of
             a total that is there, too.
         sizes: Where the tokens of a block and the number of blocks are told; the first that is there counts.
-        lora, speed, step_tokens: None where the engine has no such metric.
+        lora, speed: None where the engine has no such metric.
     """
 
     waiting: _Series
@@ -115,7 +112,6 @@ class _Engine:
     apart: tuple[bytes, ...] = ()
     lora: bytes | None = None
     speed: _Series | None = None
-    step_tokens: _Series | None = None
 
 
 _VLLM_CONFIG = b"vllm:cache_config_info"
@@ -132,7 +128,6 @@ _ENGINES = (
         apart=(b"engine",),
         lora=b"vllm:lora_requests_info",
         speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
-        step_tokens=_Series(_VLLM_CONFIG, (b"prefill_order", b"aged"), b"max_num_batched_tokens"),
     ),
     # Every scheduler has series if it is told to: of tp_rank, pp_rank and moe_ep_rank (with context
     # parallelism by default) all have the same requests. priority="" is the total of all priorities.
@@ -300,7 +295,6 @@ def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> En
         kv_capacity_tokens=_capacity_tokens(page, engine),
         scraped_s=now_s,
         prefill_tokens_per_s=speed if 0.0 < speed <= _SPEED_MAX else None,
-        ordered_step_tokens=int(sum(_figures(page, engine, engine.step_tokens).values())),
         lora=_lora(page, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
         asked_s=asked_s,
     )
