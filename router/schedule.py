@@ -73,10 +73,9 @@ class Prompted(msgspec.Struct, frozen=True):
         """What a pod should make of the first prompt; None where that is not known."""
         if self.base_model is None:
             return None
-        table = matches.table
-        row = table.rows[pod]
-        cached_blocks: int = table.blocks.item(row)
-        assumed_blocks: int = table.blocks_by_tier.item(row, table.tiers.number(SPECULATIVE_TIER))
+        row = matches.rows[pod]
+        cached_blocks: int = matches.cached_blocks.item(row)
+        assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
         return DispatchedPrompt(
             self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks, held_blocks
@@ -216,11 +215,11 @@ class Scheduler:
             if at:
                 device_tiers, block_tokens = self._device_tiers, self._block_tokens
                 add_credit(*held, device_tiers, places, servable_tokens, block_tokens, credits)
-            table, servable_tokens = match.table, len(prompted.prompts[at])
-            held, places = (table.blocks, table.blocks_by_tier, table.strides), lineup.places(table.rows)
-            if table.tiers is not self._tiers:
-                self._tiers = table.tiers
-                self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
+            servable_tokens, places = len(prompted.prompts[at]), lineup.places(match.rows)
+            held = match.cached_blocks, match.blocks_by_tier, match.strides
+            if match.tiers is not self._tiers:
+                self._tiers = match.tiers
+                self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
         board = self._board
         with board.lock:
             prices, order, most_cached_tokens = _weighed(
@@ -398,6 +397,6 @@ def _confirm_key(
     """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
-    table = matches[0].table
+    match = matches[0]
     # A pod that does not read its cache announces all blocks again.
-    return keys[0].item(-1) if not is_read or table.blocks.item(table.rows[pod]) < blocks else None
+    return keys[0].item(-1) if not is_read or match.cached_blocks.item(match.rows[pod]) < blocks else None
