@@ -9,8 +9,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -19,11 +18,11 @@ from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig
-from router.debug_http import Authorize, DebugServer
+from router.debug_http import DebugServer
 from router.debug_pages import DebugPages
 from router.evictions import Evictions
 from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc_forms import OwnForm, llmd_form
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
 from router.h2 import GrpcServer
@@ -40,13 +39,15 @@ from router.outcomes import Outcomes
 from router.pick_service import PickDoor
 from router.pods import PodSet
 from router.profiling import Profiling
-from router.reference_wiring import reference_door
 from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.journal import READERS_MAX
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stream_metrics import StreamMetrics
 from router.tcp_listen import check_free
+
+if TYPE_CHECKING:
+    from router.kube.metrics_auth import MetricsAuth
 
 # Envoy holds one access log stream open per worker thread, and each other router follows by one.
 _LONG_STREAMS = 64 + READERS_MAX
@@ -148,9 +149,9 @@ class Doors:
 
     def _listen(self, parts: DoorParts) -> GrpcServer:
         config = self._config
-        ext_proc, check = self._gateway_doors(parts)
+        ext_proc = self._ext_proc(parts)
+        check = CheckDoor(self._gateway, parts.metrics, config.max_request_bytes)
         picks = PickDoor(self._gateway, parts.outcomes, parts.metrics, parts.pods)
-        cut = partial(parts.metrics.dropped, "ext_proc", "slow_request")
         opened = StreamMetrics(parts.registry).opened if config.stream_metrics else None
         access_log = AccessLogDoor(parts.outcomes, parts.metrics, parts.distrust)
         return listen(
@@ -166,7 +167,7 @@ class Doors:
             tls=_grpc_tls(config),
             inline=self._inline(parts.may_wait),
             services=(
-                lambda server: add_ext_proc(ext_proc, server, cut, opened),
+                lambda server: ext_proc.add_to(server, opened),
                 check.add_to,
                 picks.add_to,
                 access_log.add_to,
@@ -220,17 +221,13 @@ class Doors:
             inline=_HEALTH,
         )
 
-    def _gateway_doors(self, parts: DoorParts) -> tuple[Any, CheckDoor]:
-        config, outcomes, metrics = self._config, parts.outcomes, parts.metrics
-        gateway = self._gateway
-        check = CheckDoor(gateway, metrics, config.max_request_bytes)
+    def _ext_proc(self, parts: DoorParts) -> ExtProcDoor:
+        config, picks, metrics = self._config, self._gateway, parts.metrics
+        options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            options = ExtProcOptions(config.max_request_bytes, config.responses_full)
-            return ExtProcDoor(gateway, outcomes, metrics, options), check
-        reference = reference_door(
-            config, parts.rewrites, gateway, outcomes, metrics, parts.pods, parts.evictions
-        )
-        return reference, check
+            return ExtProcDoor(OwnForm(picks=picks, metrics=metrics), parts.outcomes, options)
+        form = llmd_form(config, parts.rewrites, picks, metrics, parts.pods)
+        return ExtProcDoor(form, parts.outcomes, options, parts.evictions)
 
 
 def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
@@ -242,7 +239,7 @@ def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
     return grpc_tls(config.tls)
 
 
-def _metrics_auth(config: RouterConfig) -> Authorize:
+def _metrics_auth(config: RouterConfig) -> MetricsAuth:
     # The official client takes a second to load, and most routers ask nobody.
     from router.kube.client import KubeClient
     from router.kube.metrics_auth import MetricsAuth
