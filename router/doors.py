@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -17,7 +18,7 @@ from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig
-from router.debug_http import Authorize, DebugServer
+from router.debug_http import DebugServer
 from router.debug_pages import DebugPages
 from router.evictions import Evictions
 from router.ext_proc import ExtProcDoor, ExtProcOptions
@@ -37,12 +38,14 @@ from router.outcomes import Outcomes
 from router.pick_service import PickDoor
 from router.pods import PodSet
 from router.profiling import Profiling
-from router.replicas.door import LEDGER_SERVICE, LedgerDoor
-from router.replicas.journal import READERS_MAX
+from router.replicas.journal import LEDGER_SERVICE, READERS_MAX, LedgerDoor
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stream_metrics import StreamMetrics
 from router.tcp_listen import check_free
+
+if TYPE_CHECKING:
+    from router.kube.metrics_auth import MetricsAuth
 
 # Envoy holds one access log stream open per worker thread, and each other router follows by one.
 _LONG_STREAMS = 64 + READERS_MAX
@@ -234,7 +237,7 @@ def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
     return grpc_tls(config.tls)
 
 
-def _metrics_auth(config: RouterConfig) -> Authorize:
+def _metrics_auth(config: RouterConfig) -> MetricsAuth:
     # The official client takes a second to load, and most routers ask nobody.
     from router.kube.client import KubeClient
     from router.kube.metrics_auth import MetricsAuth

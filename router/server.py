@@ -22,7 +22,6 @@ from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
 from router.discovery import open_source
 from router.doors import DoorParts, Doors, check_ports
-from router.engine_watch import EngineWatch
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.health import Health
@@ -30,15 +29,14 @@ from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
-from router.metric_twins import MetricTwins
-from router.metrics import RouterMetrics, StateCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector
 from router.outcomes import Outcomes
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import Reconciler
+from router.reconcile import EngineWatch, Reconciler
 from router.reference_flags import told_in_vain
 from router.replicas.fleet import Fleet
 from router.resources import Resources, read_resources
@@ -167,12 +165,15 @@ class RouterServer:
         self.watch = PodWatch(
             self._source,
             self.pods,
-            Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
+            Prober(
+                timeout_s=_PROBE_TIMEOUT_S,
+                admin_token=config.index.admin_token,
+                metrics_path=config.metrics_path,
+            ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._outcomes.promises, self.index.observe),
+            engines=EngineWatch(self._ledger, self.index.observe),
             declared=self._forget_others,
-            metrics_path=config.metrics_path,
         )
         opened.callback(self.watch.close)
         self.router = Router(
@@ -301,7 +302,7 @@ class RouterServer:
         # What begins anew may be another machine.
         self._rates.keep(set(pods).difference(anew))
         self._metrics.keep(pods)
-        self._outcomes.promises.keep(pods)
+        self._ledger.keep(pods)
 
 
 def _all_refuse(pods: Collection[Pod]) -> bool:

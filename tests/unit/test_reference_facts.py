@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
 from router.errors import (
     ConfigError,
@@ -296,7 +296,7 @@ def test_flow_controls_outcomes_are_the_references() -> None:
 def test_shedding_is_the_references() -> None:
     """Below 0 and full: 429; at 0 and full: let pass."""
     board = PodBoard()
-    admission = Admission(AdmissionParameters(priorities={"low": -1}), board)
+    admission = Admission({"low": -1}, UtilizationDetector(), board)
     rows = board.rows(["a:1"])
     with pytest.raises(SaturatedError):
         admission.admit({"x-llm-d-inference-objective": "low"}, rows, 0.0)
