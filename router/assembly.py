@@ -1,9 +1,9 @@
-"""From a RouterConfig to what decides: who lets requests in, and who orders the pods."""
+"""From a RouterConfig to its parts: where pods come from, who lets requests in, and who orders the pods."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,31 @@ from router.ledger import Ledger
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import is_own
 from router.pods import PodSet
+from router.pods_source import PodsFile, PodsSource
+from router.resources import Resources
 from router.routing import Ranker
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
+
+
+def open_source(
+    config: RouterConfig, registry: CollectorRegistry, take: Callable[[Resources], None]
+) -> PodsSource:
+    """Open where the pods come from.
+
+    Args:
+        take: Told objectives and rewrites, where the source tells them too, on any thread after its start.
+
+    Raises:
+        ConfigError: The pods file is wrong, or there are no credentials for a cluster.
+    """
+    if config.kube is None:
+        assert config.pods_file is not None
+        return PodsFile(config.pods_file, watch=config.watch_pods_file)
+    # Only here: the official client takes about a second to import.
+    from router.kube.source import KubeSource
+
+    return KubeSource(config.kube, registry, take, rewrites=config.compat != "off")
 
 
 def entrance(
