@@ -12,11 +12,10 @@ import xxhash
 from msgspec import Meta
 
 from indexer import PodMatches
-from router.agent_headers import agent_session
 from router.config_fields import Settings, Text, Whole
 from router.plugins.api import PrefixMatch
 from router.request import RouteRequest
-from router.sessions import cookie_value
+from router.sessions import agent_session, cookie_value
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4
