@@ -18,12 +18,16 @@ from router.flow_metrics import FlowMetrics
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import is_own
-from router.pods import PodSet
+from router.plugins.labels import ROLE_LABEL
+from router.pods import PodSet, PodSnapshot
 from router.pods_source import PodsFile, PodsSource
 from router.resources import Resources
 from router.routing import Ranker
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
+
+# Plugins that split a request over engines, which hand its blocks on.
+_HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
 
 def open_source(
@@ -112,6 +116,19 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker
         cost=CostParameters(load_age_max_s=_load_age_max_s(config)),
         ranker=ranker,
     )
+
+
+def connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
+    """Return why engines are taken to have a KV connector; None: nothing says that they have one."""
+    if config.kv_connector != "auto":
+        return "--kv-connector=true" if config.kv_connector == "true" else None
+    for entry in config.picker.plugins.values() if config.picker is not None else ():
+        if entry.type in _HANDLERS:
+            return f"plugin {entry.type}"
+    for pod in pods.values():
+        if ROLE_LABEL in pod.entry.labels:
+            return f"label {ROLE_LABEL} of pod {pod.name}"
+    return None
 
 
 def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:

@@ -19,7 +19,7 @@ from indexer import KvIndexer
 from indexer.open_files import raise_open_files
 from indexer.peer_service import PEER_SERVICE, PeerDoor
 from router.access_log import AccessLogDoor
-from router.assembly import entrance, may_wait, open_source, plugin_states, ranker, scheduler
+from router.assembly import connector_sign, entrance, may_wait, open_source, plugin_states, ranker, scheduler
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
@@ -30,6 +30,7 @@ from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
+from router.flags import told_in_vain
 from router.gateway_pick import GatewayPick
 from router.health import (
     ACCESS_LOG_SERVICE,
@@ -38,7 +39,6 @@ from router.health import (
     PICK_SERVICE,
     Health,
 )
-from router.kv_connector import connector_sign
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
@@ -52,7 +52,6 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
 from router.reconcile import Reconciler
-from router.reference_flags import told_in_vain
 from router.reference_wiring import reference_door
 from router.replicas.door import LEDGER_SERVICE
 from router.replicas.fleet import Fleet
