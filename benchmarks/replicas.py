@@ -40,7 +40,6 @@ from router.replicas.journal import Journal
 from router.replicas.news import News, read_news
 from router.replicas.others import OthersWork
 
-_STEP_TOKENS = 2048
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")
 _REQUESTS, _ROUNDS = 700, 5
@@ -62,7 +61,7 @@ class Fleet:
     """
 
     def __init__(self, pods: int, seed: int, *, routers: int, late_s: float | None) -> None:
-        self._routers = [Router(pods, seed + at, step_tokens=_STEP_TOKENS) for at in range(routers)]
+        self._routers = [Router(pods, seed + at) for at in range(routers)]
         self._late_s = late_s
         self._random = Random(seed)
         self._pods = pods

@@ -17,6 +17,7 @@ from envoy.service.auth.v3 import external_auth_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 
 from router.body_guard import refusal
+from router.decision import Routing
 from router.envoy_headers import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
@@ -30,8 +31,8 @@ from router.errors import RequestError
 from router.gateway_pick import GatewayPick
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
-from router.request import RequestKind, RouteRequest, http_request, too_large
-from router.routing import Routing
+from router.parsers import http_request
+from router.request import RequestKind, RouteRequest, too_large
 
 _DOOR = "check"
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"

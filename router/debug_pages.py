@@ -118,5 +118,4 @@ class DebugPages:
             "scraped": asdict(pod.load) if pod.load else None,
             "in_flight": asdict(self._ledger.work(pod.address)),
             "prefill_tokens_per_s": self._rates.tokens_per_s(pod.address),
-            "decode_slowdown": self._rates.decode_slowdown(pod.address),
         }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
-from router.debug_http import Authorize, DebugServer
+from router.debug_http import DebugServer
 from router.debug_pages import DebugPages
 from router.grpc_listen import listen
 from router.h2 import GrpcServer
@@ -17,6 +17,9 @@ from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.profiling import Profiling
 from router.replicas.journal import READERS_MAX
 from router.tcp_listen import check_free
+
+if TYPE_CHECKING:
+    from router.kube.metrics_auth import MetricsAuth
 
 Service = Callable[[Any], object]
 """Adds a service to the listener that it is given."""
@@ -124,7 +127,7 @@ def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
     return grpc_tls(config.tls)
 
 
-def _metrics_auth(config: RouterConfig) -> Authorize:
+def _metrics_auth(config: RouterConfig) -> MetricsAuth:
     # The official client takes a second to load, and most routers ask nobody.
     from router.kube.client import KubeClient
     from router.kube.metrics_auth import MetricsAuth

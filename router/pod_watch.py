@@ -17,11 +17,11 @@ from threading import Lock, Thread
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.engine_watch import EngineWatch
 from router.metrics_page import DEFAULT_PATH, metrics_page
 from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
 from router.pods_source import PodsSource
 from router.probe import Asked, Prober, ProbeResult
+from router.reconcile import EngineWatch
 
 _log = logging.getLogger(__name__)
 

@@ -49,8 +49,6 @@ class EngineLoad:
         scraped_s: When it was read, on the router's monotonic clock.
         asked_s: When it was asked for; -infinity: not known.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        ordered_step_tokens: Tokens of one step of an engine that announces the "aged" prefill order, see
-            `queue_order`; 0: it does not, or does not say how many.
         lora: None if not told.
     """
 
@@ -60,7 +58,6 @@ class EngineLoad:
     kv_capacity_tokens: int | None
     scraped_s: float
     prefill_tokens_per_s: float | None = None
-    ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
     asked_s: float = -math.inf
 
@@ -194,7 +191,6 @@ def _load(lines: MetricLines, engine: _Engine, now_s: float) -> EngineLoad:
         kv_capacity_tokens=_capacity_tokens(lines, engine, config),
         scraped_s=now_s,
         prefill_tokens_per_s=speed if 0.0 < speed <= _SPEED_MAX else None,
-        ordered_step_tokens=_ordered_step_tokens(config),
         lora=_lora(lines, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
     )
 
@@ -239,11 +235,6 @@ def _capacity_tokens(lines: MetricLines, engine: _Engine, config: list[dict[byte
         sizes = _figures(lines, engine, engine.block_tokens)
         tokens = sum(int(sizes.get(which, 0.0) * count) for which, count in blocks.items())
     return tokens if 0 < tokens <= _CAPACITY_TOKENS_MAX else None
-
-
-def _ordered_step_tokens(config: list[dict[bytes, bytes]]) -> int:
-    orders = [labels for labels in config if labels.get(b"prefill_order") == b"aged"]
-    return sum(parse_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
 
 
 def _lora(lines: MetricLines, name: bytes, engines: int) -> LoraLoad | None:

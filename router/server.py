@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -25,11 +23,10 @@ from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
 from router.doors import Service, check_ports, listen_grpc, listen_health, listen_metrics
-from router.engine_watch import EngineWatch
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc_forms import OwnForm, llmd_form
 from router.flags import told_in_vain
 from router.gateway_pick import GatewayPick
 from router.health import (
@@ -42,8 +39,7 @@ from router.health import (
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
-from router.metric_twins import MetricTwins
-from router.metrics import RouterMetrics, StateCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
@@ -51,8 +47,7 @@ from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import Reconciler
-from router.reference_wiring import reference_door
+from router.reconcile import EngineWatch, Reconciler
 from router.replicas.door import LEDGER_SERVICE
 from router.replicas.fleet import Fleet
 from router.resources import Resources, read_resources
@@ -195,7 +190,7 @@ class RouterServer:
             Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._outcomes.promises, self.index.observe),
+            engines=EngineWatch(self._ledger, self.index.observe),
             declared=self._forget_others,
             metrics_path=config.metrics_path,
         )
@@ -242,10 +237,9 @@ class RouterServer:
         )
         gateway = GatewayPick(self.router, metrics, guard=guard)
         ext_proc = self._ext_proc(gateway)
-        cut = partial(metrics.dropped, "ext_proc", "slow_request")
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
         return {
-            EXT_PROC_SERVICE: lambda server: add_ext_proc(ext_proc, server, cut, opened),
+            EXT_PROC_SERVICE: lambda server: ext_proc.add_to(server, opened),
             CHECK_SERVICE: CheckDoor(gateway, metrics, config.max_request_bytes).add_to,
             PICK_SERVICE: PickDoor(gateway, outcomes, metrics, self.pods).add_to,
             ACCESS_LOG_SERVICE: AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
@@ -254,13 +248,14 @@ class RouterServer:
             "grpc.health.v1.Health": self.health.add_to,
         }
 
-    def _ext_proc(self, gateway: GatewayPick) -> Any:
-        config, outcomes, metrics = self._config, self._outcomes, self._metrics
+    def _ext_proc(self, picks: GatewayPick) -> ExtProcDoor:
+        config, metrics = self._config, self._metrics
+        options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            options = ExtProcOptions(config.max_request_bytes, config.responses_full)
-            return ExtProcDoor(gateway, outcomes, metrics, options)
+            return ExtProcDoor(OwnForm(picks=picks, metrics=metrics), self._outcomes, options)
+        form = llmd_form(config, self._rewrites, picks, metrics, self.pods)
         evictions = self._flow.evictions if self._flow is not None else None
-        return reference_door(config, self._rewrites, gateway, outcomes, metrics, self.pods, evictions)
+        return ExtProcDoor(form, self._outcomes, options, evictions)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -330,7 +325,7 @@ class RouterServer:
         # What begins anew may be another machine.
         self._rates.keep(set(pods).difference(anew))
         self._metrics.keep(pods)
-        self._outcomes.promises.keep(pods)
+        self._ledger.keep(pods)
 
 
 def _all_refuse(pods: Collection[Pod]) -> bool:

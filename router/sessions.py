@@ -43,7 +43,6 @@ class Sessions:
             return pod
 
     def moved(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
-        """The session's request for this base model was sent to this pod."""
         key = (model, session)
         with self._lock:
             self._pods[key] = (pod, now_s)

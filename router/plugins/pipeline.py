@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from router.decision import Routing, Situation
 from router.errors import NoEndpointLeftError, RequestError
 from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch, Stateful
 from router.plugins.handlers import Handled, ProfileHandler
@@ -25,7 +26,6 @@ from router.plugins.producers import (
 )
 from router.plugins.profiles import PluginError
 from router.pods import Pod
-from router.routing import Routing, Situation
 from tokenization.chat_messages import decoded
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _PARTS_MAX = 1024
 
 
 class Pipeline:
-    """Orders the candidates of one request; see `routing.Ranker`.
+    """Orders the candidates of one request.
 
     Args:
         plugins: By name; those that observe are told the picks, those with a state show what they remember.
