@@ -218,15 +218,15 @@ class RouterServer:
 
     def _pages(self) -> DebugPages:
         return DebugPages(
-            self._source,
-            self.pods,
-            self.index,
-            self._ledger,
-            self._rates,
-            self.explain,
-            self.health,
-            lambda: plugin_states(self._ranker, self._flow),
-            self._fleet.shown,
+            source=self._source,
+            pods=self.pods,
+            index=self.index,
+            ledger=self._ledger,
+            rates=self._rates,
+            explain=self.explain,
+            health=self.health,
+            plugins=lambda: plugin_states(self._ranker, self._flow),
+            routers=self._fleet.shown,
         )
 
     def _services(self, registry: CollectorRegistry) -> dict[str, Service]:

@@ -40,7 +40,7 @@ _HANDLERS = (_SINGLE, _DISAGG, _PD)
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
 
 
-_ATTRIBUTES: Mapping[str, type[AgentIdentity | SessionIdProducer]] = {
+_ATTRIBUTES: Mapping[str, type[AttributeProducer]] = {
     "agent-identity": AgentIdentity,
     "session-id-producer": SessionIdProducer,
 }
