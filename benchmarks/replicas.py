@@ -34,9 +34,8 @@ from router.ledger import Ledger, LedgerParameters
 from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
-from router.replicas.door import LedgerDoor
 from router.replicas.follow import Followers
-from router.replicas.journal import Journal
+from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News, read_news
 from router.replicas.others import OthersWork
 

@@ -39,7 +39,7 @@ from router.flags import (
 from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig, kube_config
 from router.logs import LogFlags
-from router.metrics_page import DEFAULT_PATH
+from router.pods import DEFAULT_METRICS_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
 from tokenization import TINY_DIRECTORY
@@ -210,7 +210,7 @@ class RouterConfig:
         "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
         "three times --refresh-metrics-interval, at least 5s without flow control)",
     )
-    metrics_path: str = DEFAULT_PATH
+    metrics_path: str = DEFAULT_METRICS_PATH
     profiling: bool = switch(
         _REFERENCE,
         "--enable-pprof",
@@ -315,7 +315,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "compat": _compat(flags, picker),
         "tls": tls,
         "metrics_tls": metrics_tls,
-        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_PATH,
+        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_METRICS_PATH,
     }
     return RouterConfig(**settings), flags
 

@@ -48,8 +48,8 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
 from router.reconcile import EngineWatch, Reconciler
-from router.replicas.door import LEDGER_SERVICE
 from router.replicas.fleet import Fleet
+from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
@@ -187,12 +187,15 @@ class RouterServer:
         self.watch = PodWatch(
             self._source,
             self.pods,
-            Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
+            Prober(
+                timeout_s=_PROBE_TIMEOUT_S,
+                admin_token=config.index.admin_token,
+                metrics_path=config.metrics_path,
+            ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
             engines=EngineWatch(self._ledger, self.index.observe),
             declared=self._forget_others,
-            metrics_path=config.metrics_path,
         )
         opened.callback(self.watch.close)
         self.router = Router(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from indexer.extras import MultimodalItem
 from indexer.keys import BlockHasher
 from router.prompt_tokens import MEDIA, PromptTokens
-from router.rendered_prompts import read_rendered
 from router.request import RequestKind
+from router.tokenizer_render import read_rendered
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import OnePod
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, payloads
