@@ -35,7 +35,7 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.check import CheckDoor
 from router.explain import Explain
 from router.gateway_pick import GatewayPick
@@ -103,7 +103,7 @@ class Inside:
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            admission=Admission(AdmissionParameters(), pods.board),
+            admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
             sink=self.outcomes,
         )
