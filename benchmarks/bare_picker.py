@@ -16,7 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.check import ok_answer
 from router.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.h2.methods import ExchangeMethod
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 
@@ -76,7 +76,7 @@ def main(port: int, pod: str, responses: str) -> None:
         pb.ProcessingResponse.SerializeToString,
     )
     inline = {f"/{EXT_PROC_SERVICE}/Process": _INLINE_BYTES, f"/{CHECK_SERVICE}/Check": _INLINE_BYTES}
-    server = listen(
+    server = GrpcServer(
         "PORT",
         "127.0.0.1",
         port,

@@ -27,10 +27,10 @@ from router.ext_proc_messages import (
 )
 from router.ext_proc_response import ResponsePhase
 from router.h2 import GrpcServer
-from router.h2.methods import ExchangeMethod, ExchangeStream
+from router.h2.exchange_call import ExchangeCall
+from router.h2.methods import ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.outcomes import Outcomes
-from router.parsers import DEFAULT_PATH, PATH_HEADERS
 from router.request import RequestKind, RouteRequest, too_large
 
 # Modes in which no part of a request goes on before its whole body is here.
@@ -52,38 +52,29 @@ class ExtProcOptions:
     subset_filter: bool = True
 
 
+@dataclass(frozen=True, slots=True)
 class ExtProcDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor.
 
-    Args:
+    Attributes:
         evictions: Where requests are entered that may be taken back; None: none are.
     """
 
-    def __init__(
-        self,
-        form: OwnForm,
-        outcomes: Outcomes,
-        options: ExtProcOptions,
-        evictions: Evictions | None = None,
-    ) -> None:
-        self._form = form
-        self._outcomes = outcomes
-        self._options = options
-        self._evictions = evictions
+    form: OwnForm
+    outcomes: Outcomes
+    options: ExtProcOptions
+    evictions: Evictions | None = None
 
     def add_to(self, server: GrpcServer, opened: Callable[[], Callable[[str], object]] | None = None) -> None:
         """Register the service; `opened`: see ExchangeMethod."""
         method = ExchangeMethod(
-            self._exchange,
+            partial(_Exchange, self),
             pb.ProcessingRequest.FromString,
             pb.ProcessingResponse.SerializeToString,
-            partial(self._form.metrics.dropped, DOOR, "slow_request"),
+            partial(self.form.metrics.dropped, DOOR, "slow_request"),
             opened,
         )
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
-
-    def _exchange(self, stream: ExchangeStream) -> _Exchange:
-        return _Exchange(self._form, self._outcomes, self._options, self._evictions, stream)
 
 
 class _Exchange:
@@ -94,17 +85,10 @@ class _Exchange:
         is_routed: Whether its pod is picked.
     """
 
-    def __init__(
-        self,
-        form: OwnForm,
-        outcomes: Outcomes,
-        options: ExtProcOptions,
-        evictions: Evictions | None,
-        stream: ExchangeStream,
-    ) -> None:
-        self._form = form
-        self._options = options
-        self._evictions = evictions
+    def __init__(self, door: ExtProcDoor, stream: ExchangeCall) -> None:
+        self._form = form = door.form
+        self._options = door.options
+        self._evictions = door.evictions
         self._stream = stream
         self.finished = self.is_routed = False
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
@@ -114,12 +98,11 @@ class _Exchange:
         self._decision: Decision | None = None
         # In flight, where it may be taken back.
         self._entry: Evictable | None = None
-        self._response = ResponsePhase(outcomes, form.held_bytes_max, form.reporter)
+        self._response = ResponsePhase(door.outcomes, form.held_bytes_max, form.reporter)
         self._inside = form.metrics.inside(DOOR)
         self._inside.__enter__()
 
     def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
-        """The answers to one message, in the order Envoy expects them."""
         try:
             match message.WhichOneof("request"):
                 case "response_body":
@@ -143,7 +126,6 @@ class _Exchange:
             yield self._form.refusal(error)
 
     def close(self) -> None:
-        """The stream has ended, however it did."""
         if self._entry is not None and self._evictions is not None:
             self._evictions.leave(self._entry)
         self._inside.__exit__(None, None, None)
@@ -207,20 +189,18 @@ class _Exchange:
     def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
         """Pick for a request whose body is complete."""
         self.is_routed = True
-        form, headers, body = self._form, self._headers or {}, bytes(self._body)
+        form, body = self._form, bytes(self._body)
         self._body.clear()
-        path = next((headers[name] for name in PATH_HEADERS if headers.get(name)), DEFAULT_PATH)
-        request_id, _ = kept_request_id(headers)
         try:
-            request, sent = form.read(request_id, path, body, self._candidates(), headers)
+            request, sent = form.read(self._known(), body)
         except RequestError as error:
             self._refuse(error)
         decision = form.picks.decide(request, self._stream.is_active)
         self._note(decision, request)
         is_buffered = self._body_mode == BodyMode.BUFFERED
         changed = None if is_buffered and sent is body else sent
-        told = form.request_headers(headers, request_id, len(changed or b""), decision)
-        destination, removed = form.picks.destination(decision), system_owned(headers, told)
+        told = form.request_headers(request, len(changed or b""), decision)
+        destination, removed = form.picks.destination(decision), system_owned(request.headers, told)
         scores = decision.routing.scores if form.emits_scores and decision.routing is not None else None
         if is_buffered:
             yield routed_answer("request_body", destination, told, removed, scores, changed)
@@ -232,20 +212,26 @@ class _Exchange:
     def _route_unseen(self, body_bytes: int) -> pb.ProcessingResponse:
         """Pick for a request whose body is empty or comes too late."""
         self.is_routed = True
-        headers = self._headers or {}
-        request_id, _ = kept_request_id(headers)
-        request = RouteRequest(
-            request_id,
-            RequestKind.PASSTHROUGH,
-            body_bytes=body_bytes,
-            candidates=self._candidates(),
-            headers=headers,
-        )
+        request = self._known(body_bytes)
         destination, decision = self._form.pick_unseen(request, self._stream.is_active)
         if decision is not None:
             self._response.of(decision)
-        told = self._form.request_headers(headers, request_id, 0, decision)
-        return routed_answer("request_headers", destination, told, system_owned(headers, told))
+        told = self._form.request_headers(request, 0, decision)
+        removed = system_owned(request.headers, told)
+        return routed_answer("request_headers", destination, told, removed)
+
+    def _known(self, body_bytes: int = 0) -> RouteRequest:
+        """Return what is known of the request without its body."""
+        headers = self._headers or {}
+        request_id, _ = kept_request_id(headers)
+        candidates = self._subset if self._options.subset_filter else None
+        return RouteRequest(
+            request_id,
+            RequestKind.PASSTHROUGH,
+            body_bytes=body_bytes,
+            candidates=candidates,
+            headers=headers,
+        )
 
     def _note(self, decision: Decision, request: RouteRequest) -> None:
         """Remember what the response needs, and refuse what came to nothing."""
@@ -268,9 +254,6 @@ class _Exchange:
         if self._response.request_id is not None:
             self._response.cut()
             yield self._form.refusal(self._form.picks.refused(EvictedError()))
-
-    def _candidates(self) -> frozenset[str] | None:
-        return self._subset if self._options.subset_filter else None
 
     def _drop(self, reason: str) -> None:
         self._form.metrics.dropped(DOOR, reason)

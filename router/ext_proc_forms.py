@@ -44,6 +44,9 @@ from router.rewrite import RewriteRules, with_model
 
 DOOR = "ext_proc"
 
+# Where gateways tell the path, and what is taken for it where they do not.
+_PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
+
 _MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 _SERVED = "destination-endpoint-served-verifier"
 # Where the gateways' conformance tests look for it.
@@ -82,20 +85,18 @@ class OwnForm:
     reporter: AttributeReporter | None = None
     emits_scores: bool = False
 
-    def read(
-        self,
-        request_id: str,
-        path: str,
-        body: bytes,
-        candidates: frozenset[str] | None,
-        headers: Mapping[str, str],
-    ) -> tuple[RouteRequest, bytes]:
+    def read(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
         """Return the request to be routed, and the body to send: without fields that clients must not send.
+
+        Args:
+            request: What is known without the body.
 
         Raises:
             RequestError: 400, not counted yet.
         """
-        request, api = self.parsers.parse(request_id, path, body, candidates, headers)
+        headers = request.headers
+        path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
+        request, api = self.parsers.parse(request.request_id, path, body, request.candidates, headers)
         return self._rewritten(request, api, self._allowed(request, api, body))
 
     def pick_unseen(
@@ -117,14 +118,15 @@ class OwnForm:
         return None
 
     def request_headers(
-        self, headers: Mapping[str, str], request_id: str, body_bytes: int, _decision: Decision | None
+        self, request: RouteRequest, body_bytes: int, _decision: Decision | None
     ) -> dict[str, str]:
         """Return the headers to set on the request, beside the destination.
 
         Args:
             body_bytes: Of the body that is sent; 0: nothing is said of it.
         """
-        told = {} if headers.get(REQUEST_ID_HEADER) == request_id else {REQUEST_ID_HEADER: request_id}
+        given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
+        told = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
         return told | {"content-length": str(body_bytes)} if body_bytes else told
 
     def response_headers(
@@ -192,14 +194,15 @@ class LlmdForm(OwnForm):
         return None
 
     def request_headers(
-        self, headers: Mapping[str, str], request_id: str, body_bytes: int, decision: Decision | None
+        self, request: RouteRequest, body_bytes: int, decision: Decision | None
     ) -> dict[str, str]:
+        request_id = {REQUEST_ID_HEADER: request.request_id}
         if decision is None:
-            return {REQUEST_ID_HEADER: request_id}
+            return request_id
         told = {"Content-Length": str(body_bytes)} if body_bytes else {}
         if decision.routing is not None:
             told |= decision.routing.request_headers
-        return told | kept_headers(headers) | {REQUEST_ID_HEADER: request_id}
+        return told | kept_headers(request.headers) | request_id
 
     def response_headers(
         self, headers: Mapping[str, str], metadata: base_pb2.Metadata, decision: Decision | None

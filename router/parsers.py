@@ -21,9 +21,6 @@ from router._pb import engine_requests_pb2 as pb
 from router.errors import RequestError
 from router.request import RequestKind, RouteRequest, api_request, read_fields
 
-PATH_HEADERS, DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
-"""Where gateways tell the path, and what is taken for it where they do not."""
-
 DEFAULT_PARSERS = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
 
 _CHAT, _COMPLETIONS, _OTHER = RequestKind.CHAT, RequestKind.COMPLETIONS, RequestKind.PASSTHROUGH

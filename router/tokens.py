@@ -110,6 +110,11 @@ class TokenizerRegistry:
         return cls({model: _open_source(model, str(source)) for model, source in sources.items()}, options)
 
     @property
+    def asks_others(self) -> bool:
+        """Whether a model's tokens come from another process."""
+        return len(self.local) < len(self._tokenizers)
+
+    @property
     def local(self) -> Mapping[str, PromptTokenizer]:
         """Those in this process, by base model."""
         tokenizers = self._tokenizers.items()

@@ -21,7 +21,7 @@ from router.check import CheckDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import OwnForm
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.pick_service import PickDoor
 from tests.unit.router_support import Bench
@@ -99,7 +99,7 @@ def doors(
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
-    server = listen(
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,

@@ -19,7 +19,7 @@ from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.parsers import Parsers
 from router.rewrite import RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -83,7 +83,7 @@ def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
             rewrites=rewrites,
         )
     door = ExtProcDoor(form, bench.outcomes, ExtProcOptions(1 << 20, responses_full=True))
-    server = listen(
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,

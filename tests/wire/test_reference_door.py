@@ -17,7 +17,7 @@ from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.parsers import DEFAULT_PARSERS, Parsers
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -79,7 +79,7 @@ def door(
         rewrites=RewriteRules(RULES, np.random.default_rng(1)),
     )
     served = ExtProcDoor(form, bench.outcomes, options)
-    server = listen(
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,
