@@ -120,10 +120,6 @@ class TokenizerRegistry:
         tokenizers = self._tokenizers.items()
         return {model: one for model, one in tokenizers if isinstance(one, PromptTokenizer)}
 
-    @property
-    def asks_others(self) -> bool:
-        return len(self.local) < len(self._tokenizers)
-
     def close(self) -> None:
         # What waits is dropped, what runs ends by itself.
         self._threads.shutdown(wait=False, cancel_futures=True)
