@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from router.local.errors import PortInUseError
-from router.local.stack import StackOptions, plan_stack
+from router.local.stack import PortInUseError, StackOptions, plan_stack
 from router.local.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 

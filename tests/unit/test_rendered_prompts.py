@@ -74,7 +74,7 @@ def test_a_prompt_matches_as_far_as_vllms_own_hashes_agree(told: str, flat: bool
         tokens = read_rendered(RequestKind.CHAT, answer(name))
         (extras,) = tokens.extras(BLOCK_TOKENS)
         keys = pod.keys(case["rendered"]["token_ids"], case["lora_name"], case["cache_salt"], extras)
-        assert pod.match(keys).blocks == agreeing_blocks(name, told), name
+        assert pod.match(keys).cached_blocks == agreeing_blocks(name, told), name
 
 
 def test_the_vectors_tell_images_apart() -> None:
