@@ -16,7 +16,7 @@ from router._pb import endpoint_picker_pb2 as pb
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.gateway_pick import GatewayPick
+from router.gateway_pick import GatewayPick, grpc_code
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
@@ -27,12 +27,6 @@ _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
 # A gateway tries few of them; /debug/decisions has all.
 _ENDPOINTS_MAX = 16
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
 _ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
 _READ = pb.PickEndpointRequest.FromString
 _CHAT, _COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
@@ -62,7 +56,6 @@ class PickDoor:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
-        """Answers the endpoints in the order in which they should be tried."""
         with self._metrics.inside(_DOOR):
             try:
                 asked = route_request(*sized)
@@ -78,7 +71,6 @@ class PickDoor:
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
-        """Takes note of how a picked request went on."""
         request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
         known = self._outcomes.remembers(request_id)
         pod = request.address or None
@@ -207,5 +199,5 @@ def _json(text: bytes, field: str, decoder: msgspec.json.Decoder[Any] = _ANY) ->
 def _abort(context: grpc.ServicerContext, error: RequestError) -> NoReturn:
     if error.dropped_reason is not None:
         context.set_trailing_metadata(((DROPPED_REASON_HEADER, error.dropped_reason),))
-    context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+    context.abort(grpc_code(error), str(error))
     raise AssertionError("abort raises")

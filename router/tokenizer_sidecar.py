@@ -20,12 +20,14 @@ from router.pods import Pod
 from router.prompt_tokens import PromptTokens, unknown
 from router.request import RequestKind, RouteRequest
 
-_APIS = {
+APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
     RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
     RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
     RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
 }
+"""The API of a request, as `Tokenize` is told it."""
+
 # 4 bytes each of 16 million tokens.
 _ANSWER_BYTES_MAX = 64 << 20
 
@@ -73,7 +75,7 @@ class SidecarTokenizer:
         del pods
         message = tokenizer_pb2.TokenizeRequest(
             model=self._model,
-            api=_APIS[request.kind],
+            api=APIS[request.kind],
             body=msgspec.json.encode(request.body),
             context_tokens=context_tokens or 0,
             reads_media=True,
@@ -94,7 +96,6 @@ class SidecarTokenizer:
         return PromptTokens(prompts, answer.total, partial=answer.partial or None, media=media)
 
     def close(self) -> None:
-        """Closes the connection."""
         self._channel.close()
 
     def _no_answer(self, request: RouteRequest, error: grpc.RpcError) -> PromptTokens:

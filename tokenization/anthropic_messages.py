@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tokenization.chat_messages import BILLING
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
 
-# Changes with every request; vLLM takes it out of system prompts.
-_BILLING = "x-anthropic-billing-header"
 _TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
 _IMAGE = "image"
 
@@ -57,7 +56,7 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": system}
         return
     texts = [_text(block, "system") for block in _objects(system, "system") if block.get("type") == "text"]
-    if text := "".join(text for text in texts if not text.startswith(_BILLING)):
+    if text := "".join(text for text in texts if not text.startswith(BILLING)):
         yield {"role": "system", "content": text}
 
 
@@ -69,7 +68,7 @@ def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[st
         role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
         if role == "system":
             text = _only_text(content)
-            if at == 0 and may_begin_with_system and text and not text.startswith(_BILLING):
+            if at == 0 and may_begin_with_system and text and not text.startswith(BILLING):
                 # In its place, merged into the system's field or folded: in every release it is the system's.
                 yield {"role": "system", "content": text}
                 continue

@@ -26,14 +26,7 @@ _LLAVA_VISION = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """What a model's directory says of its images; empty for a file that is not there.
-
-    Attributes:
-        config: Of config.json.
-        preprocessor: Of preprocessor_config.json.
-        processor: Of processor_config.json, which newer models have all in.
-        tokenizer: Of tokenizer_config.json.
-    """
+    """What config.json and the files like it say of a model's images; empty for one that is not there."""
 
     config: Settings
     preprocessor: Settings

@@ -14,14 +14,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
-from tokenization.encoder import TextEncoder
+from tokenization.encoder import EncodingFacts, TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.fast_encoder import EncodingFacts, TokenIds
 from tokenization.image_families import ImageFiles, image_rule
 from tokenization.image_rules import ImageRule
 from tokenization.incremental import OwnTexts, own_texts
-from tokenization.mistral_files import mistral_form
-from tokenization.template_files import TemplateSources, template_sources
+from tokenization.template_files import TemplateSources, mistral_form, template_sources
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
@@ -39,6 +37,7 @@ class PromptTokenizer:
         special_token_ids: Ids that decoding leaves out unless it is told not to.
         chat_template: None for a model that has no chat template, or whose engines use none.
         image_rule: What images become in its prompts; None where that is not known.
+        encoder: Encodes texts.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PromptTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
-        self._encoder = TextEncoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
@@ -109,23 +108,13 @@ class PromptTokenizer:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
     @property
-    def affix_tokens(self) -> tuple[int, int]:
-        """How many tokens `add_special_tokens` adds before and behind a text."""
-        return self._encoder.affix_tokens
-
-    @property
     def is_library_known(self) -> bool:
         """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
         return self._read_otherwise is None
 
     @property
     def encoding_facts(self) -> EncodingFacts:
-        """How texts are encoded so far."""
-        return self._encoder.facts
-
-    def closed_prefix(self, text: str) -> str:
-        """The part of a text whose ids are the same whatever follows it."""
-        return self._encoder.closed_prefix(text)
+        return self.encoder.facts
 
     def template_for(self, tools: object) -> ChatTemplate | None:
         """The template of chats with these tools (None: without any); None where there is none."""
@@ -143,7 +132,7 @@ class PromptTokenizer:
         """
         if self._read_otherwise is not None and self._read_otherwise.search(text):
             raise UnsupportedPromptError("this model's engines read this text by mistral-common", "prompt")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text to a list; as `token_ids`."""
@@ -160,7 +149,6 @@ class PromptTokenizer:
         return self._own_texts[skip_special_tokens]
 
     def to_json(self) -> str:
-        """The content of the tokenizer.json that it stands for."""
         text: str = self._tokenizer.to_str()
         return text
 

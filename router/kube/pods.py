@@ -19,6 +19,7 @@ from indexer.pod_entry import (
     PodEntry,
     label_problem,
 )
+from router.kube.config import KubeConfig
 from router.kube.objects import PodObject
 
 ANNOTATION_PREFIX = "kvroute.dev/"
@@ -29,23 +30,6 @@ _LABEL_PREFIX = "kvroute.io/"
 _OURS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _PORT_MAX = 65_535
 _OVER = ("Succeeded", "Failed")
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointRules:
-    """What all pods of a pool have in common.
-
-    Attributes:
-        ports: Target ports; an endpoint's rank is its port's place here.
-        events_port: Where rank 0 publishes.
-        replay_port: Where it answers replays; 0: nowhere.
-        events_bind: Whether pods may connect to us instead.
-    """
-
-    ports: tuple[int, ...]
-    events_port: int
-    replay_port: int
-    events_bind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +47,28 @@ class PodEndpoints:
     probed: tuple[str, ...] = ()
 
 
-def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
-    """A pod's endpoints; none while it has no address, is ending or is over."""
+def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
+    """A pod's endpoints; none while it has no address, is ending or is over.
+
+    Args:
+        rules: What all pods have in common; an endpoint's rank is its port's place among the target ports.
+    """
     status, metadata = pod.status, pod.metadata
     if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
         return PodEndpoints()
     if (address := _address(status.pod_ip)) is None:
         return PodEndpoints()
     annotations = metadata.annotations or {}
-    ports, complaints = _active_ports(annotations, rules.ports)
+    ports, complaints = _active_ports(annotations, rules.target_ports)
     given, complaints_of_labels = _own_labels(annotations, rules)
     labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
     entries = []
-    for rank, port in enumerate(rules.ports):
+    for rank, port in enumerate(rules.target_ports):
         if port not in ports:
             continue
         entries.append(
             PodEntry(
-                name=f"{metadata.name}-rank-{rank}" if len(rules.ports) > 1 else metadata.name,
+                name=f"{metadata.name}-rank-{rank}" if len(rules.target_ports) > 1 else metadata.name,
                 namespace=metadata.namespace or "default",
                 address=address,
                 port=port,
@@ -92,7 +80,7 @@ def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
                     replay_port=rules.replay_port + rank if rules.replay_port else None,
                     snapshots=True,
                     asks=True,
-                    rank=rank if len(rules.ports) > 1 else None,
+                    rank=rank if len(rules.target_ports) > 1 else None,
                 ),
             )
         )
@@ -164,9 +152,7 @@ def _active_ports(
     return {known[item] for item in items if item in known}, complaints
 
 
-def _own_labels(
-    annotations: Mapping[str, str], rules: EndpointRules
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict[str, str], tuple[str, ...]]:
     """The annotations as labels of a pods file."""
     given: dict[str, str] = {}
     complaints = []
@@ -186,11 +172,11 @@ def _own_labels(
     return given, tuple(complaints)
 
 
-def _unfit(label: str, value: str, rules: EndpointRules) -> str | None:
+def _unfit(label: str, value: str, rules: KubeConfig) -> str | None:
     """What keeps a well-formed value from being used here."""
     if label == EVENTS_LABEL and value == "connects" and not rules.events_bind:
         return "the router has no --events-bind to connect to"
-    if label == RANKS_LABEL and int(value) > 1 and len(rules.ports) > 1:
+    if label == RANKS_LABEL and int(value) > 1 and len(rules.target_ports) > 1:
         return "ranks with target ports of their own have none behind them"
     if label in PORT_LABELS and int(value) + RANKS_MAX > _PORT_MAX:
         return f"must be at most {_PORT_MAX - RANKS_MAX}, so that there is room for ranks"

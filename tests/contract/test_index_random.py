@@ -110,8 +110,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert match == expected[pod]
             if self.is_mirror:
                 assert match.blocks_by_tier == Counter(mirrored)
-            assert match.blocks <= len(mirrored), "held less, told more"
-            assert match.blocks == sum(match.blocks_by_tier.values())
+            assert match.cached_blocks <= len(mirrored), "held less, told more"
+            assert match.cached_blocks == sum(match.blocks_by_tier.values())
 
     @rule(some=st.sets(pods, min_size=1))
     def count_copies(self, some: set[str]) -> None:

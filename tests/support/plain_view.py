@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from indexer.applied import Applied
-from indexer.applier import Outcome
+from indexer.applied import Applied, Outcome
 from indexer.apply import PodView
-from indexer.engine_blocks import EngineBlocks
 from indexer.errors import PayloadError
 from indexer.events import EngineHash
 from indexer.flat_cache import Dropped
 from indexer.keys import Keys
 from indexer.reannounce import Ahead
 from tests.support.decoding import EventBatch, decode_batch
+from tests.support.engine_blocks import EngineBlocks
 from tests.support.reference_index import ReferenceIndex
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.kube.config import OLD_GROUP, POOL_GROUP
-from router.kube.objectives import PoolName, priorities_of, rewrites_of
 from router.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
+from router.kube.pool import PoolName, priorities_of, rewrites_of
 from router.rewrite import RewriteRules
 from tests.unit.kube_objects import JSON, raw
 

@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.parsers import Parsers
-from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
@@ -44,9 +43,8 @@ DOORS = ("ours", "reference")
 class Served:
     """One door on a real server."""
 
-    def __init__(self, bench: Bench, channel: grpc.Channel, cut: list[None]) -> None:
+    def __init__(self, bench: Bench, channel: grpc.Channel) -> None:
         self.bench = bench
-        self.cut = cut
         self.stub = pb_grpc.ExternalProcessorStub(channel)
 
     def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
@@ -72,38 +70,33 @@ class Served:
 def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
     """Two pods behind one door, with places for so many streams."""
     bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
-    picks, random = GatewayPick(bench.router, bench.metrics), np.random.default_rng(1)
-    if kind == "ours":
-        door: Any = ExtProcDoor(
-            picks, bench.outcomes, bench.metrics, ExtProcOptions(1 << 20, responses_full=True)
-        )
-    else:
-        parts = ReferenceParts(
+    picks, metrics = GatewayPick(bench.router, bench.metrics), bench.metrics
+    form = OwnForm(picks=picks, metrics=metrics)
+    if kind == "reference":
+        rewrites = RewriteRules([], np.random.default_rng(1))
+        form = LlmdForm(
             picks=picks,
-            outcomes=bench.outcomes,
-            metrics=bench.metrics,
-            pods=bench.pods,
+            metrics=metrics,
             parsers=Parsers(),
-            rewrites=RewriteRules([], random),
-            reporter=None,
-            random=random,
+            held_bytes_max=1 << 20,
+            pods=bench.pods,
+            rewrites=rewrites,
         )
-        door = ReferenceDoor(parts, ReferenceOptions(1 << 20))
-    cut: list[None] = []
-    server = listen(
+    door = ExtProcDoor(form, bench.outcomes, ExtProcOptions(1 << 20, responses_full=True))
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,
         threads=streams,
         requests_max=streams,
         message_bytes_max=1 << 20,
-        services=(lambda server: add_ext_proc(door, server, lambda: cut.append(None)),),
+        services=(door.add_to,),
         inline=INLINE[transport()],
     )
     server.start()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Served(bench, channel, cut)
+            yield Served(bench, channel)
     finally:
         server.close()
 
@@ -221,7 +214,8 @@ def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
             stream.send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
         wait_until(door.has_place, "a place")
         wait_until(lambda: not all(stream.is_open for stream in idle), "the end of one")
-        assert len(door.cut) == 1
+        dropped = "kvroute_router_dropped_messages_total"
+        assert door.bench.sample(dropped, door="ext_proc", reason="slow_request") == 1
         (gone,) = (stream for stream in idle if not stream.is_open)
         with pytest.raises(grpc.RpcError) as caught:
             gone.receive()

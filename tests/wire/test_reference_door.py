@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -14,12 +13,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.body_guard import BodyGuard
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.parsers import DEFAULT_PARSERS, Parsers
-from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
@@ -63,33 +62,31 @@ class Served:
 
 @contextmanager
 def door(
-    options: ReferenceOptions | None = None,
+    options: ExtProcOptions | None = None,
     *,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
 ) -> Iterator[Served]:
     """Serves two pods."""
     bench = Bench().with_pods(A, B)
-    random = np.random.default_rng(1)
-    parts = ReferenceParts(
+    options = options or ExtProcOptions(responses_full=True)
+    form = LlmdForm(
         picks=GatewayPick(bench.router, bench.metrics, guard=guard),
-        outcomes=bench.outcomes,
         metrics=bench.metrics,
-        pods=bench.pods,
         parsers=Parsers(parsers),
-        rewrites=RewriteRules(RULES, random),
-        reporter=None,
-        random=random,
+        held_bytes_max=options.max_request_bytes,
+        pods=bench.pods,
+        rewrites=RewriteRules(RULES, np.random.default_rng(1)),
     )
-    served = ReferenceDoor(parts, options or ReferenceOptions())
-    server = listen(
+    served = ExtProcDoor(form, bench.outcomes, options)
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,
         threads=16,
         requests_max=16,
         message_bytes_max=8 << 20,
-        services=(lambda server: add_ext_proc(served, server),),
+        services=(served.add_to,),
         inline=INLINE[transport()],
     )
     server.start()
@@ -209,7 +206,7 @@ def test_request_trailers_end_the_body() -> None:
 
 def test_a_response_too_long_to_hold_is_echoed_as_it_comes() -> None:
     """What is held has a bound; beyond it nothing is lost, and later chunks pass at once."""
-    options = ReferenceOptions(max_request_bytes=1000)
+    options = ExtProcOptions(max_request_bytes=1000, responses_full=True)
     with door(options) as served:
         chunks = [b"a" * 600, b"b" * 600, b"c" * 10]
         messages = [response_body(chunk, end=chunk is chunks[-1]) for chunk in chunks]
@@ -265,7 +262,7 @@ def test_events_are_renamed_one_by_one() -> None:
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
     """413 as soon as it is known, before it is held."""
-    with door(ReferenceOptions(max_request_bytes=100)) as served:
+    with door(ExtProcOptions(max_request_bytes=100)) as served:
         (answer,) = served.exchange(headers(), body(b"x" * 101, end=False))
         assert answer.immediate_response.status.code == 413
 
@@ -291,7 +288,7 @@ def test_a_subset_with_a_wrong_port_allows_nobody() -> None:
 
 def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:
     """--disable-endpoint-subset-filter routes to any pod."""
-    options = replace(ReferenceOptions(), subset_filter=False)
+    options = ExtProcOptions(subset_filter=False)
     with door(options) as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.9.9.9:9"]))
         assert set_headers(first)[DESTINATION] in (A.address, B.address)
