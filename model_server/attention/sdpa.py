@@ -27,8 +27,9 @@ from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
-# Blocks that are gathered in one call for single tokens, so that their copies stay small.
-_GATHERED_BLOCKS = 1024
+# Keys that are gathered in one call for single tokens: on a CPU they should still be in its cache when they
+# are read, on a GPU calls should be few.
+_GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
@@ -98,6 +99,8 @@ class SdpaAttention:
         # On a CPU torch multiplies float16 so slowly that making float32 of it first takes less time.
         is_slow = dtype == torch.float16 and device.type == "cpu"
         self._multiplied_dtype = torch.float32 if is_slow else dtype
+        block_bytes = shape.kv_heads * layout.block_tokens * shape.head_dim * self._multiplied_dtype.itemsize
+        self._gathered_blocks = _GATHERED_BYTES[device.type] // block_bytes
         self._places = layout.places()
         layer_views = [View(self._places[layer][0], window) for layer, window in enumerate(shape.windows)]
         self._views = list(dict.fromkeys(layer_views))
@@ -191,7 +194,10 @@ class SdpaAttention:
         while first < len(spans):
             # As many as one call has room for; they come by rising context, so that little is padded.
             stop = first + 1
-            while stop < len(spans) and (stop + 1 - first) * self._blocks_of(spans[stop]) <= _GATHERED_BLOCKS:
+            while (
+                stop < len(spans)
+                and (stop + 1 - first) * self._blocks_of(spans[stop]) <= self._gathered_blocks
+            ):
                 stop += 1
             table, begins, stops = reads_of(view, spans[first:stop], block_tokens)
             read = np.arange(table.shape[1] * block_tokens)
