@@ -20,13 +20,9 @@ class Transfer(Protocol):
 
 
 class BlockCopies(Protocol):
-    """Moves blocks; each call takes effect in the order of the calls and of the model's steps.
+    """Moves blocks; each call takes effect in the order of the calls and of the model's steps."""
 
-    Attributes:
-        block_bytes: Bytes of one block.
-    """
-
-    block_bytes: int
+    block_bytes: int  # of one block
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""

@@ -102,8 +102,7 @@ class BlockPool:
         """Make full blocks of one request and group findable and announce them.
 
         Args:
-            parent: As `Announcer.stored` takes it.
-            token_ids: As `Announcer.stored` takes them.
+            parent: As `Announcer.stored` takes it, and `token_ids`.
             computed: The content is there; else it comes with this step, and not if the step fails.
         """
         for block, content in zip(blocks, contents, strict=True):

@@ -108,14 +108,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
-
-    Attributes:
-        buffer_steps: Batches kept for replay.
-        hwm: Batches that wait for one slow subscriber before its newest are dropped.
-        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
-        always_bind: Not vLLM's, but without it nothing can be published on a loopback address alone.
-    """
+    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig."""
 
     endpoint: Annotated[
         str,
@@ -133,12 +126,13 @@ class KVEventsConfig:
             metavar="ENDPOINT",
         ),
     ] = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: int = 10_000  # batches kept for replay
+    hwm: int = 100_000  # batches that wait for one slow subscriber before its newest are dropped
+    max_queue_size: int = 100_000  # batches that wait for the thread that sends before the oldest are dropped
     topic: Annotated[
         str, Flag("first frame", ("--kv-events-topic",), default_text="kv@HOST:PORT@MODEL", metavar="TOPIC")
     ] = ""
+    # Not vLLM's, but without it nothing can be published on a loopback address alone.
     always_bind: Annotated[
         bool, Flag("bind --kv-events-endpoint whatever it is, a loopback address too", ("--kv-events-bind",))
     ] = False
@@ -158,15 +152,9 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How to run one model server.
+    """How to run one model server."""
 
-    Attributes:
-        engine: The engine's settings.
-        events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
-        admin_token: What must be sent to the administration port; None lets everybody in who reaches it.
-    """
-
-    engine: EngineConfig
+    engine: EngineConfig  # the engine's settings
     host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on; 0 lets the system choose", read=tcp_port)] = 8000
     served_names: Annotated[
@@ -178,6 +166,7 @@ class ServeOptions:
             metavar="NAME",
         ),
     ] = ()
+    # Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
     events: KVEventsConfig | None = None
     max_body_bytes: Annotated[int, Flag("refuse larger HTTP bodies", read=positive)] = _MAX_BODY_BYTES
     api_key: Annotated[str | None, Flag("refuse API requests without it", metavar="KEY")] = field(
@@ -193,6 +182,7 @@ class ServeOptions:
             metavar="PORT",
         ),
     ] = None
+    # What must be sent to the administration port; None lets everybody in who reaches it.
     admin_token: str | None = field(default=None, repr=False)
     runtime_loras: Annotated[
         bool,

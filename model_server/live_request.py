@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from model_server.offload import HostBlock, Restore
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
     """A request's blocks in one KV cache group."""
 
@@ -41,7 +41,7 @@ class BlockTable:
         return [block for block in self.blocks if block is not None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LiveRequest:
     """A request between submission and its last token."""
 

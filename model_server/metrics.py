@@ -110,7 +110,7 @@ class RequestMetrics:
         self.max_tokens.observe(max_tokens)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 

@@ -13,7 +13,7 @@ from model_server.blocks import Block, BlockPool
 from model_server.events import MEDIUM_CPU, Announcer, BlockContent, ContentKey, KVEvent, runs
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class HostBlock:
     """One slot of host memory."""
 

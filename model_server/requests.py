@@ -69,25 +69,15 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue.
+    """One prompt to continue."""
 
-    Attributes:
-        request_id: Unique among the live requests.
-        prompt_token_ids: The prompt; at least one token.
-        sampling: How to continue it.
-        cache_salt: Prefix blocks are shared only between requests of the same salt.
-        lora_name: A loaded adapter; None is the base model.
-        constraint: What the answer must be like; used by this request alone. None leaves it free.
-        priority: Lower numbers run first where the engine schedules by priority.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    cache_salt: str | None = None
-    lora_name: str | None = None
-    constraint: TokenConstraint | None = None
-    priority: int = 0
+    request_id: str  # unique among the live requests
+    prompt_token_ids: tuple[int, ...]  # the prompt; at least one token
+    sampling: SamplingParams  # how to continue it
+    cache_salt: str | None = None  # prefix blocks are shared only between requests of the same salt
+    lora_name: str | None = None  # a loaded adapter; None is the base model
+    constraint: TokenConstraint | None = None  # what the answer must be like; used by this request alone
+    priority: int = 0  # lower numbers run first where the engine schedules by priority
 
 
 @dataclass(frozen=True, slots=True)
