@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -31,19 +32,17 @@ _REFUSALS = (b"ext_authz_denied", b"kvroute")
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
+@dataclass(frozen=True, slots=True)
 class AccessLogDoor:
     """envoy.service.accesslog.v3.AccessLogService.
 
-    Args:
+    Attributes:
         distrust: Told of a pod that Envoy could not connect to (address, why).
     """
 
-    def __init__(
-        self, outcomes: Outcomes, metrics: RouterMetrics, distrust: Callable[[str, str], None]
-    ) -> None:
-        self._outcomes = outcomes
-        self._metrics = metrics
-        self._distrust = distrust
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    distrust: Callable[[str, str], None]
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service, with a reading of messages that is kinder than the generated one."""
@@ -59,7 +58,7 @@ class AccessLogDoor:
         self, messages: Iterator[Any], _context: grpc.ServicerContext
     ) -> als_pb2.StreamAccessLogsResponse:
         for message in messages:
-            self._metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
+            self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
         return als_pb2.StreamAccessLogsResponse()
 
     def _taken(self, entry: Any) -> str:
@@ -70,7 +69,7 @@ class AccessLogDoor:
         address = common.upstream_remote_address.socket_address
         pod = pod_address(address.address, address.port_value)
         if common.response_flags.upstream_connection_failure:
-            self._distrust(pod, "Envoy could not connect to it")
+            self.distrust(pod, "Envoy could not connect to it")
         # Decoded as ext_proc decodes the header, so that a strange id joins, too.
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
@@ -79,7 +78,7 @@ class AccessLogDoor:
         if _was_no_work(entry, failed):
             # Another request under its id may be in flight.
             return "no_work"
-        ended = self._outcomes.ended(
+        ended = self.outcomes.ended(
             request_id,
             ACCESS_LOG,
             time.monotonic(),
@@ -90,7 +89,7 @@ class AccessLogDoor:
         )
         if ended is not None:
             return "joined"
-        return "other_router" if self._outcomes.is_others(request_id) else "unknown"
+        return "other_router" if self.outcomes.is_others(request_id) else "unknown"
 
 
 def _has_failed(entry: Any) -> bool:

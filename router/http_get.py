@@ -27,21 +27,20 @@ class HttpGetter:
 
     Args:
         body_bytes_max: Longer bodies are an error.
+        timeout_s: Deadline of an exchange from connecting to the last byte.
     """
 
-    def __init__(self, *, body_bytes_max: int) -> None:
+    def __init__(self, *, body_bytes_max: int, timeout_s: float) -> None:
         self._body_bytes_max = body_bytes_max
+        self._timeout_s = timeout_s
         self._connections: dict[str, _Connection] = {}
 
-    async def get(
-        self, address: str, path: str, bearer: str | None = None, *, timeout_s: float | None = None
-    ) -> tuple[int, bytes]:
+    async def get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
         """Asks; when cancelled, the connection is dropped.
 
         Args:
             address: "ip:port".
             bearer: Secret to send along; None: no secret.
-            timeout_s: Deadline from connecting to the last byte; None: no deadline.
 
         Raises:
             ConnectTimeoutError: It could not be connected to within the deadline.
@@ -51,7 +50,7 @@ class HttpGetter:
         """
         connecting = False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 kept = self._connections.pop(address, None)
                 if kept is not None and kept.is_open:
                     try:

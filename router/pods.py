@@ -193,16 +193,8 @@ def _life(entry: PodEntry) -> tuple[str, str, str]:
     return entry.namespace, entry.name, entry.life
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
-    """Where a page of metrics in Prometheus' text form is; `address` is "ip:port"."""
-
-    address: str
-    path: str = DEFAULT_METRICS_PATH
-
-
-def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> MetricsPage:
-    """The pod's page: as its labels say, else where its engine has it, else at its serving port.
+def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str, str]:
+    """Address and path of the pod's metrics: as its labels say, else as its engine has them.
 
     Args:
         path: Of engines of which nothing else is known.
@@ -212,4 +204,4 @@ def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> MetricsPa
     # The labels were checked by who read them.
     port = int(labels.get(METRICS_PORT_LABEL, entry.port))
     path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, path)
-    return MetricsPage(pod_address(entry.address, port), path)
+    return pod_address(entry.address, port), path

@@ -23,7 +23,7 @@ from indexer.pod_entry import (
 )
 from indexer.reconcile import EngineReading
 from router.http_get import ConnectTimeoutError, HttpGetError, HttpGetter
-from router.pods import DEFAULT_METRICS_PATH, NOT_TOLD, EventSources, MetricsPage, ServedModels, metrics_page
+from router.pods import DEFAULT_METRICS_PATH, NOT_TOLD, EventSources, ServedModels, metrics_page
 from router.scrape import EngineLoad, EnginePage
 
 _PAGE_BYTES_MAX = 4 << 20
@@ -82,13 +82,13 @@ class Prober:
         self._metrics_path = metrics_path
         # By pod, where they are not at its own address: whose connection ends with the pod.
         self._metrics_addresses: dict[str, str] = {}
-        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
+        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=timeout_s)
 
     async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
         """Asks one pod, also for its models and where it publishes its events if so told."""
         address = entry.pod
         try:
-            status, _ = await self._get(address, "/health")
+            status, _ = await self._http.get(address, "/health")
         except ConnectTimeoutError:
             why = f"/health: no connection within {self._timeout_s:g} s"
             return ProbeResult(address, False, True, why, unreachable=True)
@@ -106,16 +106,20 @@ class Prober:
         # An engine without such a page is asked in vain, but it answers.
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
-        served = await self._page(address, "/v1/models") if models else None
+        served, _ = await self._page(address, "/v1/models") if models else (None, "")
         told = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
-        metrics, problem = await self._metrics(address, metrics_page(entry, self._metrics_path))
-        if metrics is None:
-            load, reading, asleep = None, None, None
-        else:
+        metrics_address, path = metrics_page(entry, self._metrics_path)
+        self._keep_metrics_address(address, metrics_address)
+        metrics, why_no_load = await self._page(metrics_address, path)
+        load, reading, asleep = None, None, None
+        if metrics is not None:
             page = EnginePage(metrics)
             load, reading = page.load(time.monotonic(), asked_s), page.reading(asked_s)
             asleep = page.is_asleep
+            if load is None:
+                url = f"http://{metrics_address}{path}"
+                why_no_load = f"{url} has no metrics of an engine that is known, or senseless ones"
         return ProbeResult(
             address,
             True,
@@ -123,7 +127,7 @@ class Prober:
             load=load,
             reading=reading,
             sources=told,
-            why_no_load=problem if load is None else "",
+            why_no_load=why_no_load,
             asleep=asleep,
         )
 
@@ -136,44 +140,34 @@ class Prober:
     def close(self) -> None:
         self._http.close()
 
-    async def _metrics(self, pod: str, page: MetricsPage) -> tuple[bytes | None, str]:
-        """The page, and what is wrong with it if it tells no load."""
-        if (former := self._metrics_addresses.get(pod, pod)) != page.address:
+    def _keep_metrics_address(self, pod: str, address: str) -> None:
+        if (former := self._metrics_addresses.get(pod, pod)) != address:
             if former != pod:
                 self._http.forget(former)
-            self._metrics_addresses[pod] = page.address
-        url = f"http://{page.address}{page.path}"
-        try:
-            status, body = await self._get(page.address, page.path)
-        except TimeoutError:
-            return None, f"{url} not answered within {self._timeout_s:g} s"
-        except (OSError, HttpGetError) as error:
-            return None, f"{url}: {error}"
-        if status != 200:
-            return None, f"{url} answered {status}"
-        return body, f"{url} has no metrics of an engine that is known, or senseless ones"
+            self._metrics_addresses[pod] = address
 
     async def _sources(self, entry: PodEntry) -> EventSources:
         if entry.admin is None:
-            page = await self._page(entry.pod, _SOURCES_PATH)
+            page, _ = await self._page(entry.pod, _SOURCES_PATH)
         else:
             # Of all addresses this alone is sent the token.
             try:
-                page = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
+                page, _ = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
             finally:
                 # Seldom asked: the connection is not worth keeping.
                 self._http.forget(entry.admin)
         return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
 
-    async def _page(self, address: str, path: str, bearer: str | None = None) -> bytes | None:
+    async def _page(self, address: str, path: str, bearer: str | None = None) -> tuple[bytes | None, str]:
+        """A page, or why there is none."""
+        url = f"http://{address}{path}"
         try:
-            status, body = await self._get(address, path, bearer)
-        except (OSError, HttpGetError):
-            return None
-        return body if status == 200 else None
-
-    async def _get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
-        return await self._http.get(address, path, bearer, timeout_s=self._timeout_s)
+            status, body = await self._http.get(address, path, bearer)
+        except TimeoutError:
+            return None, f"{url} not answered within {self._timeout_s:g} s"
+        except (OSError, HttpGetError) as error:
+            return None, f"{url}: {error}"
+        return (body, "") if status == 200 else (None, f"{url} answered {status}")
 
 
 def served_models(page: bytes) -> ServedModels | None:

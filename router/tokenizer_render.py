@@ -51,8 +51,6 @@ class RenderTokenizer:
         clock: Seconds, by which answers grow old.
     """
 
-    keeps_deadline = False
-
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
         self._url = url
@@ -66,15 +64,12 @@ class RenderTokenizer:
         self._lock = threading.Lock()
         self._kept: TTLCache[bytes, PromptTokens] = TTLCache(_KEPT_BYTES, _KEPT_S, clock, _size_bytes)
 
-    def prompt_tokens(
-        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
-    ) -> PromptTokens:
-        """Has a request rendered; may take far longer than `timeout_s`.
+    def prompt_tokens(self, request: RouteRequest, pods: Sequence[Pod]) -> PromptTokens:
+        """Has a request rendered; may take far longer than a pick may wait.
 
         Raises:
             TokenizerUnavailableError: No pod, no answer, or none that can be read.
         """
-        del context_tokens, timeout_s
         body = msgspec.json.encode({**request.body, "stream": False, "return_mm_kwargs": False})
         key = hashlib.blake2b(request.kind.encode() + body, digest_size=16).digest()
         with self._lock:

@@ -59,7 +59,7 @@ class TokenizerServer:
         _check_free(path)
         self._models = frozenset(sources)
         self._registry = TokenizerRegistry.load(sources, TokenizeOptions(_DEADLINE_S))
-        if self._registry.local.keys() != self._models:
+        if self._registry.asks_others:
             self._registry.close()
             raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
         self._server = grpc.server(

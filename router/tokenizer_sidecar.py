@@ -6,7 +6,6 @@ their tokens, no more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -16,7 +15,6 @@ import numpy as np
 from indexer.extras import MultimodalItem
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import RequestError, TokenizerUnavailableError
-from router.pods import Pod
 from router.prompt_tokens import PromptTokens, unknown
 from router.request import RequestKind, RouteRequest
 
@@ -40,8 +38,6 @@ class SidecarTokenizer:
         socket: Path of its socket, which need not exist yet.
     """
 
-    keeps_deadline = True
-
     def __init__(self, model: str, socket: str) -> None:
         self._model = model
         self._socket = socket
@@ -63,7 +59,7 @@ class SidecarTokenizer:
         self._tokenize = stub(self._channel).Tokenize
 
     def prompt_tokens(
-        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
+        self, request: RouteRequest, context_tokens: int | None, timeout_s: float
     ) -> PromptTokens:
         """Tokenizes a request there.
 
@@ -72,7 +68,6 @@ class SidecarTokenizer:
             TokenizerUnavailableError: The process is not there, or does not serve the model.
             TimeoutError: No answer in time.
         """
-        del pods
         message = tokenizer_pb2.TokenizeRequest(
             model=self._model,
             api=APIS[request.kind],

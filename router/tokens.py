@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -62,6 +62,8 @@ _ANY_ID = 1 << 31
 # What is turned into a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
+_Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
@@ -82,34 +84,12 @@ class _QueueFullError(Exception):
     """As many prompts wait for a thread as may."""
 
 
-class RemoteTokenizer(Protocol):
-    """A tokenizer outside of this process."""
-
-    @property
-    def keeps_deadline(self) -> bool:
-        """Whether `prompt_tokens` surely returns in time; else it needs a thread of its own."""
-
-    def prompt_tokens(
-        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
-    ) -> PromptTokens:
-        """Tokenizes a request.
-
-        Raises:
-            RequestError: 400, when the prompt is not what the API allows.
-            TokenizerUnavailableError: There is no answer.
-            TimeoutError: There is none in time.
-        """
-
-    def close(self) -> None:
-        """Let connections go."""
-
-
 class TokenizerRegistry:
     """Tokenizers by base model, in this process and elsewhere; safe to call from any thread."""
 
     def __init__(
         self,
-        tokenizers: Mapping[str, PromptTokenizer | RemoteTokenizer],
+        tokenizers: Mapping[str, _Tokenizer],
         options: TokenizeOptions | None = None,
     ) -> None:
         self._tokenizers = dict(tokenizers)
@@ -174,7 +154,11 @@ class TokenizerRegistry:
         try:
             if isinstance(tokenizer, PromptTokenizer):
                 return self._local(request, tokenizer, context_tokens)
-            tokens = self._remote(request, tokenizer, context_tokens, pods)
+            timeout_s = self._options.deadline_s
+            if isinstance(tokenizer, SidecarTokenizer):
+                tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
+            else:
+                tokens = self._on_a_thread(partial(tokenizer.prompt_tokens, request, pods), timeout_s)
             self._missed.discard(base_model or "")
             return tokens
         except PromptError as error:
@@ -208,20 +192,6 @@ class TokenizerRegistry:
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
         return self._on_a_thread(partial(known_prompts, request, tokenizer, limits), max(0.0, left_s))
 
-    def _remote(
-        self,
-        request: RouteRequest,
-        remote: RemoteTokenizer,
-        context_tokens: int | None,
-        pods: Sequence[Pod],
-    ) -> PromptTokens:
-        timeout_s = self._options.deadline_s
-        if remote.keeps_deadline:
-            return remote.prompt_tokens(request, context_tokens, pods, timeout_s)
-        return self._on_a_thread(
-            lambda: remote.prompt_tokens(request, context_tokens, pods, timeout_s), timeout_s
-        )
-
     def _on_a_thread(self, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
         """Tokenizes on a thread.
 
@@ -249,7 +219,7 @@ class TokenizerRegistry:
             )
 
 
-def _open_source(model: str, source: str) -> PromptTokenizer | RemoteTokenizer:
+def _open_source(model: str, source: str) -> _Tokenizer:
     """Opens a tokenizer; those in other processes are not asked yet.
 
     Raises:

@@ -273,9 +273,14 @@ def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
     """
     if tools is None or tools == []:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError("tools must be a list of objects", "tools")
-    return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(tools, "tools"))]
+
+
+def objects(value: object, where: str, param: str | None = None) -> list[dict[str, Any]]:
+    """The list of objects that a value has to be; `param` names the request's field, if not `where`."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise PromptError(f"{where} must be a list of objects", param or where)
+    return value
 
 
 def developer_tools(tools: object) -> object:

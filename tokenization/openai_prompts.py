@@ -22,6 +22,7 @@ from tokenization.chat_messages import (
     chat_tools,
     decoded,
     items_of,
+    objects,
 )
 from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
@@ -179,10 +180,8 @@ def _template_options(body: Body) -> dict[str, Any]:
     kwargs = _template_kwargs(body)
     tools = _given_tools(kwargs.pop("tools", None))
     documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
-    if documents is not None and not (
-        isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
-    ):
-        raise PromptError("documents must be a list of objects", "documents")
+    if documents is not None:
+        objects(documents, "documents")
     return {
         "tools": chat_tools(body.get("tools")) if tools is None else tools,
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),

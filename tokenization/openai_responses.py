@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenization.chat_messages import CallsInOrder
+from tokenization.chat_messages import CallsInOrder, objects
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
@@ -259,7 +259,7 @@ def function_tools(tools: object) -> list[dict[str, Any]]:
     """The functions that a model is shown, as a chat's `tools`, in the request's order."""
     return [
         {"type": "function", "function": function}
-        for at, tool in enumerate(_tools(tools, "tools"))
+        for at, tool in enumerate(objects(tools, "tools"))
         for function in _functions(tool, f"tools[{at}]")
     ]
 
@@ -275,7 +275,7 @@ def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
             shown = {"description": tool.get("description"), "parameters": _ONE_TEXT}
             yield _function(shown, _name(tool, where), where)
         case "namespace":
-            for at, inner in enumerate(_tools(tool.get("tools"), f"{where}.tools")):
+            for at, inner in enumerate(objects(tool.get("tools"), f"{where}.tools", "tools")):
                 if inner.get("type") == "function":
                     named = f"{where}.tools[{at}]"
                     yield _function(inner, f"{_name(tool, where)}__{_name(inner, named)}", named)
@@ -307,9 +307,3 @@ def _name(tool: Tool, where: str) -> str:
     if not isinstance(name, str):
         raise PromptError(f"{where}.name must be a string", "tools")
     return name
-
-
-def _tools(tools: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError(f"{where} must be a list of objects", "tools")
-    return tools

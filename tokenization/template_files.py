@@ -78,15 +78,30 @@ def template_sources(
     return TemplateSources(default, tools)
 
 
-def _processors_template(directory: Path) -> str | None:
-    path = directory / _PROCESSORS_TEMPLATE
-    if not path.is_file() or not any((directory / name).is_file() for name in _PROCESSORS):
-        return None
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an optional JSON object."""
+    if not path.is_file():
+        return {}
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
-    source = told.get("chat_template") if isinstance(told, dict) else None
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path}: must hold a JSON object")
+    return value
+
+
+def token_text_of(value: object) -> str | None:
+    """A special token is written as its text, or as an AddedToken's dict."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _processors_template(directory: Path) -> str | None:
+    if not any((directory / name).is_file() for name in _PROCESSORS):
+        return None
+    source = read_json(directory / _PROCESSORS_TEMPLATE).get("chat_template")
     return source if isinstance(source, str) else None
 
 

@@ -5,7 +5,6 @@ Reads a Hugging Face directory: tokenizer.json and what lies beside it. Knows no
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,13 @@ from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.image_families import ImageFiles, image_rule
 from tokenization.image_rules import ImageRule
 from tokenization.incremental import OwnTexts, own_texts
-from tokenization.template_files import TemplateSources, mistral_form, template_sources
+from tokenization.template_files import (
+    TemplateSources,
+    mistral_form,
+    read_json,
+    template_sources,
+    token_text_of,
+)
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
@@ -87,9 +92,9 @@ class PromptTokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of broken file
             raise TokenizerLoadError(f"{path}: {error}") from error
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         special = {
-            name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
+            name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
         }
         mistral = mistral_form(directory) if mistral_common else None
         sources, read_otherwise, images = TemplateSources(None, None), None, None
@@ -172,42 +177,22 @@ class PromptTokenizer:
 
 def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
     names = ("config.json", "preprocessor_config.json", "processor_config.json")
-    config, preprocessor, processor = (_read_json(directory / name) for name in names)
+    config, preprocessor, processor = (read_json(directory / name) for name in names)
     return ImageFiles(config, preprocessor, processor, settings)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Reads an optional JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{path}: must hold a JSON object")
-    return value
-
-
-def _token_text(value: object) -> str | None:
-    """A special token is written as its text, or as an AddedToken's dict."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens of a model's own, by the names under which its template knows them."""
     extra = settings.get("extra_special_tokens")
     named = extra.items() if isinstance(extra, dict) else ()
-    return {name: text for name, value in named if (text := _token_text(value)) is not None}
+    return {name: text for name, value in named if (text := token_text_of(value)) is not None}
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
     """generation_config.json's ids (may be several), else config.json's; always the tokenizer's own too."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
+        value = read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
             break

@@ -38,8 +38,6 @@ class ExchangeMethod:
 
     Attributes:
         open: Makes one for each stream.
-        read: A message's bytes in, the message out.
-        written: An answer in, its bytes out.
         cut: Told of each stream that is cut off because its request comes too slowly.
         opened: Told of each stream; what it returns is called with the code that the stream ends with.
     """

@@ -51,9 +51,6 @@ class GrpcServer(Methods):
         receive_bytes_max, send_bytes_max: Largest messages; None: from message_bytes_max.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
 
-    Attributes:
-        port: The port listened on.
-
     Raises:
         ListenError: The address is in use or not ours.
     """

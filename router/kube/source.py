@@ -29,8 +29,17 @@ from router.kube.objects import (
     PoolObject,
     RewriteObject,
 )
-from router.kube.pods import PodEndpoints, declared, endpoints_of, is_ready
-from router.kube.pool import Pool, PoolName, Rewrites, pool_of, priorities_of, rewrites_of
+from router.kube.pods import (
+    PodEndpoints,
+    Pool,
+    Rewrites,
+    declared,
+    endpoints_of,
+    is_ready,
+    pool_of,
+    priorities_of,
+    rewrites_of,
+)
 from router.kube.problems import Diagnosis, Found, Problems
 from router.kube.watch import Reflector, WatchCollector
 from router.pods import Pod
@@ -243,9 +252,8 @@ class KubeSource(PodsSource):
     def _on_resources(self) -> None:
         if not (self._objectives.state.listed and self._rewriting.state.listed):
             return
-        pool = PoolName(self._config.pool_group, self._config.pool)
-        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), pool)
-        priorities = priorities_of(self._objectives.mirror.objects.values(), pool)
+        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
+        priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)
         self._take(Resources(priorities, self._rewrites.rules))
 
     def _bad_rewrites(self) -> Mapping[str, str]:

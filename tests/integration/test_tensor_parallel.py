@@ -15,8 +15,7 @@ from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
-from model_server.parallel.messages import Start
-from model_server.parallel.workers import Workers
+from model_server.parallel.workers import Start, Workers
 from model_server.requests import GenerationRequest
 from model_server.shapes import Division
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end

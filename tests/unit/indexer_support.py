@@ -59,12 +59,7 @@ class OnePod:
             holder = POD if group is None else group_holder(POD, group)
             if flat_index is not None:
                 return FlatCache(flat_index, holder, MODEL)
-            return MappedCache(
-                self.index,
-                holder,
-                max_held=config.engine_hashes_per_pod,
-                max_released=65_536,
-            )
+            return MappedCache(self.index, holder)
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 

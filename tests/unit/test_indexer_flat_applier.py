@@ -61,7 +61,7 @@ class BothWays:
         )
 
     def _mapped(self, holder: str) -> MappedCache:
-        return MappedCache(self.reference, holder, max_held=10_000, max_released=10_000)
+        return MappedCache(self.reference, holder)
 
     def _fast(self, engine: FlatEngine, pod: str, model: str) -> FlatApplier:
         caches: dict[str, FlatCache] = {}

@@ -4,8 +4,8 @@ import pytest
 
 from model_server.config import SchedulingPolicy
 from model_server.live_request import LiveRequest
-from model_server.prefill_order import PrefillRate, order_key
 from model_server.requests import GenerationRequest, SamplingParams
+from model_server.scheduler import PrefillRate, order_key
 from tests.unit.test_model_scheduler import new_scheduler, step
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from indexer.pod_entry import ADMIN_PORT_LABEL
 from router.http_get import HttpGetter
-from router.pods import MetricsPage, metrics_page
+from router.pods import metrics_page
 from router.probe import Prober, ProbeResult
 from tests.unit.router_support import entry
 from tests.unit.test_router_scrape import PAGE, TRTLLM
@@ -253,13 +253,13 @@ PORT, PATH = "kvroute.io/metrics-port", "kvroute.io/metrics-path"
 )
 def test_a_pods_labels_say_where_its_metrics_are(labels: dict[str, str], address: str, path: str) -> None:
     """Port and path by labels of ours, else the path by the engine's type; else /metrics as it is served."""
-    assert metrics_page(entry("10.0.0.1:8000", **labels)) == MetricsPage(address, path)
+    assert metrics_page(entry("10.0.0.1:8000", **labels)) == (address, path)
 
 
 def test_engines_of_an_unknown_type_have_the_configured_path() -> None:
     """The path of the configuration counts where neither the pod nor its engine's type has one."""
     labels: list[dict[str, str]] = [{}, {ENGINE: "trtllm-serve"}]
-    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all").path for each in labels]
+    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all")[1] for each in labels]
     assert paths == ["/all", "/prometheus/metrics"]
 
 
@@ -343,7 +343,7 @@ def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:
 
     async def get() -> tuple[list[tuple[int, bytes]], int]:
         async with serving(well) as (pod, address):
-            http = HttpGetter(body_bytes_max=1 << 20)
+            http = HttpGetter(body_bytes_max=1 << 20, timeout_s=60.0)
             answers = [*await asyncio.gather(http.get(address, "/metrics"), http.get(address, "/v1/models"))]
             answers.append(await http.get(address, "/metrics"))
             http.close()

@@ -90,12 +90,15 @@ def doors(
     threads: int = 80,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
+    form: Callable[[GatewayPick], OwnForm] | None = None,
+    message_bytes_max: int = 8 << 20,
 ) -> Iterator[Doors]:
-    """Serves a bench on a free port."""
+    """Serves a bench on a free port; ext_proc answers in the router's own form unless another is made."""
     distrusted: list[tuple[str, str]] = []
     gateway = GatewayPick(bench.router, bench.metrics, guard=guard)
     options = options or ExtProcOptions()
-    ext_proc = ExtProcDoor(OwnForm(picks=gateway, metrics=bench.metrics), bench.outcomes, options)
+    answers = form(gateway) if form is not None else OwnForm(picks=gateway, metrics=bench.metrics)
+    ext_proc = ExtProcDoor(answers, bench.outcomes, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
@@ -105,7 +108,7 @@ def doors(
         0,
         threads=threads,
         requests_max=threads,
-        message_bytes_max=8 << 20,
+        message_bytes_max=message_bytes_max,
         services=(
             ext_proc.add_to,
             picks.add_to,

@@ -6,31 +6,27 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import grpc
 import numpy as np
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.body_guard import BodyGuard
-from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc import ExtProcOptions
 from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.h2 import GrpcServer
 from router.parsers import DEFAULT_PARSERS, Parsers
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
-    INLINE,
-    Stream,
+    Doors,
     body,
+    doors,
     headers,
     response_body,
     response_headers,
     set_headers,
     streamed_bytes,
-    transport,
     wait_until,
 )
 
@@ -44,57 +40,29 @@ TRAILERS = pb.ProcessingRequest(request_trailers=pb.HttpTrailers())
 RESPONSE_TRAILERS = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
 
 
-class Served:
-    """A door and its bench."""
-
-    def __init__(self, bench: Bench, channel: grpc.Channel) -> None:
-        self.bench = bench
-        self._stub = pb_grpc.ExternalProcessorStub(channel)
-
-    def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-        """Sends messages, closes, and collects every answer."""
-        return list(self._stub.Process(iter(messages), timeout=300))
-
-    def stream(self) -> Stream:
-        """Opens a stream."""
-        return Stream(self._stub)
-
-
 @contextmanager
 def door(
     options: ExtProcOptions | None = None,
     *,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
-) -> Iterator[Served]:
+) -> Iterator[Doors]:
     """Serves two pods."""
     bench = Bench().with_pods(A, B)
     options = options or ExtProcOptions(responses_full=True)
-    form = LlmdForm(
-        picks=GatewayPick(bench.router, bench.metrics, guard=guard),
-        metrics=bench.metrics,
-        parsers=Parsers(parsers),
-        held_bytes_max=options.max_request_bytes,
-        pods=bench.pods,
-        rewrites=RewriteRules(RULES, np.random.default_rng(1)),
-    )
-    served = ExtProcDoor(form, bench.outcomes, options)
-    server = GrpcServer(
-        "--grpc-port",
-        "127.0.0.1",
-        0,
-        threads=16,
-        requests_max=16,
-        message_bytes_max=8 << 20,
-        services=(served.add_to,),
-        inline=INLINE[transport()],
-    )
-    server.start()
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Served(bench, channel)
-    finally:
-        server.close()
+
+    def form(picks: GatewayPick) -> LlmdForm:
+        return LlmdForm(
+            picks=picks,
+            metrics=bench.metrics,
+            parsers=Parsers(parsers),
+            held_bytes_max=options.max_request_bytes,
+            pods=bench.pods,
+            rewrites=RewriteRules(RULES, np.random.default_rng(1)),
+        )
+
+    with doors(bench, options, guard=guard, form=form) as served:
+        yield served
 
 
 def test_a_buffered_request_is_answered_on_its_body() -> None:
