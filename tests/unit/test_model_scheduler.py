@@ -184,6 +184,19 @@ def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
     assert [len(live.digests) for live in others] == [1] * 4
 
 
+def test_the_next_step_looks_up_those_that_the_last_one_had_no_time_for() -> None:
+    """Where more prompts wait than can be looked up in a step, each has its turn."""
+    scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
+    prompts = [live_request(f"r{number}", [number] * 400) for number in range(600)]
+    for live in prompts:
+        scheduler.add(live)
+    step(scheduler)
+    assert not all(live.digests for live in prompts)
+    for _ in range(3):
+        step(scheduler)
+    assert all(live.digests for live in prompts)
+
+
 def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
     """At most so many blocks of a waiting prompt are looked up at once; the next call takes the following."""
     manager = new_manager(blocks=40, tokens=100)

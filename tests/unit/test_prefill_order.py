@@ -77,6 +77,17 @@ def test_priority_decides_who_is_preempted() -> None:
     assert [live.request_id for live in scheduler.waiting] == ["low"]
 
 
+def test_an_important_decode_takes_the_blocks_of_one_that_ran_before() -> None:
+    """The least important decode gives way though it was admitted first."""
+    scheduler = new_scheduler(blocks=5, tokens=16, caching=False, policy="priority")
+    scheduler.add(arriving("low", 8, priority=5))
+    assert step(scheduler) == [("low", 0, 8)]
+    scheduler.add(arriving("high", 8))
+    assert step(scheduler) == [("low", 8, 1), ("high", 0, 8)]
+    assert step(scheduler) == [("high", 8, 1)]
+    assert [live.request_id for live in scheduler.waiting] == ["low"]
+
+
 def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
     """Of two prompts that are partly computed the one that is last in the order is preempted for a decode."""
     scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")

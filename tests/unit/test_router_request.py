@@ -61,6 +61,7 @@ def test_the_fields_that_routing_needs_are_read_exactly() -> None:
         (b'{"model":"\xff"}', None),
         (b'{"model":"m","x":1e999}', None),
         (b"[" * 100_000, None),
+        (b'{"model":"m","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
         (b"{}", "model"),
         (b'{"model":null}', "model"),
         (b'{"model":""}', "model"),
