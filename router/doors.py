@@ -20,10 +20,10 @@ from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig
 from router.debug_http import DebugServer
-from router.debug_pages import DebugPages
-from router.evictions import Evictions
+from router.debug_pages import DebugPages, Profiling
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_bytes import add_ext_proc
+from router.flow import Evictions
 from router.gateway_pick import GatewayPick
 from router.grpc_listen import listen
 from router.h2 import GrpcServer
@@ -39,7 +39,6 @@ from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
 from router.pods import PodSet
-from router.profiling import Profiling
 from router.reference_wiring import reference_door
 from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.journal import READERS_MAX

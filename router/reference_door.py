@@ -27,7 +27,6 @@ from router.envoy_headers import (
     system_owned,
 )
 from router.errors import EvictedError, RequestError
-from router.evictions import Evictable, Evictions
 from router.ext_proc_bytes import Answer, Message, ResponseChunk
 from router.ext_proc_messages import (
     BodyMode,
@@ -37,6 +36,7 @@ from router.ext_proc_messages import (
     streamed,
 )
 from router.ext_proc_response import ResponsePhase
+from router.flow import Evictable, Evictions
 from router.gateway_pick import GatewayPick
 from router.h2.methods import ExchangeStream
 from router.metrics import RouterMetrics

@@ -9,7 +9,7 @@ import numpy as np
 from router.attribute_reporter import AttributeReporter
 from router.config import RouterConfig
 from router.config_file import PickerConfig
-from router.evictions import Evictions
+from router.flow import Evictions
 from router.gateway_pick import GatewayPick
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
