@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.report import read_options
-from model_server.block_content import Announcer
 from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
-from model_server.host_tier import HostTier
+from model_server.events import Announcer
 from model_server.live_request import LiveRequest
-from model_server.offload import Offload
+from model_server.offload import HostTier, Offload
 from model_server.requests import GenerationRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
 from model_server.shapes import undivided

@@ -29,14 +29,13 @@ from indexer import IndexerConfig, KvIndexer
 from indexer.peer_identity import PeerIdentity
 from indexer.pod_entry import PodEntry
 from router.dispatch import Dispatch
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.ledger import Ledger, LedgerParameters
 from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
-from router.replicas.door import LedgerDoor
 from router.replicas.follow import Followers
-from router.replicas.journal import Journal
+from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News, read_news
 from router.replicas.others import OthersWork
 
@@ -207,7 +206,7 @@ def _late_ms(requests: int) -> list[float]:
             taken_ms.append(1000 * (now_s - sent_s))
             taken.set()
 
-    server = listen(
+    server = GrpcServer(
         *("port", HOST, 0),
         threads=4,
         requests_max=8,

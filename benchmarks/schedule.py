@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
-from indexer.index import MatchTable
 from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router.candidates import Lineups
@@ -128,8 +127,8 @@ def _matches(pods: tuple[str, ...], blocks: int) -> PodMatches:
     held = np.array([blocks * place // len(pods) for place in range(len(pods))], np.int32)
     by_tier = np.zeros((len(pods), len(tiers.names)), np.int32)
     by_tier[:, 0] = held
-    table = MatchTable({pod: row for row, pod in enumerate(pods)}, tiers, held, by_tier)
-    return PodMatches(table, dict.fromkeys(pods, StreamState.EXACT), frozenset(pods))
+    rows, states = {pod: row for row, pod in enumerate(pods)}, dict.fromkeys(pods, StreamState.EXACT)
+    return PodMatches(rows, tiers, held, by_tier, states=states, followed=frozenset(pods))
 
 
 if __name__ == "__main__":

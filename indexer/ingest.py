@@ -13,20 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
-from indexer.engine_strides import EngineStrides
 from indexer.errors import PayloadError, PeerError
+from indexer.flat_applier import PodState, PodStates
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
+from indexer.hybrid import EngineStrides, HybridMatcher
 from indexer.journal import Entry, decode_entry
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.parity import OTHER_TOKENS, ParityWatch
 from indexer.parity_alarm import ParityAlarm
 from indexer.peer_metrics import PeerMetrics
-from indexer.pod_state import PodState, PodStates
 from indexer.repeated_log import RepeatedLog
 from indexer.roster import Roster
 from indexer.snapshot import Fetched, Snapshot

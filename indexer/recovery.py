@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.healing import Healing
 from indexer.journal import Entry

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PeerError
 from indexer.recovery import Recovery

@@ -1,8 +1,8 @@
-"""From a RouterConfig to what decides: who lets requests in, and who orders the pods."""
+"""From a RouterConfig to its parts: where pods come from, who lets requests in, and who orders the pods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,36 @@ from router.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import is_own
+from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
-from router.pods import PodSet
+from router.pods import PodSet, PodSnapshot
+from router.pods_source import PodsFile, PodsSource
+from router.resources import Resources
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
+
+# Plugins that split a request over engines, which hand its blocks on.
+_HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
+
+
+def open_source(
+    config: RouterConfig, registry: CollectorRegistry, take: Callable[[Resources], None]
+) -> PodsSource:
+    """Open where the pods come from.
+
+    Args:
+        take: Told objectives and rewrites, where the source tells them too, on any thread after its start.
+
+    Raises:
+        ConfigError: The pods file is wrong, or there are no credentials for a cluster.
+    """
+    if config.kube is None:
+        assert config.pods_file is not None
+        return PodsFile(config.pods_file, watch=config.watch_pods_file)
+    # Only here: the official client takes about a second to import.
+    from router.kube.source import KubeSource
+
+    return KubeSource(config.kube, registry, take, rewrites=config.compat != "off")
 
 
 def entrance(
@@ -86,6 +112,19 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeli
         cost=CostParameters(load_age_max_s=_load_age_max_s(config)),
         ranker=ranker,
     )
+
+
+def connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
+    """Return why engines are taken to have a KV connector; None: nothing says that they have one."""
+    if config.kv_connector != "auto":
+        return "--kv-connector=true" if config.kv_connector == "true" else None
+    for entry in config.picker.plugins.values() if config.picker is not None else ():
+        if entry.type in _HANDLERS:
+            return f"plugin {entry.type}"
+    for pod in pods.values():
+        if ROLE_LABEL in pod.entry.labels:
+            return f"label {ROLE_LABEL} of pod {pod.name}"
+    return None
 
 
 def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:

@@ -76,10 +76,9 @@ class Prompted(msgspec.Struct, frozen=True):
         base_model, lora_name = lineup.candidates.base_model, lineup.candidates.lora_name
         if base_model is None:
             return None
-        table = matches.table
-        row = table.rows[pod]
-        cached_blocks: int = table.blocks.item(row)
-        assumed_blocks: int = table.blocks_by_tier.item(row, table.tiers.number(SPECULATIVE_TIER))
+        row = matches.rows[pod]
+        cached_blocks: int = matches.cached_blocks.item(row)
+        assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
         return DispatchedPrompt(base_model, lora_name, salt, self.prompts[0], cached_blocks, held_blocks)
 
@@ -233,12 +232,11 @@ class Scheduler:
 
     def _held(self, match: PodMatches, prompt: NDArray[np.uint32], lineup: Lineup) -> _Held:
         """What each candidate holds of a prompt, as `add_credit` takes it."""
-        table = match.table
-        if table.tiers is not self._tiers:
-            self._tiers = table.tiers
-            self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
-        places = lineup.places(table.rows)
-        return table.blocks, table.blocks_by_tier, table.strides, self._device_tiers, places, len(prompt)
+        if match.tiers is not self._tiers:
+            self._tiers = match.tiers
+            self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
+        held = match.cached_blocks, match.blocks_by_tier, match.strides
+        return *held, self._device_tiers, lineup.places(match.rows), len(prompt)
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
@@ -376,6 +374,6 @@ def _confirm_key(
     """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
-    table = matches[0].table
+    match = matches[0]
     # A pod that does not read its cache announces all blocks again.
-    return keys[0].item(-1) if not is_read or table.blocks.item(table.rows[pod]) < blocks else None
+    return keys[0].item(-1) if not is_read or match.cached_blocks.item(match.rows[pod]) < blocks else None

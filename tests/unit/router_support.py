@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchKey
-from indexer.index import MatchTable
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
@@ -89,8 +88,8 @@ class PlainIndex:
         for pod, row in rows.items():
             for tier, blocks in self._prefix(keys.tolist(), pod).items():
                 by_tier[row, self.tiers.number(tier)] = blocks
-        table = MatchTable(rows, self.tiers, by_tier.sum(axis=1, dtype=np.int32), by_tier)
-        return PodMatches(table, dict.fromkeys(rows, self.state), frozenset(rows))
+        blocks, states = by_tier.sum(axis=1, dtype=np.int32), dict.fromkeys(rows, self.state)
+        return PodMatches(rows, self.tiers, blocks, by_tier, states=states, followed=frozenset(rows))
 
     def speculate(
         self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 
-from router.scrape import EngineLoad, LoraLoad, engine_load
+from router.scrape import EngineLoad, EnginePage, LoraLoad
+
+
+def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
+    """The load that a page tells."""
+    return EnginePage(page).load(now_s)
+
 
 PAGE = b"""# HELP vllm:num_requests_waiting Waiting.
 # TYPE vllm:num_requests_waiting gauge
