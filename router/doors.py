@@ -10,10 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
 from router.debug_http import DebugServer
-from router.debug_pages import DebugPages
+from router.debug_pages import DebugPages, Profiling
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
-from router.profiling import Profiling
 from router.replicas.journal import READERS_MAX
 from router.tcp_listen import check_free
 

@@ -16,7 +16,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from router.decision import Decision
 from router.envoy_headers import kept_request_id, subset_hint, system_owned
 from router.errors import EvictedError, RequestError
-from router.evictions import Evictable, Evictions
 from router.ext_proc_forms import DOOR, OwnForm
 from router.ext_proc_messages import (
     BodyMode,
@@ -26,6 +25,7 @@ from router.ext_proc_messages import (
     streamed_answers,
 )
 from router.ext_proc_response import ResponsePhase
+from router.flow import Evictable, Evictions
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall
 from router.h2.methods import ExchangeMethod

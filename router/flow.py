@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition, Event, Thread
+from itertools import count
+from threading import Condition, Lock, Thread
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from router.admission import Detector
 from router.errors import FlowError
-from router.evictions import Evictions
 from router.flow_queue import FlowQueue, QueueParameters, Waiting
 from router.plugins.labels import ROLE_LABEL
 from router.pods import PodSet
@@ -55,13 +55,54 @@ class FlowParameters:
     evicts: bool = False
 
 
-@dataclass(slots=True)
-class _Ticket:
-    waiting: Waiting
-    is_active: Callable[[], bool] | None
-    called: Event
-    outcome: str = ""
-    has_evicted: bool = False
+@dataclass(frozen=True, slots=True)
+class Evictable:
+    """One request in flight.
+
+    Attributes:
+        number: In the order of their coming.
+        evict: Ends it; must not block.
+    """
+
+    priority: int
+    number: int
+    evict: Callable[[], None]
+
+
+class Evictions:
+    """The requests in flight whose priority is below 0; as many as doors have streams. Thread-safe.
+
+    How a request is ended is its door's.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, Evictable] = {}
+        self._numbers = count()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def enter(self, priority: int, evict: Callable[[], None]) -> Evictable:
+        entry = Evictable(priority, next(self._numbers), evict)
+        with self._lock:
+            self._inside[entry.number] = entry
+        return entry
+
+    def leave(self, entry: Evictable) -> None:
+        """It is over; idempotent."""
+        with self._lock:
+            self._inside.pop(entry.number, None)
+
+    def evict(self) -> bool:
+        """Takes back the least important, of several the latest, which loses least; False: there is none."""
+        with self._lock:
+            if not self._inside:
+                return False
+            victim = min(self._inside.values(), key=lambda entry: (entry.priority, -entry.number))
+            del self._inside[victim.number]
+        victim.evict()
+        return True
 
 
 class FlowControl:
@@ -95,7 +136,6 @@ class FlowControl:
         self._clock = clock
         self.evictions = Evictions() if parameters.evicts else None
         self._queue = FlowQueue(parameters.queue)
-        self._tickets: dict[int, _Ticket] = {}
         self._pending = 0
         self._closing = False
         self._changed = Condition()
@@ -121,8 +161,8 @@ class FlowControl:
         """Refuses whoever waits, and whoever still comes; idempotent."""
         with self._changed:
             self._closing = True
-            for ticket in list(self._tickets.values()):
-                self._leave(ticket, "shutting-down")
+            for waiting in list(self._queue):
+                self._leave(waiting, "shutting-down")
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -158,14 +198,14 @@ class FlowControl:
         Raises:
             FlowError: It may not.
         """
-        ticket = self._ticket(request, is_active)
+        waiting = self._waiting(request, is_active)
         with self._changed:
-            self._enter(ticket)
-        ticket.called.wait()
-        waited_s = self._clock() - ticket.waiting.arrived_s
-        self._waits.labels(str(ticket.waiting.priority), ticket.outcome).observe(waited_s)
-        if ticket.outcome != DISPATCHED:
-            raise FlowError(*_REFUSALS[ticket.outcome])
+            self._enter(waiting)
+        waiting.called.wait()
+        waited_s = self._clock() - waiting.arrived_s
+        self._waits.labels(str(waiting.priority), waiting.outcome).observe(waited_s)
+        if waiting.outcome != DISPATCHED:
+            raise FlowError(*_REFUSALS[waiting.outcome])
         try:
             yield
         finally:
@@ -177,81 +217,72 @@ class FlowControl:
         known = board.known(board.rows(addresses))
         return self._detector.saturation(known, self._pending, self._clock())
 
-    def _ticket(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> _Ticket:
+    def _waiting(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> Waiting:
         now_s, headers = self._clock(), request.headers
         flow = next((headers[name] for name in _FAIRNESS_HEADERS if headers.get(name)), "")
-        waiting = Waiting(
+        return Waiting(
             flow=(flow or self._fairness_of(headers))[:_FLOW_CHARS_MAX],
             priority=self._priority_of(headers),
             size_bytes=request.body_bytes,
             arrived_s=now_s,
             deadline_s=now_s + self._parameters.ttl_s,
             due_s=now_s + _slo_s(headers),
+            is_active=is_active,
         )
-        return _Ticket(waiting, is_active, Event())
 
-    def _enter(self, ticket: _Ticket) -> None:
+    def _enter(self, waiting: Waiting) -> None:
         if self._closing:
-            self._answer(ticket, "shutting-down")
-        elif not self._tickets and self.saturation() < self._parameters.ceiling:
+            _answer(waiting, "shutting-down")
+        elif not self._queue and self.saturation() < self._parameters.ceiling:
             self._pending += 1
-            self._answer(ticket, DISPATCHED)
-        elif not self._queue.put(ticket.waiting):
-            self._answer(ticket, "capacity")
+            _answer(waiting, DISPATCHED)
+        elif not self._queue.put(waiting):
+            _answer(waiting, "capacity")
         else:
-            self._tickets[ticket.waiting.sequence] = ticket
             self._changed.notify_all()
 
     def _run(self) -> None:
         with self._changed:
             while not self._closing:
-                if not self._tickets:
+                if not self._queue:
                     self._changed.wait()
                     continue
                 self._sweep()
                 self._dispatch()
                 if self.evictions is not None:
                     self._make_room(self.evictions)
-                if self._tickets:
+                if self._queue:
                     self._changed.wait(_LOOK_S)
 
     def _sweep(self) -> None:
         """Refuses whose time is over or whose client is gone."""
         now_s, known = self._clock(), self._parameters
         is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
-        for ticket in list(self._tickets.values()):
-            waiting, is_active = ticket.waiting, ticket.is_active
-            if is_active is not None and not is_active():
-                self._leave(ticket, "cancelled")
+        for waiting in list(self._queue):
+            if waiting.is_active is not None and not waiting.is_active():
+                self._leave(waiting, "cancelled")
             elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + known.no_endpoint_ttl_s):
-                self._leave(ticket, "no-endpoints")
+                self._leave(waiting, "no-endpoints")
             elif now_s >= waiting.deadline_s:
-                self._leave(ticket, "ttl")
+                self._leave(waiting, "ttl")
 
     def _dispatch(self) -> None:
-        while self._tickets and self.saturation() < self._parameters.ceiling:
-            waiting = self._queue.take()
-            if waiting is None:
-                return
-            self._pending += 1
-            self._answer(self._tickets.pop(waiting.sequence), DISPATCHED)
+        while self._queue and self.saturation() < self._parameters.ceiling:
+            if (waiting := self._queue.take()) is not None:
+                self._pending += 1
+                _answer(waiting, DISPATCHED)
 
     def _make_room(self, evictions: Evictions) -> None:
         """Takes back one request for each that waits; once, as its end may be told late."""
-        for ticket in self._tickets.values():
+        for waiting in self._queue:
             if not evictions:
                 return
-            if ticket.waiting.priority >= 0 and not ticket.has_evicted:
-                ticket.has_evicted = evictions.evict()
+            if waiting.priority >= 0 and not waiting.has_evicted:
+                waiting.has_evicted = evictions.evict()
 
-    def _leave(self, ticket: _Ticket, outcome: str) -> None:
-        self._queue.remove(ticket.waiting)
-        del self._tickets[ticket.waiting.sequence]
-        self._answer(ticket, outcome)
-
-    def _answer(self, ticket: _Ticket, outcome: str) -> None:
-        ticket.outcome = outcome
-        ticket.called.set()
+    def _leave(self, waiting: Waiting, outcome: str) -> None:
+        self._queue.remove(waiting)
+        _answer(waiting, outcome)
 
 
 # By outcome: status, reason and message.
@@ -262,6 +293,11 @@ _REFUSALS = {
     "cancelled": (503, "rejected-context-cancelled", "the client went away while the request waited"),
     "shutting-down": (503, "rejected-shutting-down", "the endpoint picker is shutting down"),
 }
+
+
+def _answer(waiting: Waiting, outcome: str) -> None:
+    waiting.outcome = outcome
+    waiting.called.set()
 
 
 def _slo_s(headers: Mapping[str, str]) -> float:

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Event
 
 # A band's requests are unlimited in neither number nor size; these are the reference's defaults.
 _BAND_REQUESTS = 5000
@@ -23,6 +24,9 @@ class Waiting:
         flow: Its fairness id.
         deadline_s: When it is given up.
         due_s: When its client wants its first token; inf: it did not say.
+        is_active: Whether its client still waits; None: nobody can tell.
+        called: Set once there is an `outcome`.
+        has_evicted: Whether another request was taken back for it.
     """
 
     flow: str
@@ -31,6 +35,10 @@ class Waiting:
     arrived_s: float
     deadline_s: float
     due_s: float
+    is_active: Callable[[], bool] | None = None
+    called: Event = field(default_factory=Event)
+    outcome: str = ""
+    has_evicted: bool = False
     gone: bool = False
     sequence: int = 0
 

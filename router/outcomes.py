@@ -111,7 +111,6 @@ class Outcomes:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
         announced = self._ledger.stored(pod, keys, now_s)
         for dispatch in announced.prefills:
-            self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for late_s in announced.late_s:
             self._metrics.told_late("first_token", BLOCKS, late_s)
@@ -135,7 +134,6 @@ class Outcomes:
         """
         dispatch = self._ledger.first_token(request_id, now_s, pod, sent_s)
         if dispatch is not None:
-            self._learn(dispatch, now_s)
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self._ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
             self._metrics.told_late("first_token", source, now_s - known_s)
@@ -203,27 +201,19 @@ class Outcomes:
     def expire(self, now_s: float) -> None:
         expired = self._ledger.expire(now_s)
         for dispatch in expired.prefills:
-            # A guess, not news: the request's speculative entries live on.
-            self._metrics.prefill_ended(CLOCK, now_s - dispatch.dispatched_s)
-            self._explain.prefill_ended(dispatch, CLOCK, now_s)
+            self._guessed(dispatch, CLOCK, now_s)
         for dispatch in expired.lives:
-            self._lost(dispatch, now_s)
-            self._metrics.ended(CLOCK, failed=True)
-            self._explain.ended(dispatch.request_id, CLOCK, now_s, failed=True, dispatch=dispatch)
+            self._given_up(dispatch, CLOCK, now_s)
 
     def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:
         """An engine told how many requests it has: what was sent there beyond that is over."""
         for dispatch in self._ledger.reconcile(pod, engine_requests, told_s, now_s):
-            self._lost(dispatch, now_s)
-            self._metrics.ended(SCRAPE, failed=True)
-            self._explain.ended(dispatch.request_id, SCRAPE, now_s, failed=True, dispatch=dispatch)
+            self._given_up(dispatch, SCRAPE, now_s)
 
     def idle(self, pod: str, asked_s: float, now_s: float) -> None:
         """An engine that was asked at `asked_s` has no requests: what was sent before waits no more."""
         for dispatch in self._ledger.idle(pod, asked_s, now_s):
-            # As by the clock, a guess: the request's speculative entries live on.
-            self._metrics.prefill_ended(SCRAPE, now_s - dispatch.dispatched_s)
-            self._explain.prefill_ended(dispatch, SCRAPE, now_s)
+            self._guessed(dispatch, SCRAPE, now_s)
 
     def remembers(self, request_id: str) -> bool:
         """Whether a request of this id is in flight, or was not long ago; with other routers' in flight."""
@@ -256,17 +246,24 @@ class Outcomes:
             passes_on=False,
         )
 
-    def _learn(self, dispatch: Dispatch, now_s: float) -> None:
-        tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
-        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
-
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, was refused, or nothing was heard of it: without a first token that tells nothing."""
         self._drop(dispatch.key)
         self._settle(dispatch.key, now_s)
 
+    def _given_up(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        self._lost(dispatch, now_s)
+        self._metrics.ended(source, failed=True)
+        self._explain.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
+
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
+        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
         self._settle(dispatch.key, now_s)
+        self._guessed(dispatch, source, now_s)
+
+    def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
         self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
         self._explain.prefill_ended(dispatch, source, now_s)
 

@@ -97,7 +97,7 @@ class Ranking(Sequence[Candidate]):
         self.most_cached_tokens = most_cached_tokens
         # The states go on, as others; what is told later is what was true now.
         self._states = matches[0].states if matches else _NO_STATES
-        self.best = self._candidate(order.item(0))
+        self.best = self.at_place(order.item(0))
         # Most rankings are asked for their best alone.
         self._made: dict[int, Candidate] | None = None
 
@@ -116,7 +116,7 @@ class Ranking(Sequence[Candidate]):
         if (known := self._made) is None:
             known = self._made = {0: self.best}
         if (made := known.get(at)) is None:
-            made = known[at] = self._candidate(int(self.order[at]))
+            made = known[at] = self.at_place(int(self.order[at]))
         return made
 
     @property
@@ -153,9 +153,6 @@ class Ranking(Sequence[Candidate]):
 
     def at_place(self, place: int) -> Candidate:
         """The candidate at a place of the arrays, whatever its rank."""
-        return self._candidate(place)
-
-    def _candidate(self, place: int) -> Candidate:
         pod = self.pods[place]
         cached_tokens, host_tokens = self.credits.item(place)
         price = self.prices.item(place)
