@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer
 from indexer.dispatched import DispatchKey
-from indexer.open_files import raise_open_files
-from indexer.peer_service import PeerDoor
+from indexer.subscribe import raise_open_files
 from router.assembly import entrance, may_wait, plugin_states, ranker, scheduler
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
@@ -215,7 +214,7 @@ class RouterServer:
                 distrust=self.watch.distrust,
                 registry=registry,
                 pages=pages,
-                peers=PeerDoor(self.index.exports),
+                peers=self.index.exports,
                 ledger=self._fleet.door,
                 may_wait=may_wait(self._config, self._flow, self._tokenizers),
                 evictions=self._flow.evictions if self._flow is not None else None,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from indexer.flags import flag
 from router.errors import ConfigError
-from router.flags import flag, names, switch
+from router.flags import names, switch
 
 TLS = "TLS"
 """Title of these flags in the help."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
+from indexer.flags import flag, port, said
 from router.errors import ConfigError
-from router.flags import flag, port, positive_duration, said
+from router.flags import positive_duration
 from router.kube.selector import checked_selector
 
 POOL_GROUP = "inference.networking.k8s.io"

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from indexer.errors import PeerError
-from indexer.peer_identity import PeerIdentity
+from indexer.peer_service import PeerIdentity
 from router.replicas.journal import HEARTBEAT_S, Journal
 from router.replicas.news import FOLLOW, read_request
 
