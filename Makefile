@@ -13,6 +13,9 @@ PORT ?= 8080
 BASE_PORT ?= 18000
 UP_ARGS ?=
 
+# Test processes side by side, one per core: each holds torch and starts servers. 0: all tests in one process.
+TEST_WORKERS ?= 2
+
 # Container images. PYTHON_BASE_IMAGE and TORCH_INDEX_URL: see docker/*.Dockerfile; without-torch ends before torch.
 IMAGE_PREFIX ?= kvroute
 IMAGE_TAG ?= dev
@@ -26,7 +29,7 @@ BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--bui
 help:
 	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
 	@echo "make up DEMO=1  the same, but end after the demonstration; also REPLICAS=n PORT=n BASE_PORT=n"
-	@echo "make test       all tests that need no cluster"
+	@echo "make test       all tests that need no cluster; also TEST_WORKERS=n, PYTEST_ARGS="
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
@@ -58,7 +61,7 @@ up: setup
 	@exec $(BIN)/kvroute up --replicas $(REPLICAS) --port $(PORT) --base-port $(BASE_PORT) $(if $(filter 1,$(DEMO)),--demo-only) $(UP_ARGS)
 
 test: setup
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses=$(TEST_WORKERS) --dist=worksteal $(PYTEST_ARGS)
 
 test-kind: setup
 	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)
@@ -102,7 +105,7 @@ lock: setup
 	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt
 
 proto: setup
-	for package in router:endpoint_picker router:tokenizer indexer:indexer; do \
+	for package in router:endpoint_picker router:engine_requests router:tokenizer indexer:indexer; do \
 	  name=$${package#*:}; package=$${package%%:*}; \
 	  $(BIN)/python -m grpc_tools.protoc -I$$package/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
 	    $$package/_pb/$$name.proto; \

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -15,17 +15,9 @@ from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.check import ok_answer
-from router.ext_proc_bytes import (
-    REQUEST_BODY,
-    RESPONSE_BODY,
-    Answer,
-    Message,
-    ResponseChunk,
-    add_ext_proc,
-    streamed_bytes,
-)
-from router.ext_proc_messages import request_headers_answer, response_headers_answer
-from router.grpc_listen import listen
+from router.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.h2 import GrpcServer
+from router.h2.methods import ExchangeMethod
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 
 _MESSAGE_BYTES_MAX = 8 << 20
@@ -35,7 +27,7 @@ _INLINE_BYTES = 64 << 10
 
 class _BareExtProc:
     def __init__(self, pod: str, responses: str) -> None:
-        self._answer = request_headers_answer(pod, {}, ())
+        self._answer = routed_answer("request_headers", pod, {})
         self._is_full = responses == "full"
 
     def exchange(self, _stream: object = None) -> _BareExchange:
@@ -49,22 +41,19 @@ class _BareExchange:
         self._body = b""
         self.finished = self.is_routed = False
 
-    def answers(self, message: Message) -> Iterable[Answer]:
-        return (message.echo,) if isinstance(message, ResponseChunk) else self._answers(message)
-
-    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         match message.WhichOneof("request"):
             case "request_body":
                 self._body += message.request_body.body
                 if message.request_body.end_of_stream:
                     self.is_routed, self.finished = True, not self._is_full
                     yield self._answer
-                    yield from streamed_bytes(REQUEST_BODY, self._body, end_of_stream=True)
+                    yield from streamed_answers("request_body", self._body, end_of_stream=True)
             case "response_headers":
-                yield response_headers_answer()
+                yield response_headers_answer({})
             case "response_body":
                 body = message.response_body
-                yield from streamed_bytes(RESPONSE_BODY, body.body, end_of_stream=body.end_of_stream)
+                yield from streamed_answers("response_body", body.body, end_of_stream=body.end_of_stream)
 
     def close(self) -> None:
         pass
@@ -81,8 +70,13 @@ def main(port: int, pod: str, responses: str) -> None:
         check, request_deserializer=external_auth_pb2.CheckRequest.FromString
     )
     handlers: Any = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": method})
+    exchanges = ExchangeMethod(
+        _BareExtProc(pod, responses).exchange,
+        pb.ProcessingRequest.FromString,
+        pb.ProcessingResponse.SerializeToString,
+    )
     inline = {f"/{EXT_PROC_SERVICE}/Process": _INLINE_BYTES, f"/{CHECK_SERVICE}/Check": _INLINE_BYTES}
-    server = listen(
+    server = GrpcServer(
         "PORT",
         "127.0.0.1",
         port,
@@ -91,7 +85,7 @@ def main(port: int, pod: str, responses: str) -> None:
         message_bytes_max=_MESSAGE_BYTES_MAX,
         services=(
             lambda server: server.add_generic_rpc_handlers((handlers,)),
-            lambda server: add_ext_proc(_BareExtProc(pod, responses), server),
+            lambda server: server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", exchanges),
         ),
         inline=inline,
     )

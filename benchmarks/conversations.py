@@ -1,25 +1,40 @@
-"""Chats of a wanted size that share a system prompt and differ in all else; sizes in, request bodies out."""
+"""Chats of a wanted size that share a system prompt and differ in all else, and the model that they are for.
+
+The messages are English prose. The model has Qwen3's chat template and 130,000 tokens, as users' models have.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from benchmarks.fake_pod import CHUNKS, CHUNKS_FEW, MODEL
+from benchmarks.fake_pod import CHUNKS, CHUNKS_FEW, MODEL, model_directory
+from benchmarks.next_turns import prose
+from tokenization import TINY_DIRECTORY
 
 # Name -> (bytes of one body, different chats).
 SIZES = {"small": (2_000, 64), "40kb": (40_000, 32), "400kb": (400_000, 4)}
 _SYSTEM = "You are a careful assistant. Answer in one sentence, and say so when you do not know. " * 5
 _TURN_WORDS = 60
+_TEMPLATE = Path(__file__).with_name("qwen3_template.jinja")
 
 
-def write_bodies(directory: Path) -> dict[str, Path]:
-    """One file per size, one chat a line; and small chats that ask for streams of many and of few events."""
+def write_bodies(directory: Path, *, tiny: bool = False) -> dict[str, Path]:
+    """One file per size, one chat a line; and small chats that ask for streams of many and of few events.
+
+    Beside them, as the folder that `model_directory` names, lies the model's tokenizer.
+
+    Args:
+        tiny: It is the product's small one, which loads at once, instead of one as users have.
+    """
+    words = prose().decode().split()
     paths = {}
     for name, (size, number) in SIZES.items():
         paths[name] = directory / f"{name}.jsonl"
-        chats = [_chat(size, seed) for seed in range(number)]
+        chats = [_chat(words, size, seed) for seed in range(number)]
         paths[name].write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         if name == "small":
             for stream, chunks in (("stream", CHUNKS), ("sparse", CHUNKS_FEW)):
@@ -28,10 +43,23 @@ def write_bodies(directory: Path) -> dict[str, Path]:
                 paths[stream].write_text("".join(json.dumps(chat) + "\n" for chat in asked))
     paths["all"] = directory / "all.jsonl"
     paths["all"].write_text("".join(paths[name].read_text() for name in SIZES))
+    _write_model(model_directory(paths["all"]), tiny=tiny)
     return paths
 
 
-def _chat(size_bytes: int, seed: int) -> dict[str, object]:
+def _write_model(directory: Path, *, tiny: bool) -> None:
+    if tiny:
+        shutil.copytree(TINY_DIRECTORY, directory)
+        return
+    # Brings transformers, which loads for seconds.
+    from benchmarks.large_vocabulary import qwen_tokenizer
+
+    directory.mkdir()
+    qwen_tokenizer().save(str(directory / "tokenizer.json"))
+    shutil.copyfile(_TEMPLATE, directory / "chat_template.jinja")
+
+
+def _chat(prose_words: Sequence[str], size_bytes: int, seed: int) -> dict[str, object]:
     """A conversation of many turns, the last one the user's."""
     random = Random(seed)
     messages = [{"role": "system", "content": _SYSTEM}]
@@ -39,7 +67,8 @@ def _chat(size_bytes: int, seed: int) -> dict[str, object]:
     while written < size_bytes:
         for role in ("user", "assistant"):
             words = min(_TURN_WORDS, max(4, (size_bytes - written) // 12))
-            text = " ".join(f"w{random.randrange(100_000)}" for _ in range(words))
+            first = random.randrange(len(prose_words) - words)
+            text = " ".join(prose_words[first : first + words])
             messages.append({"role": role, "content": text})
             written += len(text) + 40
     messages.append({"role": "user", "content": "And why?"})

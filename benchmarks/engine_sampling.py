@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.against_transformers import Figure
-from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.sampler import sample
+from model_server.sampler import SamplingRow, sample
 
 _BATCH = 32
 _VOCABULARY = 151_936

@@ -23,9 +23,10 @@ from random import Random
 
 import zmq
 
+from benchmarks.fake_pod import model_directory
 from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
 from model_server.replay import ReplayServer, StepRing
-from tokenization import TINY_DIRECTORY, PromptTokenizer
+from tokenization import PromptTokenizer
 from tokenization.openai_prompts import chat_prompt
 
 BLOCK_TOKENS = 16
@@ -83,7 +84,7 @@ def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * number + 64)
     pods = [_Pod(context, events_port + at, replay_port + at) for at in range(number)]
-    tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
+    tokenizer = PromptTokenizer.from_directory(model_directory(bodies))
     for body in bodies.read_bytes().splitlines():
         prompt = [int(token) for token in chat_prompt(json.loads(body), tokenizer)]
         for pod in pods[::2]:

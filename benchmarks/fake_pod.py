@@ -12,14 +12,21 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import uvloop
 
 CHUNKS, CHUNKS_FEW = 32, 2
 """Events of a stream with many and with few."""
-MODEL = "kvroute-tiny"
+MODEL = "bench-model"
 MAX_MODEL_LEN = 1_048_576
+
+
+def model_directory(bodies: Path) -> Path:
+    """Where `conversations.write_bodies` puts the model of a file of bodies; its name is the served one."""
+    return bodies.with_name(MODEL)
+
 
 _CHAT = {
     "id": "chatcmpl-0",

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import urllib3
 
 from benchmarks import BASE_PORT
+from benchmarks.fake_pod import model_directory
 from router.local.envoy_config import Door
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods
@@ -159,7 +160,8 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     """Starts a stack and ends it."""
     base = setting.base_port
     gateway = base + _GATEWAY_PORT
-    options = StackOptions(setting.pods, gateway, base, door=setting.door, responses=setting.responses)
+    model = str(model_directory(bodies))
+    options = StackOptions(setting.pods, gateway, base, model, setting.door, setting.responses)
     plan = plan_stack(options, directory)
     check_ports([*plan.ports, base + _ADMIN_PORT])
     router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))

@@ -25,20 +25,20 @@ def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[b
         chats: JSON objects whose last list of objects is that of the messages.
         seed: Of where in the prose the turns begin; None: somewhere else each time.
     """
-    prose = _prose()
-    last = len(prose) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
+    text = prose()
+    last = len(text) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
     # Where processes begin must differ: a turn that comes again is not new.
     at = Random(seed).randrange(last)
     for before, _, behind in cycle([chat.rpartition(b"}]") for chat in chats]):
         at = (at + _STRIDE_CHARS) % last
-        answer_end = prose.index(b" ", at + ANSWER_CHARS)
-        question_end = prose.index(b" ", answer_end + QUESTION_CHARS)
-        turn = _TURN % (prose[prose.index(b" ", at) + 1 : answer_end], prose[answer_end + 1 : question_end])
+        answer_end = text.index(b" ", at + ANSWER_CHARS)
+        question_end = text.index(b" ", answer_end + QUESTION_CHARS)
+        turn = _TURN % (text[text.index(b" ", at) + 1 : answer_end], text[answer_end + 1 : question_end])
         yield before + turn + behind
 
 
 @cache
-def _prose() -> bytes:
+def prose() -> bytes:
     """The Python manual's words, without what JSON would escape."""
     words = " ".join(" ".join(topics.values()).split())
     return words.replace("\\", "").replace('"', "'").encode("ascii", "ignore")

@@ -61,7 +61,7 @@ def main() -> int:
     effort = Effort(options.rounds, _QUICK_S if options.quick else read.seconds, options.quick)
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
-        bodies = write_bodies(directory)
+        bodies = write_bodies(directory, tiny=options.quick)
         if options.quick:
             _quick(bodies, directory, effort, report)
         else:

@@ -72,7 +72,8 @@ def serve(load: Load, callgrind: Callable[[str], None]) -> None:
         callgrind: Tells valgrind when to count.
     """
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
-        bodies = write_bodies(Path(name))
+        # A large vocabulary would load for minutes here.
+        bodies = write_bodies(Path(name), tiny=True)
         inside = Inside(bodies[load.held])
         try:
             chats = bodies["small"].read_bytes().splitlines()

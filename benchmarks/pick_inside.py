@@ -29,13 +29,13 @@ from prometheus_client import CollectorRegistry
 from benchmarks import BASE_PORT
 from benchmarks.conversations import SIZES, write_bodies
 from benchmarks.fake_events import BLOCK_TOKENS
-from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL
+from benchmarks.fake_pod import MAX_MODEL_LEN, MODEL, model_directory
 from benchmarks.next_turns import next_turns
 from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.check import CheckDoor
 from router.explain import Explain
 from router.gateway_pick import GatewayPick
@@ -53,7 +53,6 @@ from router.route import Router
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
 from router.tokens import TokenizeOptions, TokenizerRegistry
-from tokenization import TINY_DIRECTORY
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
@@ -95,7 +94,7 @@ class Inside:
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
         self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
         self.tokenizers = TokenizerRegistry.load(
-            {MODEL: TINY_DIRECTORY}, TokenizeOptions(deadline_s=_DEADLINE_S)
+            {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
@@ -104,7 +103,7 @@ class Inside:
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            admission=Admission(AdmissionParameters(), pods.board),
+            admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
             sink=self.outcomes,
         )
@@ -323,7 +322,7 @@ def main() -> int:
     read = read_options(__doc__)
     read.report.machine()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
-        bodies = write_bodies(Path(name))
+        bodies = write_bodies(Path(name), tiny=read.quick)
         measure(bodies, read)
     return 0
 

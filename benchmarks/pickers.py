@@ -43,7 +43,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
         effort = Effort(options.rounds, 0.5 if options.quick else read.seconds)
-        measure_pickers(write_bodies(directory), directory, effort, options.report)
+        measure_pickers(write_bodies(directory, tiny=options.quick), directory, effort, options.report)
     return 0
 
 

@@ -3,8 +3,7 @@
 `python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
 in its default order, whose steps take a time by their tokens instead of being computed; the router's board
 and price decide. Requests come at random times and begin with one of 20 prompts, other ones in each round.
-`ttft_*_ms` is the mean until the first token: `ordered` with the engines' order and steps known (the default
-with our model server), `fifo` priced as for engines that tell neither, beside `least_requests` and
+`ttft_*_ms` is the mean until the first token: `fifo` as the router prices queues, beside `least_requests` and
 `round_robin`, on the same requests and pods. Nothing depends on the machine.
 """
 
@@ -16,20 +15,18 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.report import read_options
-from model_server.block_content import Announcer
 from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
-from model_server.host_tier import HostTier
+from model_server.events import Announcer
 from model_server.live_request import LiveRequest
-from model_server.offload import Offload
+from model_server.offload import HostTier, Offload
 from model_server.requests import GenerationRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
 from model_server.shapes import undivided
@@ -48,7 +45,7 @@ _SIZES = {"short": (5.5, 1.0), "mixed": (7.0, 1.2)}
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _REQUESTS = 700
 _ROUNDS = 5
-_PARAMETERS = CostParameters()
+_PARAMETERS = CostParameters().record()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +113,25 @@ class Policy(Protocol):
 
 
 class Router:
-    """The board and the price, with what was sent where as the view of the caches.
+    """The board and the price, with what was sent where as the view of the caches."""
 
-    Args:
-        step_tokens: What the engines' steps take, in their order; 0: they tell neither.
-    """
-
-    def __init__(self, pods: int, seed: int, *, step_tokens: int) -> None:
+    def __init__(self, pods: int, seed: int) -> None:
         self._names = [str(number) for number in range(pods)]
         self._board = PodBoard()
         self._board.declare(self._names)
-        self._step_tokens = step_tokens
         self.scraped([0] * pods, 0.0)
         self._rows = self._board.rows(self._names)
         self._credits = np.zeros(pods, CREDIT)
         self._sent: set[tuple[int, int]] = set()
-        self._slots: dict[int, int] = {}
+        # By request: its pod, and its ticket on the board.
+        self._sent_to: dict[int, tuple[str, int]] = {}
         self._random = random.Random(seed)
 
     def scraped(self, requests: Sequence[int], now_s: float) -> None:
         """Each pod told how many requests it has, of which it computes one."""
         for name, number in zip(self._names, requests, strict=True):
             running = min(1, number)
-            load = EngineLoad(number - running, running, 0.0, None, now_s, _TOKENS_PER_S, self._step_tokens)
+            load = EngineLoad(number - running, running, 0.0, None, now_s, _TOKENS_PER_S)
             self._board.scraped(name, load)
 
     def pick(self, arrival: Arrival) -> int:
@@ -148,7 +141,7 @@ class Router:
         self._credits["cached_tokens"] = cached
         board, now_s = self._board, arrival.arrived_s
         facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
-        prices = price(board.pods, board.waiting, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
+        prices = price(board.pods, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
         least = prices["cost_s"].min()
         pod = self._random.choice([pod for pod in pods if prices["cost_s"][pod] == least])
         self.send(arrival, pod, now_s)
@@ -158,7 +151,8 @@ class Router:
         """A request was sent to a pod."""
         cached = _SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0
         self.holds(pod, arrival.prompt)
-        self._slots[arrival.number] = self._board.begin(self._names[pod], arrival.tokens - cached, now_s)
+        name = self._names[pod]
+        self._sent_to[arrival.number] = name, self._board.begin(name, arrival.tokens - cached, now_s)
 
     def holds(self, pod: int, prompt: int) -> None:
         """The pod holds, or will soon hold, what requests begin with."""
@@ -166,7 +160,7 @@ class Router:
 
     def first_token(self, number: int, now_s: float) -> None:
         """See `Policy`."""
-        self._board.end_prefill(self._slots.pop(number), now_s)
+        self._board.end_prefill(*self._sent_to.pop(number), now_s)
 
 
 class LeastRequests:
@@ -204,8 +198,7 @@ class RoundRobin:
 
 # By name: made of the number of pods and a seed.
 _POLICIES: dict[str, Callable[[int, int], Policy]] = {
-    "ordered": partial(Router, step_tokens=_STEP_TOKENS),
-    "fifo": partial(Router, step_tokens=0),
+    "fifo": Router,
     "least_requests": LeastRequests,
     "round_robin": RoundRobin,
 }

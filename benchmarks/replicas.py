@@ -29,18 +29,16 @@ from indexer import IndexerConfig, KvIndexer
 from indexer.peer_service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from router.dispatch import Dispatch
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.ledger import Ledger, LedgerParameters
 from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
-from router.replicas.door import LedgerDoor
 from router.replicas.follow import Followers
-from router.replicas.journal import Journal
+from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News, read_news
 from router.replicas.others import OthersWork
 
-_STEP_TOKENS = 2048
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")
 _REQUESTS, _ROUNDS = 700, 5
@@ -62,7 +60,7 @@ class Fleet:
     """
 
     def __init__(self, pods: int, seed: int, *, routers: int, late_s: float | None) -> None:
-        self._routers = [Router(pods, seed + at, step_tokens=_STEP_TOKENS) for at in range(routers)]
+        self._routers = [Router(pods, seed + at) for at in range(routers)]
         self._late_s = late_s
         self._random = Random(seed)
         self._pods = pods
@@ -208,7 +206,7 @@ def _late_ms(requests: int) -> list[float]:
             taken_ms.append(1000 * (now_s - sent_s))
             taken.set()
 
-    server = listen(
+    server = GrpcServer(
         *("port", HOST, 0),
         threads=4,
         requests_max=8,

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
-from indexer.index import MatchTable
 from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
+from router.candidates import Lineups
 from router.ledger import Ledger, LedgerParameters
-from router.lineup import Lineups
 from router.pods import Pod, PodSet, ServedModels
 from router.request import RequestKind, RouteRequest
 from router.schedule import Prompted, Scheduler
@@ -30,13 +29,9 @@ _CYCLES = 500
 
 
 class Fleet:
-    """Busy pods that hold shorter and longer parts of one prompt.
+    """Busy pods that hold shorter and longer parts of one prompt."""
 
-    Args:
-        orders_prefills: Whether their engines order their queues.
-    """
-
-    def __init__(self, pods: int, *, orders_prefills: bool) -> None:
+    def __init__(self, pods: int) -> None:
         self._pods = PodSet()
         self._ledger = Ledger(LedgerParameters(), self._pods.board)
         self._scheduler = Scheduler(
@@ -45,7 +40,7 @@ class Fleet:
         entries = [_entry(number) for number in range(pods)]
         self._pods.declare(entries)
         for number, entry in enumerate(entries):
-            self._pods.put(_pod(entry, number, orders_prefills=orders_prefills))
+            self._pods.put(_pod(entry, number))
         keys = np.arange(_PROMPT_TOKENS // _BLOCK_TOKENS, dtype=np.uint64)
         request = RouteRequest("", RequestKind.CHAT, "m")
         self._lineup = Lineups(self._pods).of(request)
@@ -88,18 +83,15 @@ def measure(options: Options) -> None:
     """Prints the figures of every number of pods."""
     cycles = options.of_size(_CYCLES, 20)
     for pods in _PODS:
-        for orders_prefills in (False, True):
-            values_us = _measure(Fleet(pods, orders_prefills=orders_prefills), options.rounds, cycles)
-            options.report.figure(
-                f"schedule_{pods}_pods{'_ordered' if orders_prefills else ''}_us",
-                "us",
-                values_us,
-                pods=pods,
-                prompt_tokens=_PROMPT_TOKENS,
-                waiting_per_pod=2,
-                decoding_per_pod=2,
-                orders_prefills=orders_prefills,
-            )
+        options.report.figure(
+            f"schedule_{pods}_pods_us",
+            "us",
+            _measure(Fleet(pods), options.rounds, cycles),
+            pods=pods,
+            prompt_tokens=_PROMPT_TOKENS,
+            waiting_per_pod=2,
+            decoding_per_pod=2,
+        )
 
 
 def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:
@@ -118,14 +110,13 @@ def _entry(number: int) -> PodEntry:
     return PodEntry(f"pod-{number}", "bench", f"10.0.{number // 250}.{number % 250}", 8000)
 
 
-def _pod(entry: PodEntry, number: int, *, orders_prefills: bool) -> Pod:
+def _pod(entry: PodEntry, number: int) -> Pod:
     load = EngineLoad(
         waiting=1,
         running=2,
         kv_usage=number % 10 / 10,
         kv_capacity_tokens=200_000,
         scraped_s=0.5,
-        ordered_step_tokens=2048 if orders_prefills else 0,
     )
     models = ServedModels("m", frozenset({"m"}), max_model_len=131_072)
     return Pod(entry.pod, entry.name, entry, ready=True, why="", probed=True, models=models, load=load)
@@ -136,8 +127,8 @@ def _matches(pods: tuple[str, ...], blocks: int) -> PodMatches:
     held = np.array([blocks * place // len(pods) for place in range(len(pods))], np.int32)
     by_tier = np.zeros((len(pods), len(tiers.names)), np.int32)
     by_tier[:, 0] = held
-    table = MatchTable({pod: row for row, pod in enumerate(pods)}, tiers, held, by_tier)
-    return PodMatches(table, dict.fromkeys(pods, StreamState.EXACT), frozenset(pods))
+    rows, states = {pod: row for row, pod in enumerate(pods)}, dict.fromkeys(pods, StreamState.EXACT)
+    return PodMatches(rows, tiers, held, by_tier, states=states, followed=frozenset(pods))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks import BASE_PORT
 from benchmarks.conversations import write_bodies
+from benchmarks.fake_pod import model_directory
 from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
 from benchmarks.report import read_options
 from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
@@ -69,9 +70,11 @@ def main() -> int:
     pods = options.of_size(_PODS, 2)
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
-        plan = plan_stack(StackOptions(pods, _BASE_PORT + 50, _BASE_PORT), directory)
+        bodies = write_bodies(directory, tiny=True)["small"]
+        model = str(model_directory(bodies))
+        plan = plan_stack(StackOptions(pods, _BASE_PORT + 50, _BASE_PORT, model), directory)
         (directory / "pods.yaml").write_text(plan.files["pods.yaml"])
-        with _fake_pods(plan, pods, write_bodies(directory)["small"]):
+        with _fake_pods(plan, pods, bodies):
             # The first fills the caches, the kernels' among them.
             turns = [(_imported(), _started(plan, directory)) for _ in range(options.rounds + 1)][1:]
     for what, starts in zip(("imports", "ready"), zip(*turns, strict=True), strict=True):

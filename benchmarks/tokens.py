@@ -30,7 +30,8 @@ from tokenizers import Tokenizer, normalizers
 
 from benchmarks.large_vocabulary import qwen_tokenizer
 from benchmarks.report import cpu_s, options_of, options_parser
-from router.request import RequestKind, RouteRequest, api_request, http_request
+from router.parsers import http_request
+from router.request import RequestKind, RouteRequest, api_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 from tokenization.chat_template import ChatTemplate

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 # Files with what is compiled into kernels; those with kernels import `jit`.
 _CONSTANTS = (
     *("jit.py", "cache_groups.py", "event_rows.py", "events.py", "flat_layout.py"),
-    *("lanes.py", "paged_decodes.py", "rows.py"),
+    *("lanes.py", "paged_decodes.py"),
 )
 _NAME = "kvroute-kernels"
 

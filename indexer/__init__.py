@@ -2,9 +2,8 @@
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
-from indexer.index import IndexStats
+from indexer.index import IndexStats, PodMatch, PodMatches
 from indexer.kv_indexer import KvIndexer
-from indexer.pod_match import PodMatch, PodMatches
 from indexer.stream import StreamState
 
 __all__ = [

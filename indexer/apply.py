@@ -20,9 +20,8 @@ from indexer.hybrid import PodGroups
 from indexer.journal import Entry, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.orphans import CopyChange, Orphans
-from indexer.part_runs import PartRuns
 from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
-from indexer.runs import BlockRuns, PlainRuns, Runs
+from indexer.runs import PlainRuns, Runs
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewFacts, ViewPart
 
@@ -37,8 +36,6 @@ class PodView:
         model: The base model's name, root of all keys.
         cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
             are the pod's own. Asked once for each group.
-        tiers: From an event's medium to a tier.
-        hasher: Makes their keys.
         config: The bounds of what is remembered.
     """
 
@@ -51,18 +48,13 @@ class PodView:
         hasher: BlockHasher,
         config: IndexerConfig,
     ) -> None:
-        self._model = model
         self._cache_of = cache_of
         self._tiers = tiers
         self._hasher = hasher
-        self._config = config
         self._groups = CacheGroups(hasher.block_tokens)
         self._orphans = Orphans(config.orphan_tokens_per_pod)
         self._lead_cache = cache_of(None)
-        self._runs: Runs = BlockRuns(model, self._lead_cache, hasher)
-        self._has_run = False
-        # Of the last run stored.
-        self._run_tokens: int | None = None
+        self._runs = Runs(model, self._lead_cache, hasher, tiers, max_heads=config.engine_hashes_per_pod)
         self._caches: dict[int, FlatCache] = {}
         self._zero_is_a_hash = False
         self._reannouncements = Reannouncements()
@@ -81,7 +73,6 @@ class PodView:
         return self._groups.rules
 
     def apply_event(self, event: KVEvent, ahead: Ahead, applied: Applied) -> None:
-        """Applies one event of a batch, all before it being applied."""
         match event:
             case BlockStored():
                 self._store(event, ahead, applied)
@@ -93,7 +84,6 @@ class PodView:
                 applied.stored_before_clear = len(applied.stored)
 
     def end_batch(self, applied: Applied) -> None:
-        """Takes stock after the last event of a batch."""
         if self._leaderless and not self._groups.has_lead:
             applied.skipped["BlockStored", "no_full_attention_group"] += self._leaderless
         self._leaderless = 0
@@ -101,25 +91,26 @@ class PodView:
     @property
     def plain(self) -> PlainRuns | None:
         """What a run must be to need nothing of what is known here; None while no run is plain."""
-        if not isinstance(self._runs, BlockRuns) or self._run_tokens is None:
+        block_tokens = self._runs.block_tokens
+        if (
+            block_tokens is None
+            or self._runs.are_short
+            or self._uncertain
+            or self._reannouncements.in_episode
+        ):
             return None
-        if self._uncertain or self._reannouncements.in_episode:
-            return None
-        return PlainRuns(self._run_tokens, self._groups.lead, self._orphans.awaited)
+        return PlainRuns(block_tokens, self._groups.lead, self._orphans.awaited)
 
     @property
     def block_tokens(self) -> int | None:
-        """Tokens of an engine block; None while no run was stored."""
-        return self._run_tokens
+        return self._runs.block_tokens
 
     def clear(self) -> None:
         """Begins a new life: forgets the old one, its groups and its blocks in the index."""
         self._empty()
         self._groups.forget()
         self._caches.clear()
-        self._runs = BlockRuns(self._model, self._lead_cache, self._hasher)
-        self._has_run = False
-        self._run_tokens = None
+        self._runs.block_tokens = None
         self._zero_is_a_hash = False
         self._reannouncements.forget()
 
@@ -130,7 +121,7 @@ class PodView:
             return "orphans"
         if self._uncertain:
             return AMBIGUOUS_COPIES
-        return None if isinstance(self._runs, BlockRuns) else "part_runs"
+        return "part_runs" if self._runs.are_short else None
 
     @property
     def doubt(self) -> str | None:
@@ -142,7 +133,7 @@ class PodView:
     def facts(self) -> ViewFacts:
         """What its events told, besides blocks."""
         return ViewFacts(
-            run_tokens=self._run_tokens,
+            run_tokens=self._runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
             reannounces=self._reannouncements.in_episode,
             lead_stride=self._groups.lead_stride,
@@ -150,7 +141,6 @@ class PodView:
         )
 
     def parts(self) -> Iterator[ViewPart | None]:
-        """Its blocks, see `ViewContent.parts`."""
         for group, cache in ((None, self._lead_cache), *self._caches.items()):
             for part in cache.export():
                 yield None if part is None else ViewPart(group, part)
@@ -161,7 +151,7 @@ class PodView:
         self._learn(facts)
 
     def _learn(self, facts: ViewFacts) -> None:
-        self._run_tokens, self._has_run = facts.run_tokens, facts.run_tokens is not None
+        self._runs.block_tokens = facts.run_tokens
         if facts.run_tokens is not None:
             self._lead_cache.expect(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
@@ -247,30 +237,12 @@ class PodView:
 
     def _unusable(self, run: BlockStored) -> str | None:
         """Why a run of the lead group cannot be given keys; None if it can."""
-        if not run.block_size or not self._fits(run.block_size):
+        if not run.block_size or not self._runs.fits(run.block_size):
             return "block_size"
+        self._runs.block_tokens = run.block_size
         if len(run.token_ids) != len(run.block_hashes) * run.block_size:
             return "token_span"
         return None
-
-    def _fits(self, block_size: int) -> bool:
-        """Whether runs of this block size can be stored; the life's first one tells what they are."""
-        block_tokens = self._hasher.block_tokens
-        if not self._has_run and block_size < block_tokens and block_tokens % block_size == 0:
-            self._runs = PartRuns(
-                self._model,
-                self._lead_cache,
-                self._hasher,
-                self._tiers,
-                part_tokens=block_size,
-                max_held=self._config.engine_hashes_per_pod,
-                max_released=self._config.released_hashes_per_pod,
-            )
-        fits = self._runs.fits(block_size)
-        self._has_run |= fits
-        if fits:
-            self._run_tokens = block_size
-        return fits
 
     def _store_run(self, event: BlockStored, applied: Applied) -> None:
         """Stores a run whose tokens are told, and all that waited for it."""

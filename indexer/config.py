@@ -216,9 +216,8 @@ class IndexerConfig:
     topic_prefix: str = ""
     max_payload_bytes: int = 16 * _MIB
 
-    # Per pod: engine hashes with at least one copy, and hashes remembered after their last copy went.
+    # Per pod: blocks of an engine that are shorter than ours, but for those that end one of ours.
     engine_hashes_per_pod: int = 1_000_000
-    released_hashes_per_pod: int = 65_536
     # Per pod: stores whose parent block is not known yet.
     orphan_tokens_per_pod: int = 1_048_576
     # Per pod: live batches held back while a replay runs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +42,8 @@ _NIL = Raw(b"\xc0")
 _BLANK = Event("", [])
 # Extra keys of which is known whether they are plain.
 _KNOWN_MAX = 1024
+# Rows of fewer events are made one by one: numpy's calls cost as much as so many.
+_FEW = 24
 
 _Value = TypeVar("_Value")
 # A row's event: as msgspec read it with its batch, or as it was read by itself.
@@ -146,12 +148,51 @@ class EventDecoder:
         if set(map(type, events)) != {Event}:
             # What was read one by one is the view's to apply.
             plain = [event if isinstance(event, Event) else _BLANK for event in events]
-        kinds, hashes, parents, tokens, sizes, lora_ids, media, loras, extras, groups, specs, _, salts = zip(
-            *map(astuple, plain), strict=True
+        ids, token_counts = _token_ids([event.token_ids for event in plain])
+        if len(plain) < _FEW:
+            table = np.array(self._few_rows(plain, token_counts.tolist()), np.int64)
+        else:
+            table = self._many_rows(plain, token_counts)
+        hashes = _handles([*chain.from_iterable([event.block_hashes for event in plain])])
+        found = np.bincount(table[:, rows.KIND], minlength=len(_KINDS) + 1).tolist()
+        return Columns(batches, table, hashes, ids, found, events)
+
+    def _few_rows(self, events: Sequence[Event], token_counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """One row for each event, its cells in the order of `event_rows`."""
+        table: list[tuple[int, ...]] = []
+        hash_start = token_start = 0
+        for event, tokens in zip(events, token_counts, strict=True):
+            blocks, parent = len(event.block_hashes), event.parent_block_hash
+            lora, group = event.lora_name, event.group_idx
+            medium = _MEDIA.get(event.medium, _UNUSUAL)
+            spec = _SPEC_KINDS.get(event.kv_cache_spec_kind, _UNUSUAL)
+            is_usual = (
+                tokens >= 0
+                and _UNUSUAL not in (medium, spec)
+                and event.cache_salt is None
+                and (lora or not event.lora_id)
+                and self._is_plain(event.extra_keys, lora, blocks)
+            )
+            kind = _KINDS.get(event.type, rows.OTHER) if is_usual else rows.OTHER
+            handle = 0 if parent is None else handle_of(parent)
+            run = token_start, max(tokens, 0)
+            table.append(
+                (
+                    *(kind, hash_start, blocks, parent is not None, handle - (handle >> 63 << 64), *run),
+                    *(event.block_size, lora is not None, medium, -1 if group is None else group, spec),
+                )
+            )
+            hash_start += blocks
+            token_start += run[1]
+        return table
+
+    def _many_rows(self, events: Sequence[Event], token_counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same, column by column."""
+        kinds, hashes, parents, _, sizes, lora_ids, media, loras, extras, groups, specs, _, salts = zip(
+            *map(astuple, events), strict=True
         )
-        table = np.zeros((len(plain), rows.EVENT_COLUMNS), np.int64)
-        counts = np.fromiter(map(len, hashes), np.int64, len(plain))
-        ids, token_counts = _token_ids(tokens)
+        table = np.zeros((len(events), rows.EVENT_COLUMNS), np.int64)
+        counts = np.fromiter(map(len, hashes), np.int64, len(events))
         table[:, rows.KIND] = _column(kinds, lambda kind: _KINDS.get(kind, rows.OTHER))
         table[:, rows.HASH_COUNT] = counts
         table[:, rows.HASH_START] = np.cumsum(counts) - counts
@@ -159,11 +200,11 @@ class EventDecoder:
         table[:, rows.TOKEN_START] = np.cumsum(table[:, rows.TOKEN_COUNT]) - table[:, rows.TOKEN_COUNT]
         without = parents.count(None)
         table[:, rows.HAS_PARENT] = 1
-        if without == len(plain):
+        if without == len(events):
             table[:, rows.HAS_PARENT] = 0
         elif without:
             table[:, rows.HAS_PARENT] = [parent is not None for parent in parents]
-        if without < len(plain):
+        if without < len(events):
             some = [parent or 0 for parent in parents] if without else parents
             table[:, rows.PARENT] = _handles(some).view(np.int64)
         table[:, rows.BLOCK_SIZE] = _column(sizes, int)
@@ -175,8 +216,7 @@ class EventDecoder:
         unusual |= np.asarray(_column(salts, lambda salt: salt is not None))
         unusual |= ~np.asarray(self._are_plain(extras, loras, lora_ids, counts))
         table[unusual, rows.KIND] = rows.OTHER
-        found = np.bincount(table[:, rows.KIND], minlength=len(_KINDS) + 1).tolist()
-        return Columns(batches, table, _handles([*chain.from_iterable(hashes)]), ids, found, events)
+        return table
 
     def _are_plain(
         self,
@@ -190,9 +230,9 @@ class EventDecoder:
         if extras.count(_NIL) == events and not any(lora_ids):
             return True
         if extras.count(extras[0]) == events == loras.count(loras[0]) and (counts == counts[0]).all():
-            are_plain: list[bool] | bool = self._is_plain(bytes(extras[0]), loras[0], int(counts[0]))
+            are_plain: list[bool] | bool = self._is_plain(extras[0], loras[0], int(counts[0]))
         else:
-            are_plain = list(map(self._is_plain, map(bytes, extras), loras, counts.tolist()))
+            are_plain = list(map(self._is_plain, extras, loras, counts.tolist()))
         if any(lora_ids) and are_plain:
             named = [not number or bool(lora) for number, lora in zip(lora_ids, loras, strict=True)]
             return [
@@ -203,12 +243,13 @@ class EventDecoder:
             ]
         return are_plain
 
-    def _is_plain(self, extra: bytes, lora: str | None, blocks: int) -> bool:
-        known = self._known.get((extra, lora, blocks))
+    def _is_plain(self, extra: Raw, lora: str | None, blocks: int) -> bool:
+        asked = bytes(extra), lora, blocks
+        known = self._known.get(asked)
         if known is None:
             if len(self._known) >= _KNOWN_MAX:
                 self._known.clear()
-            known = self._known[extra, lora, blocks] = _is_plain(extra, lora, blocks)
+            known = self._known[asked] = _is_plain(*asked)
         return known
 
 
@@ -245,7 +286,7 @@ def handle_of(engine_hash: EngineHash) -> int:
 def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """All tokens, and how many each list has; -1: it is none, and has none."""
     parts = list(map(bytes, lists))
-    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+    ends = np.fromiter(accumulate(map(len, parts)), np.int64, len(parts))
     data = np.frombuffer(b"".join(parts), np.uint8)
     tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
     used = read_token_lists(data, ends, MAX_TOKENS, tokens, counts)

@@ -7,14 +7,15 @@ the kernel is only a faster way to the same state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from indexer import event_rows as rows
-from indexer.applied import Applied, StoredRun
-from indexer.applier import Outcome
+from indexer.applied import Applied, Outcome, StoredRun
 from indexer.apply import PodView
+from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
 from indexer.events import BlockRemoved, KVEvent
@@ -34,7 +35,8 @@ from indexer.flat_apply import (
 )
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.journal import Kind
+from indexer.hybrid import group_holder
+from indexer.journal import Journal, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.reannounce import Ahead
 
@@ -51,8 +53,6 @@ class FlatEngine:
     """What the appliers of all pods share, for one thread.
 
     Args:
-        index: Where blocks go.
-        hasher: Makes their keys.
         max_bytes: A longer payload is not read.
     """
 
@@ -69,11 +69,8 @@ class FlatApplier:
     """Applies the payloads of one pod.
 
     Args:
-        engine: Shared with other pods.
         view: The pod's view, whose lead group is in `cache`.
-        cache: The pod's own blocks.
         holder: The pod's name in the index.
-        model: The base model's name.
     """
 
     def __init__(self, engine: FlatEngine, view: PodView, cache: FlatCache, holder: str, model: str) -> None:
@@ -145,7 +142,7 @@ class FlatApplier:
             return NOT_PLAIN
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
-        row, hashes_done = done.counts[[ROW, HASHES_DONE]].tolist()
+        row, hashes_done = int(done.counts[ROW]), int(done.counts[HASHES_DONE])
         awaited = _NONE_AWAITED
         if plain.awaited:
             awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
@@ -195,7 +192,6 @@ class FlatApplier:
                 stored += len(names)
 
     def _harvest(self, columns: Columns, applied: Applied) -> None:
-        """Adds what the kernel has done."""
         done = self._engine.progress
         counts = done.counts.tolist()
         if stored := counts[STORED_BLOCKS]:
@@ -210,7 +206,6 @@ class FlatApplier:
             applied.skipped["BlockStored", _REUSED] += counts[REUSED_NAMES]
 
     def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
-        """The runs that the kernel stored."""
         done, block_tokens = self._engine.progress, self._engine.hasher.block_tokens
         starts = done.runs[:number].tolist()
         parents = done.parents[:number].tolist()
@@ -257,3 +252,42 @@ class _SlowBatch:
             if hashes_done and isinstance(event, BlockRemoved):
                 event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
             view.apply_event(event, self._ahead, applied)
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """What the indexer keeps of one followed engine."""
+
+    view: PodView
+    applier: FlatApplier
+    journal: Journal
+
+
+class PodStates:
+    """Makes the states of engines that share an index and a hasher."""
+
+    def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
+        self._config = config
+        self._hasher = hasher
+        self._flat = FlatEngine(index, hasher, config.max_payload_bytes)
+
+    def make(self, stream: PodStream) -> PodState:
+        """Make the state of an engine of which nothing is known yet."""
+        flat, journal, holder = self._flat, Journal(), stream.holder
+        own = FlatCache(flat.index, holder, stream.model, journal=journal)
+
+        def cache_of(group: int | None) -> FlatCache:
+            if group is None:
+                return own
+            # Other groups name the last index block of an engine block only.
+            model = f"{stream.model}#tail"
+            return FlatCache(flat.index, group_holder(holder, group), model, group, journal)
+
+        view = PodView(
+            stream.model,
+            cache_of=cache_of,
+            tiers=flat.index.tiers,
+            hasher=self._hasher,
+            config=self._config,
+        )
+        return PodState(view, FlatApplier(flat, view, own, holder, stream.model), journal)

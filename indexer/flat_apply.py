@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from compiled.jit import inlined, kernel
 from indexer import event_rows as rows
 from indexer.cache_groups import FULL_ATTENTION
-from indexer.flat_growth import for_blocks
 from indexer.flat_holders import held_tiers, hold
 from indexer.flat_layout import FlatArrays
-from indexer.flat_names import find_named, key_named
-from indexer.flat_naming import name_of
-from indexer.flat_update import remove_slot, store_blocks
+from indexer.flat_names import find_named, key_named, name_of
+from indexer.flat_update import for_blocks, remove_slot, store_blocks
 from indexer.key_kernels import chain_keys
 
 # Of each place in `event_rows.SPEC_KINDS`: whether all blocks of such a group are needed.
@@ -53,7 +51,7 @@ class PlainPod(NamedTuple):
         split: Index blocks of an engine block.
         group: The KV cache group whose blocks these are; -1: the engine names none.
         root: Key in front of a prompt's first block, without adapter and salt.
-        scope: See `flat_naming`.
+        scope: See `flat_names`.
     """
 
     number: int
@@ -75,8 +73,6 @@ class Progress(NamedTuple):
         chain: int64 [room], overwritten.
         runs: int64 [room, 2]: of each run stored, the places of its first token and of its first key.
         parents: uint64 [room]: the key in front of each run.
-        key: uint64 [1], overwritten.
-        no_extras: uint64 [0].
     """
 
     counts: NDArray[np.int64]
@@ -85,8 +81,6 @@ class Progress(NamedTuple):
     chain: NDArray[np.int64]
     runs: NDArray[np.int64]
     parents: NDArray[np.uint64]
-    key: NDArray[np.uint64]
-    no_extras: NDArray[np.uint64]
 
 
 def progress(room: int) -> Progress:
@@ -98,8 +92,6 @@ def progress(room: int) -> Progress:
         chain=np.empty(room, np.int64),
         runs=np.empty((room, 2), np.int64),
         parents=np.empty(room, np.uint64),
-        key=np.empty(1, np.uint64),
-        no_extras=np.empty(0, np.uint64),
     )
 
 
@@ -215,10 +207,11 @@ def _store(
     done: Progress,
 ) -> bool:
     """Stores a run; False, and nothing done, if its parent is unknown or it may have been told before."""
-    done.key[0] = pod.root
+    number = done.counts[RUNS]
+    done.parents[number] = pod.root
     if event[rows.HAS_PARENT]:
         parent = name_of(np.uint64(event[rows.PARENT]), pod.scope, pod.split - 1)
-        if not key_named(arrays, parent, pod.number, done.key):
+        if not key_named(arrays, parent, pod.number, done.parents[number:]):
             return False
     blocks = len(named) * pod.split
     start = done.counts[STORED_BLOCKS]
@@ -227,17 +220,16 @@ def _store(
     for block in range(len(named)):
         for part in range(pod.split):
             names[block * pod.split + part] = name_of(named[block], pod.scope, part)
-    chain_keys(done.key[0], run, done.no_extras, multipliers, keys)
+    no_extras = keys[:0]
+    chain_keys(done.parents[number], run, no_extras, multipliers, keys)
     if not event[rows.HAS_PARENT]:
         slot = find_named(arrays, names[0], pod.number)
         if slot >= 0 and arrays.keys[slot, 0] == keys[0]:
             return False
     done.counts[REUSED_NAMES] += store_blocks(arrays, pod.number, tier, keys, names, done.chain)
     done.counts[STORED_BLOCKS] += blocks
-    number = done.counts[RUNS]
     done.runs[number, 0] = event[rows.TOKEN_START]
     done.runs[number, 1] = start
-    done.parents[number] = done.key[0]
     done.counts[RUNS] += 1
     return True
 

@@ -27,9 +27,7 @@ from indexer.flat_export import (
 )
 from indexer.flat_index import SWEEP_SLOTS, TURN_BLOCKS, FlatIndex
 from indexer.flat_layout import CAPACITY, SLOTS_USED
-from indexer.flat_names import holds_named, key_named
-from indexer.flat_naming import name_hashes
-from indexer.flat_released import released_by
+from indexer.flat_names import holds_named, key_named, name_hashes, released_by
 from indexer.flat_update import remove_named, store_blocks
 from indexer.journal import Change, Journal, Kind
 from indexer.keys import Keys
@@ -54,15 +52,13 @@ class FlatCache:
     two pods, models, groups or lives never meet.
 
     Args:
-        index: Where blocks and their names lie.
         holder: The pod's name in the index.
         model: Names of different models never meet.
         group: The KV cache group; None for the lead group.
-        journal: Where changes are recorded.
 
     Attributes:
         scope: What the engine's hashes are mixed with.
-        journal: See above.
+        journal: Where changes are recorded.
     """
 
     def __init__(

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
-from indexer.flat_further import count_further
-from indexer.flat_holders import held_tiers, hold
-from indexer.flat_layout import FREE_SLOT, NO_SLOT, PREVIOUS, SLOTS_USED, TIERS_USED, FlatArrays
-from indexer.flat_names import ALIASES_MAX, give_name
-from indexer.flat_released import remember_released
+from indexer import flat_layout as layout
+from indexer.flat_holders import count_further, held_tiers, hold
+from indexer.flat_layout import FlatArrays
+from indexer.flat_names import ALIASES_MAX, give_name, remember_released
 from indexer.flat_update import place_blocks
 from indexer.tiers import TIERS_MAX
 
@@ -75,9 +74,9 @@ def list_held(arrays: FlatArrays, pod: int, left_out: int, start: int, stop: int
         The slot to go on with.
     """
     found.counts[:] = 0
-    end: int = min(stop, arrays.counters[SLOTS_USED])
+    end: int = min(stop, arrays.counters[layout.SLOTS_USED])
     for slot in range(start, end):
-        if arrays.slots[slot, PREVIOUS] == np.uint32(FREE_SLOT):
+        if arrays.slots[slot, layout.PREVIOUS] == np.uint32(layout.FREE_SLOT):
             continue
         tiers = held_tiers(arrays, slot, pod) & ~(1 << left_out)
         if tiers == 0:
@@ -103,12 +102,12 @@ def _list_slot(arrays: FlatArrays, slot: int, pod: int, tiers: int, found: Liste
         found.names[name] = arrays.names[slot]
         name += 1
         alias = np.int64(arrays.first_alias[slot])
-        while alias != NO_SLOT:
+        while alias != layout.NO_SLOT:
             found.names[name] = arrays.aliases[alias, 0]
             name += 1
             alias = np.int64(arrays.aliases[alias, 1] & _LOW)
     found.name_counts[place] = np.uint8(name - first)
-    for tier in range(arrays.counters[TIERS_USED]):
+    for tier in range(arrays.counters[layout.TIERS_USED]):
         further = count_further(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0
         if further > 0:
             copy = found.counts[COPIES_LISTED]

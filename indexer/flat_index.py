@@ -16,27 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import flat_growth as growth
+from indexer import flat_layout as layout
 from indexer.errors import ConfigError
-from indexer.flat_layout import (
-    BLOCK_BYTES,
-    BLOCKS,
-    CAPACITY,
-    EVICTED,
-    PODS_MAX,
-    RUN_MAX,
-    SLOTS_USED,
-    FlatArrays,
-    allocate,
-)
+from indexer.flat_layout import FlatArrays, allocate
 from indexer.flat_match import held_blocks, match_blocks, scratch
 from indexer.flat_update import (
+    add_with_room,
     count_blocks,
+    for_blocks,
+    for_pods,
     remove_blocks,
     sweep,
     used_bytes,
 )
-from indexer.index import IndexStats, MatchTable
+from indexer.index import IndexStats, PodMatches
 from indexer.keys import Keys
 from indexer.tiers import Tiers
 
@@ -92,7 +85,7 @@ class FlatIndex:
         capacity_blocks: int | None = None,
         released_names: int = 262_144,
     ) -> None:
-        fitting = capacity_bytes // BLOCK_BYTES
+        fitting = capacity_bytes // layout.BLOCK_BYTES
         blocks = fitting if capacity_blocks is None else min(fitting, capacity_blocks)
         if not 0 < blocks < 1 << 31:
             raise ConfigError(f"index: room for {blocks} blocks, must be for 1..{(1 << 31) - 1}")
@@ -156,7 +149,7 @@ class FlatIndex:
             self._gone.append(number)
             return int(self.arrays.pod_blocks[number])
 
-    def match(self, keys: Keys, pods: Collection[str]) -> MatchTable:
+    def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
         """Finds how far each pod holds the chain `keys`, from its start, without a hole.
 
         Args:
@@ -175,7 +168,7 @@ class FlatIndex:
             if len(keys) > len(self._chain):
                 self._chain = np.empty(2 * len(keys), np.int64)
             longest = match_blocks(self.arrays, self._scratch, keys, numbers, self._chain, counts, blocks)
-        return MatchTable(pod_set.rows, self.tiers, blocks, counts, longest)
+        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """Tells which of `keys` the pod holds, holes or not, without using them.
@@ -196,22 +189,20 @@ class FlatIndex:
             counters = self.arrays.counters
             numbers = np.fromiter(self._numbers.values(), np.int64, len(self._numbers))
             return IndexStats(
-                blocks=int(counters[BLOCKS]),
-                capacity_blocks=int(counters[CAPACITY]),
+                blocks=int(counters[layout.BLOCKS]),
+                capacity_blocks=int(counters[layout.CAPACITY]),
                 holdings=int(self.arrays.pod_blocks[numbers].sum()),
-                evicted_blocks=int(counters[EVICTED]),
+                evicted_blocks=int(counters[layout.EVICTED]),
                 used_bytes=int(used_bytes(self.arrays)),
                 capacity_bytes=self._capacity_bytes,
             )
 
     @property
     def evicted_blocks(self) -> int:
-        """See `IndexStats.evicted_blocks`."""
         with self.lock:
-            return int(self.arrays.counters[EVICTED])
+            return int(self.arrays.counters[layout.EVICTED])
 
     def pod_blocks(self, pod: str) -> int:
-        """How many blocks a pod holds, in any tier."""
         with self.lock:
             number = self._numbers.get(pod)
             return 0 if number is None else int(self.arrays.pod_blocks[number])
@@ -225,7 +216,7 @@ class FlatIndex:
         while True:
             with self.lock:
                 number = self._numbers.get(pod)
-                if number is None or start >= self.arrays.counters[SLOTS_USED]:
+                if number is None or start >= self.arrays.counters[layout.SLOTS_USED]:
                     return found
                 found += count_blocks(
                     self.arrays, number, self.tiers.number(tier), start, start + SWEEP_SLOTS
@@ -248,20 +239,20 @@ class FlatIndex:
         """
         number = self._numbers.get(pod)
         if number is None:
-            while self._numbers_used >= PODS_MAX and not self._free_numbers and self._is_unswept:
+            while self._numbers_used >= layout.PODS_MAX and not self._free_numbers and self._is_unswept:
                 self._sweep_turn()
             if self._free_numbers:
                 number = self._free_numbers.pop()
-            elif self._numbers_used < PODS_MAX:
+            elif self._numbers_used < layout.PODS_MAX:
                 number = self._numbers_used
                 self._numbers_used += 1
             else:
-                raise ConfigError(f"index: more than {PODS_MAX} pods")
+                raise ConfigError(f"index: more than {layout.PODS_MAX} pods")
             self._lives += 1
             self.arrays.lives[number] = self._lives
             self._numbers[pod] = number
             self._version += 1
-            self._take(growth.for_pods(self.arrays, self._numbers_used))
+            self._take(for_pods(self.arrays, self._numbers_used))
         return number
 
     def sweep_for(self, blocks: int) -> None:
@@ -273,7 +264,7 @@ class FlatIndex:
             return
         counters = self.arrays.counters
         for _ in range(_SWEEPS_FOR_ROOM):
-            if counters[BLOCKS] + blocks <= counters[CAPACITY] or not self._is_unswept:
+            if counters[layout.BLOCKS] + blocks <= counters[layout.CAPACITY] or not self._is_unswept:
                 return
             self._sweep_turn()
 
@@ -283,9 +274,9 @@ class FlatIndex:
         Args:
             blocks: No more than RUN_MAX.
         """
-        assert blocks <= RUN_MAX
+        assert blocks <= layout.RUN_MAX
         self.sweep_for(blocks)
-        growth.for_blocks(self.arrays, blocks)
+        for_blocks(self.arrays, blocks)
         return self.arrays
 
     @property
@@ -302,11 +293,11 @@ class FlatIndex:
         if holder is None:
             holder = self.number(pod)
         self.sweep_for(len(keys))
-        growth.add_with_room(self.arrays, holder, tier, keys, self._chain)
+        add_with_room(self.arrays, holder, tier, keys, self._chain)
 
     def _add_in_turns(self, pod: str, tier: str, keys: Keys) -> None:
         number = self.tiers.number(tier)
-        kept = min(len(keys), int(self.arrays.counters[CAPACITY]))
+        kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
         # From the end: within one call the earlier keys shall be the more recent ones.
         for end in range(kept, 0, -TURN_BLOCKS):
             start = max(0, end - TURN_BLOCKS)
@@ -314,7 +305,7 @@ class FlatIndex:
                 self._add(pod, number, keys[start:end])
         if kept < len(keys):
             with self.lock:
-                self.arrays.counters[EVICTED] += len(keys) - kept
+                self.arrays.counters[layout.EVICTED] += len(keys) - kept
 
     def _pod_set(self, pods: frozenset[str]) -> _PodSet:
         known = self._pod_sets.get(pods)
@@ -333,7 +324,7 @@ class FlatIndex:
             self._sweeping, self._gone, self._swept = self._gone, [], 0
         sweep(self.arrays, self._swept, self._swept + SWEEP_SLOTS)
         self._swept += SWEEP_SLOTS
-        if self._swept >= self.arrays.counters[SLOTS_USED]:
+        if self._swept >= self.arrays.counters[layout.SLOTS_USED]:
             self.arrays.gone[self._sweeping] = 0
             self.arrays.pod_blocks[self._sweeping] = 0
             self._free_numbers += self._sweeping

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import empty_table
-from indexer.flat_memory import reserved
+from indexer.flat_buckets import empty_table, reserved
 
 # Columns of a slot, as 32-bit words; 0 and 1 are the key.
 PREVIOUS = 2
@@ -128,7 +127,7 @@ def allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_nam
     counters[CAPACITY] = capacity_blocks
     counters[BYTES_MAX] = capacity_bytes
     sets = max(1, released_names // RELEASED_WAYS)
-    # When a call begins, the ceiling holds (see `flat_growth`).
+    # When a call begins, the ceiling holds (see `flat_update`).
     aliases = capacity_bytes // ALIAS_BYTES + RUN_MAX
     further = capacity_bytes // FURTHER_BYTES + RUN_MAX
     return FlatArrays(

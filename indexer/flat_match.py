@@ -13,16 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
+from indexer import flat_layout as layout
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
-from indexer.flat_layout import (
-    HOLDER,
-    HOLDERS,
-    LAST_HOLDER,
-    POD_MASK,
-    TIER_SHIFT,
-    TIERS_USED,
-    FlatArrays,
-)
+from indexer.flat_layout import FlatArrays
 from indexer.flat_slots import find, use
 
 # Columns of a followed pod.
@@ -61,7 +54,7 @@ def scratch(rows: NDArray[np.uint64]) -> Scratch:
         current=np.zeros((tiers, words), np.uint64),
         since=np.zeros(words * 64, np.int64),
         sums=np.zeros((words * 64, tiers), np.int32),
-        followed=np.zeros((HOLDERS, 3), np.int64),
+        followed=np.zeros((layout.HOLDERS, 3), np.int64),
     )
 
 
@@ -88,7 +81,7 @@ def match_blocks(
     Returns:
         Length of the longest prefix.
     """
-    tiers = arrays.counters[TIERS_USED]
+    tiers = arrays.counters[layout.TIERS_USED]
     # Nobody asked for uses no block.
     longest = len(keys) if _line_up(memory, pods, tiers) else 0
     # -1: the race is run in bitsets.
@@ -155,7 +148,7 @@ def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
 @inlined
 def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
     """Whether all pods in the race held the last block in the best tier, and hold this one there."""
-    row = np.int64(arrays.slots[slot, HOLDER])
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
     others = _NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
@@ -170,7 +163,7 @@ def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int
     Returns:
         Whether any is left.
     """
-    row = np.int64(arrays.slots[slot, HOLDER])
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
     left_any = _NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
@@ -225,14 +218,18 @@ def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch,
     """Turns from bitsets to the few pods that hold this block; tells how many."""
     followed = memory.followed
     followers = 0
-    for column in range(HOLDER, LAST_HOLDER + 1):
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         holder = np.int64(arrays.slots[slot, column])
-        pod = holder & POD_MASK
+        pod = holder & layout.POD_MASK
         word = pod >> 6
         bit = _ONE << (np.uint64(pod) & _WORD_BITS)
-        if holder >> TIER_SHIFT == 0 or word >= len(memory.racing) or memory.racing[word] & bit == _NOTHING:
+        if (
+            holder >> layout.TIER_SHIFT == 0
+            or word >= len(memory.racing)
+            or memory.racing[word] & bit == _NOTHING
+        ):
             continue
-        tier = lowest_bit(np.uint64(holder >> TIER_SHIFT))
+        tier = lowest_bit(np.uint64(holder >> layout.TIER_SHIFT))
         followed[followers, _POD] = pod
         followed[followers, _TIER] = tier
         followed[followers, _SINCE] = place

@@ -2,7 +2,8 @@
 
 Pods whose engines agree on a hash share its entry. A name may stand for several blocks (two models, two
 seeds, two lives): of these a pod means the one that it holds, so that lives never meet, and nothing is kept
-per pod but a bounded memory of blocks that went.
+per pod. Names of blocks that went are remembered, as many as there is room for, of all pods together: a
+child, or a copy in another tier, may still be told by such a name.
 """
 
 from __future__ import annotations
@@ -11,26 +12,130 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
-from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
-from indexer.flat_holders import held_tiers
-from indexer.flat_layout import (
-    ALIAS_FREE,
-    ALIASES,
-    ALIASES_USED,
-    NAMES,
-    NO_SLOT,
-    FlatArrays,
+from indexer import flat_layout as layout
+from indexer.flat_buckets import (
+    GOLDEN,
+    behind,
+    delete,
+    hash_bits,
+    home_of,
+    insert,
 )
-from indexer.flat_released import find_released, released_key
+from indexer.flat_holders import held_tiers
+from indexer.flat_layout import FlatArrays
+
+_ODD = np.uint64(0xBF58_476D_1CE4_E5B9)
+_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
+_HALF = np.uint64(32)
+_NOTHING = np.uint64(0)
+_ONE = np.uint64(1)
+
+
+@inlined
+def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
+    """The name of one index block, never 0.
+
+    Args:
+        handle: The engine's hash of its block.
+        scope: Names of different scopes have nothing in common.
+        part: Which index block of the engine's block.
+    """
+    mixed = (handle ^ scope) * _ODD
+    mixed = (mixed ^ (mixed >> _HALF)) + np.uint64(part) * _STEP
+    return mixed if mixed != _NOTHING else _ONE
+
+
+@kernel
+def name_hashes(handles: NDArray[np.uint64], scope: np.uint64, split: int, names: NDArray[np.uint64]) -> None:
+    """Writes the names of the `split` index blocks of each engine block: uint64 [len(handles) * split]."""
+    for block in range(len(handles)):
+        for part in range(split):
+            names[block * split + part] = name_of(handles[block], scope, part)
+
+
+_LIFE_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
+# What takes a multiplication by it back, modulo 2**64.
+_LIFE_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
+_SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+
+
+@inlined
+def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
+    """The name mixed with the life of the pod that used it; `released_by` takes it apart."""
+    mixed = (name ^ (arrays.lives[pod] * _LIFE_ODD)) * _LIFE_ODD
+    return mixed ^ (mixed >> _HALF)
+
+
+@inlined
+def released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+    """Where in `released` a name is remembered, if it is."""
+    bits = hash_bits(name + arrays.lives[pod] * _SET_STEP)
+    return np.int64((bits * np.uint64(len(arrays.released))) >> _HALF)
+
+
+@inlined
+def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
+    """Remembers for a while which block a name meant for a pod that holds it no more."""
+    mixed = _of_life(arrays, name, pod)
+    ways = arrays.released[released_set(arrays, name, pod)]
+    turn = arrays.counters[layout.RELEASE_TURN]
+    arrays.counters[layout.RELEASE_TURN] = turn + 1
+    place = turn % layout.RELEASED_WAYS
+    # All of them, the first one last: where to stop nobody could foresee.
+    for way in range(layout.RELEASED_WAYS - 1, -1, -1):
+        remembered = ways[layout.RELEASED_NAME, way]
+        place = way if remembered in (mixed, _NOTHING) else place
+    ways[layout.RELEASED_NAME, place] = mixed
+    ways[layout.RELEASED_KEY, place] = key
+
+
+@kernel
+def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+    """Where in its set of `released` a name is remembered; -1: it is not."""
+    mixed = _of_life(arrays, name, pod)
+    ways = arrays.released[released_set(arrays, name, pod)]
+    for way in range(layout.RELEASED_WAYS):
+        if ways[layout.RELEASED_NAME, way] == mixed:
+            return way
+    return -1
+
+
+@kernel
+def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
+    """The key that `find_released` found."""
+    return arrays.released[released_set(arrays, name, pod), layout.RELEASED_KEY, way]
+
+
+def released_by(
+    released: NDArray[np.uint64], first: int, stop: int, life: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The names that one life remembers in these sets, and their keys.
+
+    A name taken out with another life than it was put in with would lie in another set, mostly: of the
+    strangers one in as many as there are sets is told too, under a name that nobody uses.
+
+    Args:
+        released: See `FlatArrays.released`.
+        first: The first set.
+        stop: The one behind the last.
+        life: As in `FlatArrays.lives`.
+    """
+    entries = released[first:stop]
+    mixed = entries[:, layout.RELEASED_NAME]
+    names = ((mixed ^ (mixed >> _HALF)) * _LIFE_ODD_INVERSE) ^ np.uint64(life * int(_LIFE_ODD) & _WORD)
+    hashes = (names + np.uint64(life * int(_SET_STEP) & _WORD)) * GOLDEN >> _HALF
+    sets = np.arange(first, first + len(entries), dtype=np.uint64)[:, None]
+    mine = (hashes * np.uint64(len(released)) >> _HALF == sets) & (mixed != _NOTHING) & (names != _NOTHING)
+    return names[mine], entries[:, layout.RELEASED_KEY][mine]
+
 
 # More names than this for one block, and the oldest further one is forgotten.
 ALIASES_MAX = 64
 
 _ALIAS_BIT = 0x8000_0000
 _NUMBER = 0x7FFF_FFFF
-_HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
-_NOTHING = np.uint64(0)
 
 
 @inlined
@@ -76,13 +181,13 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     if arrays.names[slot] == _NOTHING:
         arrays.names[slot] = name
         insert(arrays.name_buckets, hash_bits(name), slot + 1)
-        arrays.counters[NAMES] += 1
+        arrays.counters[layout.NAMES] += 1
         return
     aliases = 0
-    last = np.int64(NO_SLOT)
+    last = np.int64(layout.NO_SLOT)
     before_last = last
     alias = np.int64(arrays.first_alias[slot])
-    while alias != NO_SLOT:
+    while alias != layout.NO_SLOT:
         if arrays.aliases[alias, 0] == name:
             return
         aliases += 1
@@ -98,28 +203,28 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
 @kernel
 def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     counters = arrays.counters
-    alias = counters[ALIAS_FREE]
-    if alias == NO_SLOT:
-        alias = counters[ALIASES_USED]
-        counters[ALIASES_USED] = alias + 1
+    alias = counters[layout.ALIAS_FREE]
+    if alias == layout.NO_SLOT:
+        alias = counters[layout.ALIASES_USED]
+        counters[layout.ALIASES_USED] = alias + 1
     else:
-        counters[ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
+        counters[layout.ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
     arrays.aliases[alias, 0] = name
     arrays.aliases[alias, 1] = (np.uint64(slot) << _HALF) | np.uint64(arrays.first_alias[slot])
     arrays.first_alias[slot] = np.uint32(alias)
     insert(arrays.name_buckets, hash_bits(name), _ALIAS_BIT | (alias + 1))
-    counters[ALIASES] += 1
-    counters[NAMES] += 1
+    counters[layout.ALIASES] += 1
+    counters[layout.NAMES] += 1
 
 
 @kernel
 def _give_alias(arrays: FlatArrays, alias: int) -> None:
     """Forgets an alias that its slot's list does not lead to any more."""
     delete(arrays.name_buckets, hash_bits(arrays.aliases[alias, 0]), _ALIAS_BIT | (alias + 1))
-    arrays.aliases[alias, 1] = np.uint64(arrays.counters[ALIAS_FREE])
-    arrays.counters[ALIAS_FREE] = alias
-    arrays.counters[ALIASES] -= 1
-    arrays.counters[NAMES] -= 1
+    arrays.aliases[alias, 1] = np.uint64(arrays.counters[layout.ALIAS_FREE])
+    arrays.counters[layout.ALIAS_FREE] = alias
+    arrays.counters[layout.ALIASES] -= 1
+    arrays.counters[layout.NAMES] -= 1
 
 
 @inlined
@@ -129,8 +234,8 @@ def forget_names(arrays: FlatArrays, slot: int) -> None:
         return
     delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
     arrays.names[slot] = _NOTHING
-    arrays.counters[NAMES] -= 1
-    if arrays.first_alias[slot] != np.uint32(NO_SLOT):
+    arrays.counters[layout.NAMES] -= 1
+    if arrays.first_alias[slot] != np.uint32(layout.NO_SLOT):
         _forget_aliases(arrays, slot)
 
 
@@ -138,11 +243,11 @@ def forget_names(arrays: FlatArrays, slot: int) -> None:
 def _forget_aliases(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot but the first."""
     alias = np.int64(arrays.first_alias[slot])
-    while alias != NO_SLOT:
+    while alias != layout.NO_SLOT:
         following = np.int64(arrays.aliases[alias, 1] & _LOW)
         _give_alias(arrays, alias)
         alias = following
-    arrays.first_alias[slot] = np.uint32(NO_SLOT)
+    arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
 
 
 @kernel

@@ -5,18 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from compiled.jit import inlined, kernel
+from indexer import flat_layout as layout
 from indexer.flat_buckets import behind, hash_bits, home_of
-from indexer.flat_layout import (
-    FREE,
-    FREE_SLOT,
-    NEWEST,
-    NEXT,
-    NO_SLOT,
-    OLDEST,
-    PREVIOUS,
-    SLOTS_USED,
-    FlatArrays,
-)
+from indexer.flat_layout import FlatArrays
 
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
@@ -32,9 +23,9 @@ def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
             the way through the buckets.
     """
     if (
-        0 <= guess < arrays.counters[SLOTS_USED]
+        0 <= guess < arrays.counters[layout.SLOTS_USED]
         and arrays.keys[guess, 0] == key
-        and arrays.slots[guess, PREVIOUS] != np.uint32(FREE_SLOT)
+        and arrays.slots[guess, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT)
     ):
         return guess
     bits = hash_bits(key)
@@ -54,37 +45,37 @@ def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
 def take_slot(arrays: FlatArrays) -> int:
     """A free slot, out of the order of use; there must be one."""
     counters = arrays.counters
-    slot = counters[FREE]
-    if slot == NO_SLOT:
-        slot = counters[SLOTS_USED]
-        counters[SLOTS_USED] = slot + 1
+    slot = counters[layout.FREE]
+    if slot == layout.NO_SLOT:
+        slot = counters[layout.SLOTS_USED]
+        counters[layout.SLOTS_USED] = slot + 1
         return slot
-    counters[FREE] = np.int64(arrays.slots[slot, NEXT])
+    counters[layout.FREE] = np.int64(arrays.slots[slot, layout.NEXT])
     return slot
 
 
 @inlined
 def give_slot(arrays: FlatArrays, slot: int) -> None:
     """Frees a slot that is out of the order of use."""
-    arrays.slots[slot, PREVIOUS] = np.uint32(FREE_SLOT)
-    arrays.slots[slot, NEXT] = np.uint32(arrays.counters[FREE])
-    arrays.counters[FREE] = slot
+    arrays.slots[slot, layout.PREVIOUS] = np.uint32(layout.FREE_SLOT)
+    arrays.slots[slot, layout.NEXT] = np.uint32(arrays.counters[layout.FREE])
+    arrays.counters[layout.FREE] = slot
 
 
 @inlined
 def unlink(arrays: FlatArrays, slot: int) -> None:
     """Takes a slot out of the order of use."""
     slots = arrays.slots
-    before = np.int64(slots[slot, PREVIOUS])
-    after = np.int64(slots[slot, NEXT])
-    if before == NO_SLOT:
-        arrays.counters[NEWEST] = after
+    before = np.int64(slots[slot, layout.PREVIOUS])
+    after = np.int64(slots[slot, layout.NEXT])
+    if before == layout.NO_SLOT:
+        arrays.counters[layout.NEWEST] = after
     else:
-        slots[before, NEXT] = np.uint32(after)
-    if after == NO_SLOT:
-        arrays.counters[OLDEST] = before
+        slots[before, layout.NEXT] = np.uint32(after)
+    if after == layout.NO_SLOT:
+        arrays.counters[layout.OLDEST] = before
     else:
-        slots[after, PREVIOUS] = np.uint32(before)
+        slots[after, layout.PREVIOUS] = np.uint32(before)
 
 
 @inlined
@@ -95,17 +86,19 @@ def link(arrays: FlatArrays, first: int, last: int, before: int) -> None:
         before: A slot in the order of use; NO_SLOT: they become the most recently used.
     """
     slots = arrays.slots
-    after = arrays.counters[NEWEST] if before == NO_SLOT else np.int64(slots[before, NEXT])
-    slots[first, PREVIOUS] = np.uint32(before)
-    slots[last, NEXT] = np.uint32(after)
-    if before == NO_SLOT:
-        arrays.counters[NEWEST] = first
+    after = (
+        arrays.counters[layout.NEWEST] if before == layout.NO_SLOT else np.int64(slots[before, layout.NEXT])
+    )
+    slots[first, layout.PREVIOUS] = np.uint32(before)
+    slots[last, layout.NEXT] = np.uint32(after)
+    if before == layout.NO_SLOT:
+        arrays.counters[layout.NEWEST] = first
     else:
-        slots[before, NEXT] = np.uint32(first)
-    if after == NO_SLOT:
-        arrays.counters[OLDEST] = last
+        slots[before, layout.NEXT] = np.uint32(first)
+    if after == layout.NO_SLOT:
+        arrays.counters[layout.OLDEST] = last
     else:
-        slots[after, PREVIOUS] = np.uint32(last)
+        slots[after, layout.PREVIOUS] = np.uint32(last)
 
 
 @kernel
@@ -126,16 +119,20 @@ def use(arrays: FlatArrays, chain: np.ndarray, length: int) -> None:
         if last < 0:
             end = start
             continue
-        while start > 0 and chain[start - 1] >= 0 and np.int64(slots[chain[start - 1], NEXT]) == chain[start]:
+        while (
+            start > 0
+            and chain[start - 1] >= 0
+            and np.int64(slots[chain[start - 1], layout.NEXT]) == chain[start]
+        ):
             start -= 1
         first = chain[start]
-        before = np.int64(slots[first, PREVIOUS])
-        if before != NO_SLOT:
-            after = np.int64(slots[last, NEXT])
-            slots[before, NEXT] = np.uint32(after)
-            if after == NO_SLOT:
-                arrays.counters[OLDEST] = before
+        before = np.int64(slots[first, layout.PREVIOUS])
+        if before != layout.NO_SLOT:
+            after = np.int64(slots[last, layout.NEXT])
+            slots[before, layout.NEXT] = np.uint32(after)
+            if after == layout.NO_SLOT:
+                arrays.counters[layout.OLDEST] = before
             else:
-                slots[after, PREVIOUS] = np.uint32(before)
-            link(arrays, first, last, NO_SLOT)
+                slots[after, layout.PREVIOUS] = np.uint32(before)
+            link(arrays, first, last, layout.NO_SLOT)
         end = start

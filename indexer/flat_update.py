@@ -6,32 +6,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
-from indexer.flat_buckets import delete, hash_bits, insert
-from indexer.flat_holders import drop_holders, held_tiers, hold, release
-from indexer.flat_layout import (
-    ALIAS_BYTES,
-    ALIASES,
-    BLOCK_BYTES,
-    BLOCKS,
-    BYTES_MAX,
-    CAPACITY,
-    EVICTED,
-    FREE_SLOT,
-    FURTHER,
-    FURTHER_BYTES,
-    HOLDER,
-    LAST_HOLDER,
-    NO_SLOT,
-    OLDEST,
-    PREVIOUS,
-    ROWS,
-    SLOTS_USED,
-    TIERS_USED,
-    FlatArrays,
+from indexer import flat_layout as layout
+from indexer.flat_buckets import (
+    delete,
+    hash_bits,
+    insert,
+    room_for,
 )
-from indexer.flat_names import find_named, forget_names, give_name
-from indexer.flat_released import remember_released
-from indexer.flat_slots import find, give_slot, link, take_slot, unlink, use
+from indexer.flat_holders import (
+    drop_holders,
+    held_tiers,
+    hold,
+    release,
+)
+from indexer.flat_layout import FlatArrays, empty_rows
+from indexer.flat_names import find_named, forget_names, give_name, remember_released
+from indexer.flat_slots import (
+    find,
+    give_slot,
+    link,
+    take_slot,
+    unlink,
+    use,
+)
 
 _NOTHING = np.uint64(0)
 
@@ -40,12 +37,12 @@ _NOTHING = np.uint64(0)
 def used_bytes(arrays: FlatArrays) -> int:
     """Memory of what is held."""
     counters = arrays.counters
-    row_bytes = counters[TIERS_USED] * arrays.rows.shape[2] * 8
+    row_bytes = counters[layout.TIERS_USED] * arrays.rows.shape[2] * 8
     return (
-        counters[BLOCKS] * BLOCK_BYTES
-        + counters[ROWS] * row_bytes
-        + counters[ALIASES] * ALIAS_BYTES
-        + counters[FURTHER] * FURTHER_BYTES
+        counters[layout.BLOCKS] * layout.BLOCK_BYTES
+        + counters[layout.ROWS] * row_bytes
+        + counters[layout.ALIASES] * layout.ALIAS_BYTES
+        + counters[layout.FURTHER] * layout.FURTHER_BYTES
     )
 
 
@@ -62,19 +59,19 @@ def forget_slot(arrays: FlatArrays, slot: int) -> None:
     delete(arrays.buckets, hash_bits(arrays.keys[slot, 0]), slot + 1)
     unlink(arrays, slot)
     give_slot(arrays, slot)
-    arrays.counters[BLOCKS] -= 1
+    arrays.counters[layout.BLOCKS] -= 1
 
 
 @kernel
 def evict_oldest(arrays: FlatArrays, blocks: int) -> int:
     """Drops so many of the least recently used blocks with all their holders; tells how many there were."""
     for dropped in range(blocks):
-        slot = arrays.counters[OLDEST]
-        if slot == NO_SLOT:
+        slot = arrays.counters[layout.OLDEST]
+        if slot == layout.NO_SLOT:
             return dropped
         drop_holders(arrays, slot, False)
         drop_slot(arrays, slot)
-        arrays.counters[EVICTED] += 1
+        arrays.counters[layout.EVICTED] += 1
     return blocks
 
 
@@ -82,24 +79,27 @@ def evict_oldest(arrays: FlatArrays, blocks: int) -> int:
 def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
     """Evicts until so many more blocks fit in the bytes, but spares the most recently used ones."""
     counters = arrays.counters
-    while counters[BLOCKS] > spared and used_bytes(arrays) + blocks * BLOCK_BYTES > counters[BYTES_MAX]:
+    while (
+        counters[layout.BLOCKS] > spared
+        and used_bytes(arrays) + blocks * layout.BLOCK_BYTES > counters[layout.BYTES_MAX]
+    ):
         evict_oldest(arrays, 1)
 
 
 @inlined
 def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
     """Makes a slot for a new block, behind `before` in the order of use; it must be given a holder."""
-    if arrays.counters[BLOCKS] >= arrays.counters[CAPACITY]:
+    if arrays.counters[layout.BLOCKS] >= arrays.counters[layout.CAPACITY]:
         evict_oldest(arrays, 1)
     slot = take_slot(arrays)
     arrays.keys[slot, 0] = key
-    for column in range(HOLDER, LAST_HOLDER + 1):
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         arrays.slots[slot, column] = np.uint32(0)
     arrays.names[slot] = _NOTHING
-    arrays.first_alias[slot] = np.uint32(NO_SLOT)
+    arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
     insert(arrays.buckets, hash_bits(key), slot + 1)
     link(arrays, slot, slot, before)
-    arrays.counters[BLOCKS] += 1
+    arrays.counters[layout.BLOCKS] += 1
     return slot
 
 
@@ -125,7 +125,7 @@ def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np
         if known == blocks:
             return
     make_room(arrays, blocks - known, known)
-    before = np.int64(NO_SLOT)
+    before = np.int64(layout.NO_SLOT)
     for place in range(blocks):
         slot = chain[place]
         if slot < 0:
@@ -181,7 +181,7 @@ def store_blocks(
 @kernel
 def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
     """Takes all of a pod's copies of a block away."""
-    for tier in range(arrays.counters[TIERS_USED]):
+    for tier in range(arrays.counters[layout.TIERS_USED]):
         left = 0
         while left == 0:
             left = release(arrays, slot, pod, tier)
@@ -230,8 +230,10 @@ def remove_slot(arrays: FlatArrays, pod: int, tier: int, name: np.uint64, slot: 
 @kernel
 def sweep(arrays: FlatArrays, start: int, stop: int) -> None:
     """Takes the holdings of pods that are gone out of these slots."""
-    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
-        if arrays.slots[slot, PREVIOUS] != np.uint32(FREE_SLOT) and drop_holders(arrays, slot, True):
+    for slot in range(start, min(stop, arrays.counters[layout.SLOTS_USED])):
+        if arrays.slots[slot, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT) and drop_holders(
+            arrays, slot, True
+        ):
             drop_slot(arrays, slot)
 
 
@@ -239,7 +241,48 @@ def sweep(arrays: FlatArrays, start: int, stop: int) -> None:
 def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int) -> int:
     """Counts the blocks that a pod holds in one tier in these slots."""
     found = 0
-    for slot in range(start, min(stop, arrays.counters[SLOTS_USED])):
-        if arrays.slots[slot, PREVIOUS] != np.uint32(FREE_SLOT):
+    for slot in range(start, min(stop, arrays.counters[layout.SLOTS_USED])):
+        if arrays.slots[slot, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT):
             found += (held_tiers(arrays, slot, pod) >> tier) & 1
     return found
+
+
+@kernel
+def for_blocks(arrays: FlatArrays, blocks: int) -> None:
+    """Makes room for a run of so many blocks, each with a name and further copies.
+
+    What runs before this one brought for blocks that were known already (names, holders, copies) may have
+    gone beyond the ceiling: the least recently used blocks leave for it.
+    """
+    counters = arrays.counters
+    while used_bytes(arrays) > counters[layout.BYTES_MAX] and evict_oldest(arrays, 1):
+        pass
+    capacity = counters[layout.CAPACITY]
+    room_for(arrays.buckets, min(counters[layout.BLOCKS] + blocks, capacity), capacity)
+    room_for(arrays.name_buckets, counters[layout.NAMES] + blocks, capacity + layout.RUN_MAX)
+    room_for(arrays.further_buckets, counters[layout.FURTHER] + blocks, capacity + layout.RUN_MAX)
+
+
+@kernel
+def add_with_room(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    keys: NDArray[np.uint64],
+    chain: NDArray[np.int64],
+) -> None:
+    """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
+    for_blocks(arrays, len(keys))
+    add_blocks(arrays, pod, tier, keys, chain)
+
+
+def for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:
+    """Arrays whose rows have a bit for each of so many pods; all rows are copied where they had not."""
+    tiers, _, words = arrays.rows.shape
+    if pods <= words * 64:
+        return arrays
+    counters = arrays.counters
+    rows = empty_rows(int(counters[layout.CAPACITY]), int(counters[layout.BYTES_MAX]), tiers, 2 * words)
+    used, tiers_used = int(counters[layout.ROWS_USED]), int(counters[layout.TIERS_USED])
+    rows[:tiers_used, :used, :words] = arrays.rows[:tiers_used, :used]
+    return arrays._replace(rows=rows)

@@ -1,77 +1,109 @@
-"""What an index tells: how far pods hold a prompt, and its size; values only."""
+"""What an index tells: how far pods hold a prompt, how far that can be trusted, and its size; values only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.keys import Keys
+from indexer.stream_actions import StreamState
 from indexer.tiers import Tiers
 
 _ALL_ONE = np.zeros(0, np.int32)
+_NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The longest unbroken prefix that one pod holds.
+class PodMatch:
+    """How much of a prompt one pod holds.
 
     Attributes:
-        blocks: Its length in blocks, whatever the tiers.
-        blocks_by_tier: How many of these blocks are best held in which tier; the values add up to `blocks`,
-            none of them is 0.
+        pod: "ip:port".
+        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included; whole
+            blocks of the pod's engine. An engine computes at least a prompt's last token, so of a whole
+            prompt it may serve one of its blocks less.
+        blocks_by_tier: How many of these are best held in which tier, none of them 0; what was only just sent
+            there counts as "speculative".
         weighted_blocks: Sum of the best tiers' weights over these blocks; never rounded.
+        state: State of the pod's event stream; STALE for a pod that is not followed.
     """
 
-    blocks: int
+    pod: str
+    cached_blocks: int
     blocks_by_tier: Mapping[str, int]
     weighted_blocks: float
+    state: StreamState
 
 
-class MatchTable(Mapping[str, PrefixMatch]):
-    """Matches of many pods, as arrays; read as a mapping it makes one `PrefixMatch` for each pod asked for.
+class PodMatches(Mapping[str, PodMatch]):
+    """Matches of many pods, as arrays; read as a mapping it makes one `PodMatch` for each pod asked for.
 
     No dataclass: one is made for each request, and a frozen one costs a microsecond.
 
     Attributes:
         rows: Pod -> its row in the arrays.
         tiers: Names and weights of the columns of `blocks_by_tier`.
-        blocks: int32 [pods], lengths of the longest unbroken prefixes.
-        blocks_by_tier: int32 [pods, tiers], see `PrefixMatch.blocks_by_tier`.
-        longest: The most of `blocks`; counted where it is not given.
-        strides: int32 [pods], index blocks per block of the pod's engine, to which `blocks` is rounded down;
-            empty: 1 for all.
+        cached_blocks: int32 [pods], see `PodMatch.cached_blocks`.
+        blocks_by_tier: int32 [pods, tiers], see `PodMatch.blocks_by_tier`.
+        longest: The most of `cached_blocks`; counted where it is not given.
+        strides: int32 [pods], index blocks per block of the pod's engine, to which `cached_blocks` is rounded
+            down; empty: 1 for all.
+        states: State of each stream that was opened.
+        followed: All pods that are followed.
     """
 
-    __slots__ = ("blocks", "blocks_by_tier", "longest", "rows", "strides", "tiers")
+    __slots__ = (
+        "blocks_by_tier",
+        "cached_blocks",
+        "followed",
+        "longest",
+        "rows",
+        "states",
+        "strides",
+        "tiers",
+    )
 
     def __init__(
         self,
         rows: Mapping[str, int],
         tiers: Tiers,
-        blocks: NDArray[np.int32],
+        cached_blocks: NDArray[np.int32],
         blocks_by_tier: NDArray[np.int32],
         longest: int | None = None,
         *,
         strides: NDArray[np.int32] = _ALL_ONE,
+        states: Mapping[str, StreamState] = _NO_STATES,
+        followed: frozenset[str] = frozenset(),
     ) -> None:
         self.rows = rows
         self.tiers = tiers
-        self.blocks = blocks
+        self.cached_blocks = cached_blocks
         self.blocks_by_tier = blocks_by_tier
-        self.longest = int(blocks.max(initial=0)) if longest is None else longest
+        self.longest = int(cached_blocks.max(initial=0)) if longest is None else longest
         self.strides = strides
+        self.states = states
+        self.followed = followed
 
-    def stride(self, pod: str) -> int:
-        """Return the index blocks per block of this pod's engine."""
-        return int(self.strides[self.rows[pod]]) if len(self.strides) else 1
+    def state(self, pod: str) -> StreamState:
+        # Before the subscriber has come to a new pod, it is on its way to a view.
+        unknown = StreamState.RECOVERING if pod in self.followed else StreamState.STALE
+        return self.states.get(pod, unknown)
 
-    def __getitem__(self, pod: str) -> PrefixMatch:
+    def whole_blocks(self, pod: str, keys: Keys) -> Keys:
+        """Return the keys of a prompt's blocks that fill blocks of the pod's engine."""
+        stride = int(self.strides[self.rows[pod]]) if len(self.strides) else 1
+        return keys if stride == 1 else keys[: len(keys) - len(keys) % stride]
+
+    def __getitem__(self, pod: str) -> PodMatch:
         row = self.rows[pod]
         counts: list[int] = self.blocks_by_tier[row].tolist()
         by_tier = {name: count for name, count in zip(self.tiers.names, counts, strict=True) if count}
-        return PrefixMatch(int(self.blocks[row]), by_tier, self.tiers.weighted(counts))
+        weighted = self.tiers.weighted(counts)
+        return PodMatch(pod, int(self.cached_blocks[row]), by_tier, weighted, self.state(pod))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -89,8 +121,8 @@ class IndexStats:
         capacity_blocks: Most that it may hold.
         holdings: Pairs of (block, pod) held.
         evicted_blocks: Blocks dropped so far because the capacity was reached.
-        used_bytes: Memory that it takes for them; in bytes.
-        capacity_bytes: Most that it may take; in bytes.
+        used_bytes: Memory that it takes for them.
+        capacity_bytes: Most that it may take.
     """
 
     blocks: int

@@ -14,18 +14,17 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
-from indexer.engine_strides import EngineStrides
 from indexer.errors import PayloadError, PeerError
+from indexer.flat_applier import PodState, PodStates
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
+from indexer.hybrid import EngineStrides, HybridMatcher
 from indexer.journal import Entry, decode_entry
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.parity import OTHER_TOKENS, ParityWatch
-from indexer.pod_state import PodState, PodStates
 from indexer.repeated_log import RepeatedLog
 from indexer.roster import Roster
 from indexer.snapshot import Fetched, Snapshot

@@ -48,7 +48,7 @@ class Change(Struct, frozen=True, array_like=True):
 
     Attributes:
         group: The group; None for the lead group.
-        names: uint64, little-endian: names of blocks, see `flat_naming`.
+        names: uint64, little-endian: names of blocks, see `flat_names`.
         keys: uint64, little-endian: their keys, of a store only.
     """
 

@@ -1,7 +1,7 @@
 """Token ids to chained 64-bit block keys: the one hash function of kvroute.
 
 Tokens of a prompt come in, one key per full block goes out. Keys depend on a seed, so that no client can
-prepare prompts that collide. Engines are not known here: their hashes are foreign handles (`engine_blocks`).
+prepare prompts that collide. Engines are not known here: their hashes are foreign handles.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.dispatched import DispatchedPrompt
-from indexer.engine_strides import EngineStrides
 from indexer.errors import ConfigError
 from indexer.explain import Prefix, explain_prefix
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
-from indexer.index import IndexStats
+from indexer.hybrid import EngineStrides, HybridMatcher
+from indexer.index import IndexStats, PodMatches
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
@@ -25,7 +24,6 @@ from indexer.parity import ParityWatch
 from indexer.peer_client import PeerClient
 from indexer.peer_service import PeerDoor, PeerIdentity
 from indexer.peer_wire import FORM
-from indexer.pod_match import PodMatches
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
@@ -215,7 +213,8 @@ class KvIndexer:
         by_rank = self._strides.whole_blocks(self._hybrid.refine(keys, by_rank, prompt_tokens))
         found = roster.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
-        return PodMatches(found, roster.states, self._followed)
+        found.states, found.followed = roster.states, self._followed
+        return found
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
         """Tells for each engine of these pods where the prefix that it holds ends, and why."""
@@ -228,7 +227,7 @@ class KvIndexer:
                 engines.get(holder) or holder,
                 self._index.held(keys, holder),
                 self._index.tiers,
-                usable_blocks=int(table.blocks[table.rows[holder]]),
+                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
                 stride=self._strides.of(holder),
             )
             for holder in holders

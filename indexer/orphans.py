@@ -61,7 +61,6 @@ class Orphan:
 
     @property
     def cost_tokens(self) -> int:
-        """What it counts against the buffer's bound."""
         return self.run_tokens + _HASH_TOKENS * len(self.later)
 
 
@@ -85,7 +84,6 @@ class Orphans:
 
     @property
     def awaited(self) -> Collection[EngineHash]:
-        """The hashes that something waits for."""
         return self._by_awaited.keys()
 
     def hold_run(self, run: BlockStored, parent_hash: EngineHash) -> int:
@@ -128,7 +126,6 @@ class Orphans:
         return orphans
 
     def clear(self) -> None:
-        """Drops all."""
         self._waiting.clear()
         self._by_awaited.clear()
         self._by_block.clear()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.journal import Entry, Feed
 from indexer.replay import Batch, End

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.recovery import EngineStream
 from indexer.replay import Batch, End

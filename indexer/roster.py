@@ -16,7 +16,7 @@ from threading import RLock
 import numpy as np
 
 from indexer.config import PodStream
-from indexer.index import MatchTable
+from indexer.index import PodMatches
 from indexer.stream import StreamState
 
 # From best to worst.
@@ -144,7 +144,7 @@ class Roster:
             return pods
         return [*pods, *(holder for pod in pods for holder in further.get(pod, ()))]
 
-    def best_ranks(self, table: MatchTable, pods: Collection[str]) -> MatchTable:
+    def best_ranks(self, table: PodMatches, pods: Collection[str]) -> PodMatches:
         """Makes one row for each of `pods` from a match of all their `holders`."""
         if len(table.rows) == len(pods):
             return table
@@ -152,17 +152,17 @@ class Roster:
             max(
                 (table.rows[holder] for holder in (pod, *self._further.get(pod, ())) if holder in table.rows),
                 key=lambda row: (
-                    int(table.blocks[row]),
+                    int(table.cached_blocks[row]),
                     table.tiers.weighted(table.blocks_by_tier[row].tolist()),
                 ),
             )
             for pod in pods
         ]
         chosen = np.array(rows, np.intp)
-        return MatchTable(
+        return PodMatches(
             {pod: row for row, pod in enumerate(pods)},
             table.tiers,
-            table.blocks[chosen],
+            table.cached_blocks[chosen],
             table.blocks_by_tier[chosen],
             strides=table.strides[chosen] if len(table.strides) else table.strides,
         )

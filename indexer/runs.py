@@ -1,32 +1,43 @@
 """Runs of engine blocks that come with their tokens: from tokens to keys, from keys to the pod's cache.
 
-Stores of the lead group come in, blocks of the index go out. Engine blocks are as long as index blocks or a
-multiple of them here; shorter ones are in `part_runs`. Knows neither groups nor what waits for its parent.
+Stores of the lead group come in, blocks of the index go out. Knows neither groups nor what waits for its
+parent. Engine blocks are as long as index blocks, a multiple of them, or shorter. A shorter one ends an index
+block or lies in the beginning of one: such a head is known here, and adds its tokens to what follows it. An
+index block is known to the cache by its last part, and held while that one is: engines free the tail of a
+chain first (vLLM's queue of free blocks and SGLang's leaves). One that freed a head and kept the tail would
+have a block too many in the index until the tail goes, too.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import msgspec
+import numpy as np
 
+from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash
-from indexer.extras import RunExtras, read_extras
+from indexer.extras import RunExtras, pack, read_extras
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.keys import BlockHasher, Keys
+from indexer.keys import BlockHasher, Keys, token_words
+from indexer.tiers import Tiers
+
+HEADS_MAX = 131_072
+"""Most heads of index blocks that one pod may have; each takes about 1 KB."""
+_EXTRAS_BYTES_MAX = 4096
+_NO_KEYS = np.empty(0, np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What storing one run did.
 
     Attributes:
         keys: The index blocks that are held with it, parents first.
-        parent: The key in front of them; None where it is not known.
+        parent: The key in front of them; None where the run may begin within an index block.
         reused: Hashes that stood for other blocks before.
-        given_up: Old blocks that were given up to make room.
+        given_up: Heads that were given up to make room.
     """
 
     keys: Keys
@@ -49,16 +60,72 @@ class PlainRuns(msgspec.Struct, frozen=True):
     awaited: Collection[EngineHash]
 
 
-class Runs(Protocol):
-    """Blocks of one pod life's lead group. Tells and bounds as `FlatCache` does."""
+class _Head(msgspec.Struct):
+    """An engine block that ends within an index block.
+
+    Attributes:
+        parent_key: Key of the index block in front, or the prompt's root.
+        words: uint32 tokens of the index block up to the end of this part.
+        extras: What the index block depends on besides tokens, up to there.
+        copies: Physical copies by tier, none of them 0; empty: a child may still refer to it.
+    """
+
+    parent_key: int
+    words: bytes = b""
+    extras: bytes = b""
+    copies: dict[str, int] = {}
+
+    def is_of(self, other: _Head) -> bool:
+        """Whether both are the same tokens after the same prefix."""
+        return (self.parent_key, self.words, self.extras) == (other.parent_key, other.words, other.extras)
+
+
+class _Read(msgspec.Struct):
+    """A run's blocks: heads by their hashes, and the hashes that end index blocks, whose keys follow."""
+
+    parent: int | None
+    heads: dict[EngineHash, _Head]
+    hashes: Sequence[EngineHash]
+    keys: Keys
+
+
+class Runs:
+    """Blocks of one pod life's lead group, by the engine's hashes.
+
+    Args:
+        max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
+
+    Attributes:
+        block_tokens: Tokens of an engine block of the last run; None while there was none.
+    """
+
+    def __init__(
+        self, model: str, cache: FlatCache, hasher: BlockHasher, tiers: Tiers, *, max_heads: int
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._hasher = hasher
+        self._tiers = tiers
+        self._max_heads = min(max_heads, HEADS_MAX)
+        self._heads: OrderedDict[EngineHash, _Head] = OrderedDict()
+        self.block_tokens: int | None = None
+
+    @property
+    def are_short(self) -> bool:
+        """Whether the engine's blocks are shorter than the index's."""
+        return self.block_tokens is not None and self.block_tokens < self._hasher.block_tokens
 
     def fits(self, block_size: int) -> bool:
-        """Whether runs of engine blocks of this length, in tokens, can be stored."""
-        ...
+        """Whether runs of this block size can be stored; a life's first one tells what they are."""
+        if self.are_short:
+            return block_size == self.block_tokens
+        block_tokens = self._hasher.block_tokens
+        if block_size % block_tokens == 0:
+            return True
+        return self.block_tokens is None and block_tokens % block_size == 0
 
     def knows(self, engine_hash: EngineHash) -> bool:
-        """Whether this block's place in its prompt is known."""
-        ...
+        return engine_hash in self._heads or self._cache.tail_key(engine_hash) is not None
 
     def holds(self, run: BlockStored, tier: str) -> bool:
         """Whether a run that begins a prompt is held in this tier, all of it.
@@ -66,7 +133,12 @@ class Runs(Protocol):
         Raises:
             TokenError: Its tokens or its extras cannot be read.
         """
-        ...
+        read = self._read(run, starts_prompt=True)
+        for engine_hash, head in read.heads.items():
+            known = self._heads.get(engine_hash)
+            if known is None or tier not in known.copies or not known.is_of(head):
+                return False
+        return not read.hashes or self._cache.holds_all(read.hashes, read.keys, tier)
 
     def store(self, run: BlockStored, tier: str, *, starts_prompt: bool) -> Stored:
         """Counts one copy of each block of a run; its parent is known, unless it starts a prompt.
@@ -74,92 +146,108 @@ class Runs(Protocol):
         Raises:
             TokenError: Its tokens or its extras cannot be read.
         """
-        ...
+        read = self._read(run, starts_prompt=starts_prompt)
+        reused = sum(self._keep(engine_hash, head, tier) for engine_hash, head in read.heads.items())
+        if read.hashes:
+            if self._heads:
+                reused += sum(self._heads.pop(each, None) is not None for each in read.hashes)
+            reused += self._cache.store(read.hashes, read.keys, tier)
+        given_up = 0
+        while len(self._heads) > self._max_heads:
+            given_up += bool(self._heads.popitem(last=False)[1].copies)
+        return Stored(read.keys, read.parent, reused, given_up)
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """See `FlatCache.copy`."""
-        ...
+        """Counts one copy more of a block that was stored before; False if it is not known (any more)."""
+        if (head := self._heads.get(engine_hash)) is None:
+            return self._cache.copy(engine_hash, tier)
+        self._keep(engine_hash, head, tier)
+        return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """See `FlatCache.drop`."""
-        ...
+        """Counts one copy less of a block; None if none is held in this tier."""
+        if (head := self._heads.get(engine_hash)) is None:
+            return self._cache.drop(engine_hash, tier)
+        if tier not in head.copies:
+            return None
+        head.copies[tier] -= 1
+        if head.copies[tier]:
+            return Dropped.COPY
+        del head.copies[tier]
+        if not head.copies:
+            # It is the first to go when there is no more room.
+            self._heads.move_to_end(engine_hash, last=False)
+        return Dropped.LAST
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """See `FlatCache.tail_key`; None also for a block at whose end no index block ends."""
-        ...
+        """Key of the index block that ends with this block; None if none does, or it is not known."""
+        return None if engine_hash in self._heads else self._cache.tail_key(engine_hash)
 
     def clear(self) -> None:
         """Drops all, in the index too."""
-        ...
-
-
-class BlockRuns:
-    """`Runs` of engine blocks that are one or more index blocks long.
-
-    Args:
-        model: The base model's name.
-        cache: Where the blocks go.
-        hasher: Makes their keys.
-    """
-
-    def __init__(self, model: str, cache: FlatCache, hasher: BlockHasher) -> None:
-        self._model = model
-        self._cache = cache
-        self._hasher = hasher
-
-    def fits(self, block_size: int) -> bool:
-        """See `Runs.fits`."""
-        return block_size % self._hasher.block_tokens == 0
-
-    def knows(self, engine_hash: EngineHash) -> bool:
-        """See `Runs.knows`."""
-        return self._cache.tail_key(engine_hash) is not None
-
-    def holds(self, run: BlockStored, tier: str) -> bool:
-        """See `Runs.holds`."""
-        return self._cache.holds_all(run.block_hashes, self._chain(run, starts_prompt=True)[1], tier)
-
-    def store(self, run: BlockStored, tier: str, *, starts_prompt: bool) -> Stored:
-        """See `Runs.store`."""
-        parent, keys = self._chain(run, starts_prompt=starts_prompt)
-        return Stored(keys, parent, self._cache.store(run.block_hashes, keys, tier), 0)
-
-    def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """See `Runs.copy`."""
-        return self._cache.copy(engine_hash, tier)
-
-    def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """See `Runs.drop`."""
-        return self._cache.drop(engine_hash, tier)
-
-    def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """See `Runs.tail_key`."""
-        return self._cache.tail_key(engine_hash)
-
-    def clear(self) -> None:
-        """See `Runs.clear`."""
+        self._heads.clear()
         self._cache.clear()
 
-    def _chain(self, run: BlockStored, *, starts_prompt: bool) -> tuple[int, Keys]:
-        """The key in front of a run, and its keys."""
+    def _keep(self, engine_hash: EngineHash, head: _Head, tier: str) -> bool:
+        """Counts a copy of a head; tells whether its hash stood for another block before."""
+        known = self._heads.pop(engine_hash, None)
+        if known is None:
+            reused = self._cache.tail_key(engine_hash) is not None and self._forget_end(engine_hash)
+        else:
+            reused = not known.is_of(head)
+        kept = head if known is None or reused else known
+        kept.copies[tier] = kept.copies.get(tier, 0) + 1
+        self._heads[engine_hash] = kept
+        return reused
+
+    def _forget_end(self, engine_hash: EngineHash) -> bool:
+        """Drops all copies of the index block that ended with this hash; tells whether there were any."""
+        dropped = False
+        for tier in self._tiers.names:
+            while self._cache.drop(engine_hash, tier) is not None:
+                dropped = True
+        return dropped
+
+    def _read(self, run: BlockStored, *, starts_prompt: bool) -> _Read:
         extras = read_extras(run, starts_prompt=starts_prompt)
         if starts_prompt:
-            parent = prompt_root(self._hasher, self._model, run, extras)
+            before = _Head(self._hasher.root(self._model, run.lora_name or None, extras.cache_salt))
         else:
-            parent = self._parent_key(run.parent_block_hash)
+            before = self._parent(run.parent_block_hash)
         block_tokens = self._hasher.block_tokens
+        if run.block_size < block_tokens:
+            return self._read_short(run, extras, before)
         blocks: Sequence[bytes] = ()
         if extras.entries:
             blocks = extras.of_index_blocks(run.block_size // block_tokens, block_tokens)
-        return parent, self._hasher.chain(parent, run.token_ids, blocks)
+        keys = self._hasher.chain(before.parent_key, run.token_ids, blocks)
+        return _Read(before.parent_key, {}, run.block_hashes, keys)
 
-    def _parent_key(self, parent_hash: EngineHash | None) -> int:
-        key = None if parent_hash is None else self._cache.tail_key(parent_hash)
-        if key is None:
-            raise ValueError(f"parent {parent_hash!r} is not known")
-        return key
+    def _parent(self, parent_hash: EngineHash | None) -> _Head:
+        """What a run's first block goes on from."""
+        if parent_hash is not None:
+            if (head := self._heads.get(parent_hash)) is not None:
+                return head
+            if (key := self._cache.tail_key(parent_hash)) is not None:
+                return _Head(key)
+        raise ValueError(f"parent {parent_hash!r} is not known")
 
-
-def prompt_root(hasher: BlockHasher, model: str, run: BlockStored, extras: RunExtras) -> int:
-    """The key in front of a run that starts a prompt."""
-    return hasher.root(model, run.lora_name or None, extras.cache_salt)
+    def _read_short(self, run: BlockStored, extras: RunExtras, before: _Head) -> _Read:
+        size, block_tokens = run.block_size, self._hasher.block_tokens
+        tokens = token_words(run.token_ids)
+        heads: dict[EngineHash, _Head] = {}
+        ends: dict[EngineHash, int] = {}
+        for number, engine_hash in enumerate(run.block_hashes):
+            entry: Sequence[Any] = extras.entries[number] if extras.entries else ()
+            words = before.words + tokens[number * size : (number + 1) * size].tobytes()
+            packed = before.extras + pack(entry, len(before.words) // tokens.itemsize, block_tokens)
+            if len(packed) > _EXTRAS_BYTES_MAX:
+                raise TokenError(f"the extra keys of a block take more than {_EXTRAS_BYTES_MAX} bytes")
+            if len(words) >= block_tokens * tokens.itemsize:
+                key = self._hasher.chain(before.parent_key, np.frombuffer(words, np.uint32), [packed])[0]
+                ends[engine_hash] = int(key)
+                before = _Head(int(key))
+            else:
+                before = heads[engine_hash] = _Head(before.parent_key, words, packed)
+        keys = np.array(list(ends.values()), np.uint64) if ends else _NO_KEYS
+        return _Read(None, heads, list(ends), keys)

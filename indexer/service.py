@@ -15,9 +15,9 @@ from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import TokenError
 from indexer.explain import Prefix, PrefixEnd
+from indexer.index import PodMatch
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
-from indexer.pod_match import PodMatch
 from indexer.stream import StreamState
 from tokenization import PromptError, PromptTokenizer
 

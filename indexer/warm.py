@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
+from indexer.flat_applier import PodStates
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import GroupRule, usable_blocks
 from indexer.keys import BlockHasher
-from indexer.pod_state import PodStates
 from indexer.tiers import SPECULATIVE_TIER, Tiers
 
 _PODS = tuple(f"warm-{number}" for number in range(6))

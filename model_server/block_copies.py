@@ -1,7 +1,6 @@
-"""Copies whole KV blocks: within the device's pool, and between it and host memory.
+"""Copies whole KV blocks between the device's pool and host memory: at once on a CPU, behind streams on CUDA.
 
-In: block numbers and slots. Out: the bytes moved, at once on a CPU, behind streams on CUDA. Knows neither
-contents nor requests; whoever asks keeps blocks and slots alive until a copy is done.
+Whoever asks keeps blocks and slots alive until a copy is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +14,15 @@ from torch import Tensor
 class Transfer(Protocol):
     """A copy under way."""
 
-    def done(self) -> bool:
-        """Tell whether it is complete."""
+    def done(self) -> bool: ...
 
-    def wait(self) -> None:
-        """Block until it is."""
+    def wait(self) -> None: ...
 
 
 class BlockCopies(Protocol):
-    """Moves blocks; each call takes effect in the order of the calls and of the model's steps.
+    """Moves blocks; each call takes effect in the order of the calls and of the model's steps."""
 
-    Attributes:
-        block_bytes: Bytes of one block.
-    """
-
-    block_bytes: int
+    block_bytes: int  # of one block
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""
@@ -45,7 +38,6 @@ class Done:
     """A copy that was complete when its call returned."""
 
     def done(self) -> bool:
-        """Tell whether it is complete."""
         return True
 
     def wait(self) -> None:
@@ -53,12 +45,7 @@ class Done:
 
 
 class CpuCopies:
-    """Plain copies. A block is one piece of host memory, moved in one call over all planes.
-
-    Args:
-        tensors: What the pool keeps, [planes, num_blocks, ...] each.
-        host_blocks: Slots of host memory.
-    """
+    """Plain copies. A block is one piece of host memory, moved in one call over all planes."""
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
         self._device = [_bytes_by_block(tensor).numpy() for tensor in tensors]
@@ -66,13 +53,11 @@ class CpuCopies:
         self.block_bytes = bytes_of_block(tensors)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Copy device blocks into host slots."""
         for device, host in zip(self._device, self._host, strict=True):
             _copy_runs(device, blocks, host, slots)
         return Done()
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host slots into device blocks."""
         for device, host in zip(self._device, self._host, strict=True):
             _copy_runs(host, slots, device, blocks)
         return Done()
@@ -87,10 +72,6 @@ class CudaCopies:
     A store's gathering reads blocks that the next step may overwrite: that step waits for it, on the device.
     The way to the host is then nobody's concern but the slot's. All stores are on one stream and all
     restores on another, so that each kind keeps its order.
-
-    Args:
-        tensors: What the pool keeps, [planes, num_blocks, ...] each, on one device.
-        host_blocks: Slots of host memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
@@ -103,7 +84,6 @@ class CudaCopies:
         self._restores = torch.cuda.Stream(self._on)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Gather device blocks, then copy them into host slots."""
         compute = torch.cuda.current_stream(self._on)
         self._stores.wait_stream(compute)
         with torch.cuda.stream(self._stores):
@@ -119,7 +99,6 @@ class CudaCopies:
         return _CudaTransfer(done, staged)
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host slots to the device, then scatter them into blocks."""
         self._restores.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._restores):
             rows = torch.tensor(blocks, device=self._on)
@@ -133,7 +112,6 @@ class CudaCopies:
         return _CudaTransfer(done, staged)
 
     def fence(self) -> None:
-        """Let what is computed next wait, on the device, for the restores."""
         torch.cuda.current_stream(self._on).wait_stream(self._restores)
 
 
@@ -152,12 +130,7 @@ class _CudaTransfer:
 
 
 def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
-    """Make what copies the blocks of a pool.
-
-    Args:
-        tensors: What the pool keeps, [planes, num_blocks, ...] each.
-        host_blocks: Slots of host memory to take.
-    """
+    """Make what copies a pool's blocks, [planes, num_blocks, ...] each, to so many slots of host memory."""
     if tensors[0].device.type == "cuda":
         return CudaCopies(tensors, host_blocks)
     return CpuCopies(tensors, host_blocks)

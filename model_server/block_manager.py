@@ -1,18 +1,12 @@
-"""Which blocks a request holds: prefix lookup, growth, registration of full blocks, release.
-
-In: a live request and a number of tokens. Out: its block tables changed, or the answer that the pool
-cannot do it. Knows both tiers, not the scheduler.
-"""
+"""Which blocks a request holds: prefix lookup, growth, registration of full blocks, release."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model_server.block_content import BlockContent, ContentKey, runs
-from model_server.blocks import BlockPool
-from model_server.free_queue import Block
-from model_server.host_tier import HostBlock, HostTier
+from model_server.blocks import Block, BlockPool
+from model_server.events import BlockContent, ContentKey, runs
 from model_server.live_request import BlockTable, LiveRequest
-from model_server.offload import Offload
+from model_server.offload import HostBlock, HostTier, Offload
 from model_server.prefix import blocks_behind, blocks_bound, full_prefix, resumable_prefix
 from model_server.shapes import KvGroupSpec
 
@@ -31,12 +25,7 @@ class BlockManager:
     """The only one that moves blocks between the pool and requests.
 
     Args:
-        pool: The device's blocks.
-        offload: The way to the host tier.
-        groups: KV cache groups of the model.
-        block_tokens: Tokens in one block.
         chunk_tokens: Most tokens of one request in a step.
-        enable_prefix_caching: Whether requests find each other's blocks.
         swap: Whether a preempted request's full blocks are held in the host tier, where there is room.
     """
 
@@ -71,15 +60,7 @@ class BlockManager:
         return blocks_bound(self._needs, num_tokens, self._chunk_tokens, self.block_tokens)
 
     def expect(self, live: LiveRequest, most: int) -> int:
-        """Look up how much of a waiting request is cached, from where the last look ended.
-
-        Args:
-            live: The request.
-            most: Blocks to look up at most; a later call goes on from there.
-
-        Returns:
-            How many were looked up.
-        """
+        """Look how much of a waiting request is cached; returns the blocks looked up, `most` at most."""
         if not self._caching:
             return 0
         lead = self._needs.index(None) if self._selective else 0
@@ -124,13 +105,7 @@ class BlockManager:
         return Prefix(length, entries, full)
 
     def can_hold(self, live: LiveRequest, prefix: Prefix, reserved: int) -> bool:
-        """Tell whether all known tokens of a waiting request fit, `prefix` being shared.
-
-        Args:
-            live: The request.
-            prefix: As it was found.
-            reserved: Free blocks that others will need.
-        """
+        """Tell whether a waiting request fits, `prefix` shared, beside `reserved` blocks for others."""
         found = [entry for entries in prefix.entries for entry in entries if isinstance(entry, Block)]
         revived = sum(block.ref_count == 0 for block in found)
         wanted = self.blocks_bound(live.num_tokens) - len(found) + revived

@@ -1,14 +1,30 @@
-"""The pool of KV blocks: who holds which, which are free, and which can be found by their content.
+"""The pool of KV blocks, as numbers: who holds which, which are free, which can be found by their content."""
 
-In: how many blocks are wanted, given back or became full. Out: blocks, and the cache events that follow
-from it, in order. Knows neither tensors nor requests; a block here is a number with bookkeeping.
-"""
-
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from model_server.block_content import Announcer, BlockContent, ContentKey
-from model_server.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEvent
-from model_server.free_queue import Block, FreeQueue
+from model_server.events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    Announcer,
+    BlockContent,
+    BlockStored,
+    ContentKey,
+    KVEvent,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One physical KV block."""
+
+    block_id: int  # row of the KV tensors
+    ref_count: int = 0  # requests that hold it; 0 means that it is free
+    content: BlockContent | None = None  # what it holds once it is full and can be found, else None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
 
 
 class BlockPool:
@@ -16,10 +32,6 @@ class BlockPool:
 
     Several blocks may hold one content: two requests that compute the same at the same time keep one copy
     each, and each copy is announced and removed for itself, so listeners must count.
-
-    Args:
-        num_blocks: Blocks in the pool.
-        announcer: Writes its events.
     """
 
     def __init__(self, num_blocks: int, announcer: Announcer) -> None:
@@ -27,8 +39,9 @@ class BlockPool:
         self.on_evict: Callable[[Block], object] | None = None
         self._announcer = announcer
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]  # all blocks, by their number
-        # Those that nobody holds, in the order of their reuse; many of them can still be found.
-        self.free = FreeQueue(self.blocks)
+        # Those that nobody holds, by number, in the order of their reuse; many can still be found, and a
+        # cache hit takes one out of the middle.
+        self.free = OrderedDict((block.block_id, block) for block in self.blocks)
         self._cached: dict[ContentKey, dict[int, Block]] = {}
         self._events: list[KVEvent] = []
         # Since the last take_events: content that may not be computed yet, and what announced it.
@@ -37,7 +50,6 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, free or not."""
         return len(self.blocks)
 
     @property
@@ -46,20 +58,19 @@ class BlockPool:
         return len(self.free)
 
     def find(self, key: ContentKey) -> Block | None:
-        """Return a block with this content, if there is one."""
         copies = self._cached.get(key)
         return next(iter(copies.values())) if copies else None
 
     def touch(self, block: Block) -> None:
         """Hold a block that was found, free or held by others already."""
         if block.ref_count == 0:
-            self.free.remove(block)
+            del self.free[block.block_id]
         block.ref_count += 1
 
     def allocate(self, count: int) -> list[Block]:
         """Take the blocks that have been free for longest; what they held can no longer be found."""
         assert count <= len(self.free), f"{count} blocks wanted, {len(self.free)} free"
-        taken = [self.free.pop() for _ in range(count)]
+        taken = [self.free.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
             self._evict(block)
             block.ref_count = 1
@@ -75,10 +86,9 @@ class BlockPool:
             assert block.ref_count > 0, f"{block} is free already"
             block.ref_count -= 1
             if block.ref_count == 0:
+                self.free[block.block_id] = block
                 if block.content is None:
-                    self.free.prepend(block)
-                else:
-                    self.free.append(block)
+                    self.free.move_to_end(block.block_id, last=False)
 
     def register(
         self,
@@ -92,10 +102,7 @@ class BlockPool:
         """Make full blocks of one request and group findable and announce them.
 
         Args:
-            blocks: In chain order.
-            contents: One per block.
-            parent: As `Announcer.stored` takes it.
-            token_ids: As `Announcer.stored` takes them.
+            parent: As `Announcer.stored` takes it, and `token_ids`.
             computed: The content is there; else it comes with this step, and not if the step fails.
         """
         for block, content in zip(blocks, contents, strict=True):

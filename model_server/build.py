@@ -1,27 +1,29 @@
-"""Makes an engine: loads the model, takes memory for its KV, puts the parts together.
+"""Makes an engine: loads the model, takes memory for its KV, and logs what that memory holds."""
 
-In: the settings. Out: an engine that does not run yet.
-"""
-
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
+
+import torch
 
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import ConfigError
 from model_server.events import EventSink
 from model_server.executor import Executor
-from model_server.lora_registry import LoraRegistry
+from model_server.lora import LoraRegistry
+from model_server.plan.deployment import Deployment
+from model_server.plan.plan import Budget, Pool
+from model_server.plan.presets import find_model
+from model_server.plan.text import pool_line
 from model_server.prefix import blocks_behind, blocks_bound
-from model_server.shapes import KvGroupSpec
+from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     """Load the model and make an engine for it, not yet started.
-
-    Args:
-        config: Which model, and how much of everything.
-        sink: Where the cache events of each step go.
 
     Raises:
         ModelError: The checkpoint cannot be loaded.
@@ -56,3 +58,36 @@ def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[Kv
             f"max_model_len is {config.max_model_len}, but the model was made for {max_positions} positions"
         )
     return config.max_model_len
+
+
+def log_pool(engine: Engine, config: EngineConfig) -> None:
+    """Log how much the pool holds."""
+    device = torch.device(config.device)
+    blocks = engine.stats().total_blocks
+    tokens, longest = blocks * engine.block_tokens, engine.max_model_len
+    logger.info(
+        "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        "CPU" if device.type == "cpu" else "GPU",
+        f"{tokens:,}",
+        f"{longest:,}",
+        tokens / longest,
+    )
+    deployment = served(config)
+    logger.info("KV pool: %s", pool_line(deployment, blocks, longest))
+    if device.type == "cuda":
+        budget = Budget(torch.cuda.get_device_properties(device).total_memory)
+        planned = pool_line(deployment, Pool(deployment, budget).blocks, longest)
+        logger.info("kvroute plan, %g of this device's memory: %s", budget.utilization, planned)
+
+
+def served(config: EngineConfig) -> Deployment:
+    """Return the deployment that an engine's settings describe; a ModelError where there is no such model."""
+    model = find_model(config.model)
+    return Deployment(
+        decoder_shape(model),
+        weight_bytes=DTYPE_BYTES[computed_dtype(model, config.dtype)],
+        fp8_kv=config.kv_cache_dtype == "fp8",
+        tensor_parallel=config.tensor_parallel_size,
+        block_tokens=config.block_tokens,
+        chunk_tokens=config.max_num_batched_tokens,
+    )

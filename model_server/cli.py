@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from model_server.admin_token import ADMIN_TOKEN_VARIABLE, admin_token
 from model_server.config import TINY_MODEL, EngineConfig, KVEventsConfig, ServeOptions
 from model_server.errors import ConfigError, ModelServerError
 from model_server.flags import OneLineParser, add_flags, given, positive
@@ -27,6 +26,8 @@ _DEMO = "demo-offload"
 _EXTRA = frozenset(
     {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools", "llguidance"}
 )
+ADMIN_TOKEN_VARIABLE = "KVROUTE_ADMIN_TOKEN"
+_ADMIN_TOKEN_CHARS_MAX = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,3 +153,25 @@ def _events_config(args: argparse.Namespace) -> KVEventsConfig | None:
 
 def _default_name(model: str) -> str:
     return model if model == TINY_MODEL else Path(model).resolve().name
+
+
+def admin_token(args: argparse.Namespace) -> str | None:
+    """Return the administration port's secret, if there is one; a ConfigError where it cannot be used."""
+    if args.admin_port and args.admin_port == args.port:
+        raise ConfigError(f"--admin-port {args.admin_port}: is the serving port; choose another one")
+    path: Path | None = args.admin_token_file
+    if path is not None and args.admin_port is None:
+        raise ConfigError("--admin-token-file: needs --admin-port")
+    source = f"${ADMIN_TOKEN_VARIABLE}" if path is None else f"--admin-token-file {path}"
+    try:
+        text = os.environ.get(ADMIN_TOKEN_VARIABLE, "") if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    token = text.strip()
+    if not token and path is None:
+        return None
+    if not (token.isascii() and token.isprintable() and 0 < len(token) <= _ADMIN_TOKEN_CHARS_MAX):
+        raise ConfigError(
+            f"{source}: must hold one line of 1 to {_ADMIN_TOKEN_CHARS_MAX} printable ASCII characters"
+        )
+    return token

@@ -4,19 +4,15 @@ The names and defaults follow vLLM's flags where it has the same thing. Nothing 
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from model_server.errors import ConfigError
-from model_server.flags import Flag, positive, tcp_port
+from model_server.flags import Flag, check, positive, tcp_port
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDType = Literal["auto", "fp8"]
 SchedulingPolicy = Literal["fcfs", "priority", "aged"]
 PreemptionMode = Literal["recompute", "swap"]
-DTYPES: tuple[DType, ...] = get_args(DType)
-KV_CACHE_DTYPES: tuple[KvCacheDType, ...] = get_args(KvCacheDType)
-SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
-PREEMPTION_MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
 TINY_MODEL = "kvroute-tiny"
 
 _MAX_BODY_BYTES = 16 << 20
@@ -39,29 +35,31 @@ class EngineConfig:
         Flag(
             "processes that compute the model together, on CUDA each on a GPU of its own, from --device on",
             ("--tensor-parallel-size", "-tp"),
+            least=1,
         ),
     ] = 1
-    max_loras: Annotated[int, Flag("most LoRA adapters loaded at once; 0 for none")] = 4
-    block_tokens: Annotated[int, Flag("tokens per KV block", ("--block-size",))] = 16
+    max_loras: Annotated[int, Flag("most LoRA adapters loaded at once; 0 for none", least=0)] = 4
+    block_tokens: Annotated[int, Flag("tokens per KV block", ("--block-size",), least=1)] = 16
     gpu_blocks: Annotated[
         int,
         Flag(
             "KV blocks in the pool, on the device, also where that is a CPU",
             ("--num-gpu-blocks", "--gpu-blocks", "--num-gpu-blocks-override"),
+            least=1,
         ),
     ] = 1024
-    cpu_blocks: Annotated[int, Flag("KV blocks in the host tier; 0 for none")] = 0
+    cpu_blocks: Annotated[int, Flag("KV blocks in the host tier; 0 for none", least=0)] = 0
     cpu_gib: Annotated[float | None, Flag("the same as GiB of host memory")] = None
     max_model_len: Annotated[
-        int | None, Flag("most tokens of prompt and answer together", default_text="the model's own")
+        int | None, Flag("most tokens of prompt and answer together", default_text="the model's own", least=1)
     ] = None
     enable_prefix_caching: Annotated[
         bool, Flag("reuse blocks between requests, and announce them", default_text="they are")
     ] = True
-    max_num_seqs: Annotated[int, Flag("most requests running at once")] = 64
-    max_num_batched_tokens: Annotated[int, Flag("token budget of one step")] = 2048
+    max_num_seqs: Annotated[int, Flag("most requests running at once", least=1)] = 64
+    max_num_batched_tokens: Annotated[int, Flag("token budget of one step", least=1)] = 2048
     max_waiting: Annotated[
-        int, Flag("most requests waiting; one more is refused", ("--max-num-queued-reqs",))
+        int, Flag("most requests waiting; one more is refused", ("--max-num-queued-reqs",), least=1)
     ] = 1024
     scheduling_policy: Annotated[
         SchedulingPolicy,
@@ -78,41 +76,14 @@ class EngineConfig:
         ),
     ] = "recompute"
     torch_threads: Annotated[
-        int | None, Flag("threads of one CPU operation", default_text="torch's choice")
+        int | None, Flag("threads of one CPU operation", default_text="torch's choice", least=1)
     ] = None
     seed: Annotated[int, Flag("seeds requests that bring no seed")] = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        for name, known in (
-            ("dtype", DTYPES),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("scheduling_policy", SCHEDULING_POLICIES),
-            ("preemption_mode", PREEMPTION_MODES),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        """Refuse what cannot work by a ConfigError."""
+        check(self)
         self._check_tiers()
-        if self.max_loras < 0:
-            raise ConfigError(f"max_loras is {self.max_loras}; it must be at least 0")
-        for name in (
-            "tensor_parallel_size",
-            "block_tokens",
-            "gpu_blocks",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_waiting",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_model_len", "torch_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; give at least 1, or leave it out")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
@@ -120,8 +91,6 @@ class EngineConfig:
             )
 
     def _check_tiers(self) -> None:
-        if self.cpu_blocks < 0:
-            raise ConfigError(f"cpu_blocks is {self.cpu_blocks}; it must be at least 0")
         if self.cpu_gib is not None and not 0 <= self.cpu_gib < float("inf"):
             raise ConfigError(f"cpu_gib is {self.cpu_gib}; it must be at least 0")
         if self.cpu_blocks and self.cpu_gib is not None:
@@ -139,14 +108,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig.
-
-    Attributes:
-        buffer_steps: Batches kept for replay.
-        hwm: Batches that wait for one slow subscriber before its newest are dropped.
-        max_queue_size: Batches that wait for the publisher's thread before the oldest are dropped.
-        always_bind: Not vLLM's, but without it nothing can be published on a loopback address alone.
-    """
+    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig."""
 
     endpoint: Annotated[
         str,
@@ -164,22 +126,19 @@ class KVEventsConfig:
             metavar="ENDPOINT",
         ),
     ] = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: int = 10_000  # batches kept for replay
+    hwm: int = 100_000  # batches that wait for one slow subscriber before its newest are dropped
+    max_queue_size: int = 100_000  # batches that wait for the thread that sends before the oldest are dropped
     topic: Annotated[
         str, Flag("first frame", ("--kv-events-topic",), default_text="kv@HOST:PORT@MODEL", metavar="TOPIC")
     ] = ""
+    # Not vLLM's, but without it nothing can be published on a loopback address alone.
     always_bind: Annotated[
         bool, Flag("bind --kv-events-endpoint whatever it is, a loopback address too", ("--kv-events-bind",))
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            ConfigError: A cap is below 1.
-        """
+        """Refuse what cannot work by a ConfigError."""
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
@@ -193,15 +152,9 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How to run one model server.
+    """How to run one model server."""
 
-    Attributes:
-        engine: The engine's settings.
-        events: Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
-        admin_token: What must be sent to the administration port; None lets everybody in who reaches it.
-    """
-
-    engine: EngineConfig
+    engine: EngineConfig  # the engine's settings
     host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on; 0 lets the system choose", read=tcp_port)] = 8000
     served_names: Annotated[
@@ -213,6 +166,7 @@ class ServeOptions:
             metavar="NAME",
         ),
     ] = ()
+    # Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
     events: KVEventsConfig | None = None
     max_body_bytes: Annotated[int, Flag("refuse larger HTTP bodies", read=positive)] = _MAX_BODY_BYTES
     api_key: Annotated[str | None, Flag("refuse API requests without it", metavar="KEY")] = field(
@@ -228,6 +182,7 @@ class ServeOptions:
             metavar="PORT",
         ),
     ] = None
+    # What must be sent to the administration port; None lets everybody in who reaches it.
     admin_token: str | None = field(default=None, repr=False)
     runtime_loras: Annotated[
         bool,

@@ -1,7 +1,6 @@
 """`kvroute model-server demo-offload`: one prompt three times, computed, from the device and from the host.
 
-In: the engine's settings. Out: a line for each way with its time to first token. The prompt is pushed out of
-the device's pool by others, as traffic would do it.
+The prompt is pushed out of the device's pool by others, as traffic would do it.
 """
 
 import random
@@ -18,18 +17,7 @@ _ROUNDS = 3
 
 
 def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
-    """Measure the three ways.
-
-    Args:
-        config: The engine's settings; see `fitting` for the least sizes of its pool and host tier.
-        prompt_tokens: Length of the prompt.
-
-    Returns:
-        Lines to print: time to first token, cached tokens, and blocks and bytes moved.
-
-    Raises:
-        ModelServerError: The model cannot be loaded, or the prompt is too long for it.
-    """
+    """Measure the three ways; a ModelServerError where the model cannot load or the prompt is too long."""
     engine = build_engine(config, NullSink())
     # The prompt's blocks are the oldest: as many new ones as the pool has take them all.
     others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
@@ -57,8 +45,6 @@ def fitting(
     """Return the blocks of the pool and of the host tier: those given, else as many as the prompt needs.
 
     Args:
-        prompt_tokens: Length of the prompt.
-        block_tokens: Tokens of a block.
         gpu_blocks: The pool's; None: just the prompt's, so that one other prompt pushes it out.
         cpu_blocks: The host tier's; None: four times the pool's, which keeps the prompt beside the others.
     """

@@ -14,18 +14,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from model_server.admission import check_request
 from model_server.config import EngineConfig
-from model_server.engine_stats import EngineStats
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
 from model_server.executor import Executor
 from model_server.kv_cache import KvCache
 from model_server.live_request import LiveRequest
-from model_server.lora_registry import LoraRegistry
-from model_server.prefill_order import PrefillRate
-from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
-from model_server.scheduler import Chunk, Scheduler
+from model_server.lora import LoraRegistry
+from model_server.requests import (
+    ChosenToken,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    TokenOutput,
+    check_request,
+)
+from model_server.scheduler import Chunk, PrefillRate, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +96,6 @@ class Engine:
         """Queue a request.
 
         Args:
-            request: What to generate.
             sink: Called on the engine's thread with each output; must not block. If it raises, the request
                 is aborted.
 
@@ -134,11 +137,7 @@ class Engine:
                 self._post(lambda: self._finish(live, "abort"))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks and announce it at once.
-
-        Returns:
-            False, with nothing done, while requests hold blocks.
-        """
+        """Forget all cached blocks and announce it; False, with nothing done, while requests hold blocks."""
         return self._ask(self._reset_pool)
 
     def sleep(self) -> bool:
@@ -156,7 +155,6 @@ class Engine:
         return self._ask(self._wake_up)
 
     def stats(self) -> EngineStats:
-        """Return the counters; callable from any thread."""
         scheduler, running = self.scheduler, len(self.scheduler.running)
         return EngineStats(
             running=running,
@@ -242,7 +240,6 @@ class Engine:
 
         Args:
             computed: Those that were scheduled; none if scheduling failed, which may have been for any.
-            error: What went wrong.
         """
         scheduler = self.scheduler
         # Some end in any case, so that an error that always comes again does not come for ever.
@@ -268,8 +265,7 @@ class Engine:
     def between_steps(self, action: Callable[[], T]) -> T:
         """Have the stepping thread do something between two steps, all events of the first published.
 
-        Raises:
-            EngineClosedError: The engine closes.
+        An EngineClosedError where the engine closes.
         """
         answer: Future[T] = Future()
 

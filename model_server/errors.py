@@ -1,16 +1,4 @@
-"""Errors of the model server: one tree, each message says what was wrong, where, and what to do.
-
-ModelServerError
-|-- ConfigError             a setting that cannot be used
-|-- CapacityError           a plan for more than the GPUs' memory holds
-|-- ModelError              a checkpoint that cannot be loaded
-|-- AdapterError            a LoRA adapter that cannot be loaded or unloaded
-|-- StartError              a server that cannot start
-|-- WorkerError             a process that computes a part of the model is lost
-`-- RequestError            a request that the engine did not take
-    |-- QueueFullError      ... because the waiting queue is full (the only one worth a retry)
-    `-- EngineClosedError   ... because the engine is closed or its loop has died
-"""
+"""Errors of the model server: one tree, each message says what was wrong, where, and what to do."""
 
 
 class ModelServerError(Exception):

@@ -1,15 +1,15 @@
 """All ranks of a model, seen from rank 0: what one does, all do.
 
-In: the scheduler's chunks, block moves, adapters. Out: tokens, and transfers. Each order is a method of
-`ModelRunner` with its arguments, called here and, sent as they are, on the other ranks. Whatever goes wrong
-in one that others take part in is final: ranks that have lost step would wait for each other, or worse,
-compute on different things.
+Each order is a method of `ModelRunner` with its arguments, called here and, sent as they are, on the other
+ranks. Whatever goes wrong in one that others take part in is final: ranks that have lost step would wait for
+each other, or worse, compute on different things.
 """
 
 import itertools
 import logging
 import tempfile
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,40 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model_server.block_copies import Done, Transfer
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, WorkerError
+from model_server.live_request import LiveRequest
 from model_server.lora import LoraRequest
-from model_server.model_runner import load_runner
-from model_server.parallel.messages import Start
+from model_server.model_runner import SpanNumbers, load_runner
 from model_server.parallel.ranks import Ranks
-from model_server.parallel.workers import Workers
+from model_server.parallel.workers import Start, Workers
 from model_server.requests import ChosenToken
+from model_server.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
 from model_server.scheduler import Chunk
 from model_server.shapes import Division
-from model_server.step import choose_tokens, step_numbers
 
 
 class Executor:
-    """A model on one rank or several; moves blocks as `BlockCopies` tells.
-
-    Args:
-        config: Which model, how much of everything, and how many ranks.
-
-    Attributes:
-        runner: Rank 0's part.
-        vocab_size: Token ids are below this.
-        eos_token_ids: Tokens that end a text.
-        max_positions: Longest text that the model was made for, in tokens.
-        kv_groups: Layers that share a block table.
-        block_bytes: Bytes of one KV block, on all ranks together.
-
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the machine.
-        WorkerError: A process that should compute a part of the model does not start.
-    """
+    """A model on one rank or several, loaded when made; moves blocks as `BlockCopies` tells."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._size = size = config.tensor_parallel_size
@@ -66,23 +50,20 @@ class Executor:
             undo.callback(self._workers.close)
             level = logging.getLogger().getEffectiveLevel()
             self._workers.start([Start(config, Division(rank, size), level) for rank in range(1, size)])
-            self.runner = load_runner(config, ranks)
+            self.runner = load_runner(config, ranks)  # rank 0's part
             self._workers.confirm()
             if size > 1:
                 self._ask("join", str(Path(directory) / "ranks"))
             self._cleanup = undo.pop_all()
-        self.vocab_size = self.runner.model.shape.vocab_size
-        self.eos_token_ids = self.runner.eos_token_ids
-        self.max_positions = self.runner.max_positions
-        self.kv_groups = self.runner.kv_groups
-        self.block_bytes = self.runner.block_bytes * size
+        self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
+        self.eos_token_ids = self.runner.eos_token_ids  # tokens that end a text
+        self.max_positions = self.runner.max_positions  # longest text that the model was made for, in tokens
+        self.kv_groups = self.runner.kv_groups  # layers that share a block table
+        self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, on all ranks together
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
         """Compute a step.
-
-        Args:
-            chunks: At most one per request; their blocks are allocated.
 
         Returns:
             The next token by request id, for each chunk that samples.
@@ -102,15 +83,12 @@ class Executor:
         return {live.request_id: token for live, token in zip(sampling, tokens, strict=True)}
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Copy device blocks into host slots."""
         return self._transfer("store", blocks, slots)
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host slots into device blocks."""
         return self._transfer("restore", slots, blocks)
 
     def fence(self) -> None:
-        """Let nothing computed next overtake a restore that is under way."""
         self._tell("fence")
 
     def settle(self, number: int) -> None:
@@ -130,11 +108,7 @@ class Executor:
         self._ask("allocate_kv")
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
-        """Load an adapter on all ranks, which keep it as long as anybody has what this returns.
-
-        Raises:
-            AdapterError: It does not fit the model, or changes while it is read.
-        """
+        """Load an adapter on all ranks, which keep it while anybody has the result, or raise AdapterError."""
         try:
             first, *others = self._ask("load_adapter", str(directory), lora_id)
             if any(content_hash != first for content_hash in others):
@@ -165,15 +139,7 @@ class Executor:
             raise
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
-        """Have all ranks do the same and wait until they have.
-
-        Returns:
-            What comes out of it, by rank.
-
-        Raises:
-            ModelServerError: The first failure elsewhere, as this process's own.
-            Exception: Whatever goes wrong here, once the others have answered.
-        """
+        """Have all ranks do the same; returns what came of it, by rank, or raises what went wrong."""
         return self._workers.ask(method, args, lambda: getattr(self.runner, method)(*args))
 
     def _transfer(self, method: str, *args: Sequence[int]) -> Transfer:
@@ -193,13 +159,11 @@ class SharedTransfer:
         self._settled = False
 
     def done(self) -> bool:
-        """Tell whether it is complete."""
         if not self._settled and self._own.done():
             self._settle()
         return self._settled
 
     def wait(self) -> None:
-        """Block until it is."""
         self._own.wait()
         if not self._settled:
             self._settle()
@@ -207,3 +171,51 @@ class SharedTransfer:
     def _settle(self) -> None:
         self._settled = True
         self._executor.settle(self._number)
+
+
+def step_numbers(
+    chunks: Sequence[Chunk],
+) -> tuple["array[int]", "array[int]", list[SpanNumbers], list[int]]:
+    """Put chunks, at most one per request, into one batch: the first arguments of `ModelRunner.execute`."""
+    token_ids, rows = array("i"), array("i")
+    for chunk in chunks:
+        token_ids.extend(chunk.live.token_ids[chunk.start : chunk.stop])
+        if chunk.samples:
+            rows.append(len(token_ids) - 1)
+    spans = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
+    lora_ids = [0 if chunk.live.adapter is None else chunk.live.adapter.lora_id for chunk in chunks]
+    return token_ids, rows, spans, lora_ids if any(lora_ids) else []
+
+
+def choose_tokens(
+    logits: Tensor, requests: Sequence[LiveRequest], eos_token_ids: frozenset[int]
+) -> list[ChosenToken]:
+    """Choose each request's next token.
+
+    Args:
+        logits: float32 [requests, vocab_size]; changed in place.
+        requests: One per row of logits.
+    """
+    if all(live.takes_best for live in requests):
+        return list(map(ChosenToken, best(logits)))
+    counts = [live.request.sampling.logprobs for live in requests]
+    logprobs = log_probabilities(logits, counts)
+    tokens = sample(logits, [_sampling_row(live, eos_token_ids) for live in requests])
+    for live, token in zip(requests, tokens, strict=True):
+        if live.request.constraint is not None:
+            live.request.constraint.accept(token)
+    told = read_logprobs(logprobs, counts, tokens)
+    return [ChosenToken(token, entry) for token, entry in zip(tokens, told, strict=True)]
+
+
+def _sampling_row(live: LiveRequest, eos_token_ids: frozenset[int]) -> SamplingRow:
+    params, constraint = live.request.sampling, live.request.constraint
+    is_early = live.num_generated < params.min_tokens
+    return SamplingRow(
+        params,
+        live.sampling_seed,
+        live.num_generated,
+        params.stop_token_ids | eos_token_ids if is_early else frozenset(),
+        live.token_ids,
+        None if constraint is None else constraint.allowed_bits(),
+    )

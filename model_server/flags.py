@@ -1,14 +1,12 @@
-"""Command line flags made from a dataclass: a setting is declared once, with its default and its help.
-
-In: dataclasses of whose fields some are annotated with a `Flag`. Out: arguments of a parser, and what was
-given as fields.
-"""
+"""Command line flags made from a dataclass: a setting is declared once, with its default and its help."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from model_server.errors import ConfigError
 
 _EXIT_USAGE = 2
 _METAVARS = {int: "N", float: "GIB"}
@@ -22,6 +20,7 @@ class Flag:
     names: tuple[str, ...] = ()  # of the flag; none: that of the field
     default_text: str | None = None  # what `--help` shows as the default; None: the value, if there is one
     read: Callable[[str], Any] | None = None  # reads the value; None: as the field's type tells
+    least: int | None = None  # values below it are refused
     metavar: str | None = None  # what `--help` shows for the value; None: as the field's type tells
 
 
@@ -38,13 +37,7 @@ def add_flags(
     settings: type,
     defaults: Mapping[str, tuple[Any, str]] | None = None,
 ) -> None:
-    """Add the flags of a dataclass.
-
-    Args:
-        group: Where to.
-        settings: The dataclass.
-        defaults: Other defaults by field, with what is shown for them.
-    """
+    """Add the flags of a dataclass; `defaults` are others by field, with what is shown for them."""
     for declared, kind, flag in _flags(settings):
         default, shown = (defaults or {}).get(declared.name, (declared.default, flag.default_text))
         is_required = default is MISSING
@@ -64,6 +57,18 @@ def add_flags(
 def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
     """Return the fields of a dataclass that have flags, with their values."""
     return {declared.name: getattr(args, declared.name) for declared, _, _ in _flags(settings)}
+
+
+def check(settings: object) -> None:
+    """Refuse values that their declarations do not allow by a ConfigError."""
+    for declared, kind, flag in _flags(type(settings)):
+        name, value = declared.name, getattr(settings, declared.name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{name} is {value!r}; use one of {', '.join(get_args(kind))}")
+        if flag.least is not None and value is not None and value < flag.least:
+            if NoneType in get_args(kind):
+                raise ConfigError(f"{name} is {value}; give at least {flag.least}, or leave it out")
+            raise ConfigError(f"{name} is {value}; it must be at least {flag.least}")
 
 
 def tcp_port(text: str) -> int:

@@ -1,8 +1,8 @@
 """The engine's outputs on the event loop: one Generation per HTTP request, one text per choice.
 
-In: engine requests. Out: deltas of text, in the order they are made: iterated, or passed on by the callback
-that brings them, which saves a task's turn with every token. The engine thread only appends to a deque and
-wakes the loop once for all it has appended; decoding happens on the loop. Knows nothing of HTTP.
+The engine thread only appends to a deque and wakes the loop once for all it has appended; decoding happens on
+the loop. Deltas are iterated, or passed on by the callback that brings them, which saves a task's turn with
+every token.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from model_server.api_errors import ApiError, from_exception
 from model_server.engine import Engine
 from model_server.errors import RequestError
 from model_server.metrics import ChoiceObserver, RequestMetrics
+from model_server.openai_types import ApiError, from_exception
 from model_server.requests import GenerationRequest, TokenOutput
 from model_server.text import Delta, TextAssembler
 
@@ -23,16 +23,6 @@ class AsyncEngine:
     """Carries outputs from the engine thread to the event loop.
 
     What waits here is bounded by what the engine may run: no request makes more than its max_tokens.
-
-    Args:
-        engine: The engine.
-        loop: The loop that everything but the sink runs on.
-        metrics: Observes each request's latencies.
-
-    Attributes:
-        loop: The same.
-        metrics: The same.
-        now_s: The clock of all times here.
     """
 
     now_s = staticmethod(time.monotonic)
@@ -95,7 +85,6 @@ class AsyncEngine:
         return True
 
     def _on_output(self, output: TokenOutput) -> None:
-        """Engine thread: hand one output over."""
         self._arrived.append(output)
         if not self._wake_pending:
             self._wake_pending = True
@@ -135,7 +124,9 @@ class Generation:
         self._waiting: list[TokenOutput] = []
         self._woken: asyncio.Future[None] | None = None
         self._unfinished = len(texts)
-        self._pass_on: Callable[[], bool] | None = None
+        # Called on the loop for what arrives while the iteration waits: it uses what `take` gives and returns
+        # True, or takes nothing and returns False, so that the iteration goes on.
+        self.pass_on: Callable[[], bool] | None = None
         self._error: Exception | None = None
         self.texts = texts  # one per choice
 
@@ -154,15 +145,6 @@ class Generation:
         index = self._indices[request_id]
         return self._lora_names[index], self._observers[index].began
 
-    def divert(self, pass_on: Callable[[], bool]) -> None:
-        """Have what arrives while the iteration waits passed on without it.
-
-        Args:
-            pass_on: Called on the loop: uses what `take` gives and returns True, or takes nothing and returns
-                False, so that the iteration goes on.
-        """
-        self._pass_on = pass_on
-
     def put(self, output: TokenOutput) -> None:
         """Take one of the engine's outputs; `wake` follows."""
         self._waiting.append(output)
@@ -173,14 +155,13 @@ class Generation:
             return  # it is not waiting, and looks again before it does
         passed_on = False
         try:
-            passed_on = self._pass_on is not None and self._error is None and self._pass_on()
+            passed_on = self.pass_on is not None and self._error is None and self.pass_on()
         except Exception as error:  # told to the request's own task: other requests must not suffer from it
             self._error = error
         if not passed_on or self._error is not None or not self._unfinished:
             self._woken.set_result(None)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Return what has arrived."""
         outputs, self._waiting = self._waiting, []
         deltas = []
         for output in outputs:
@@ -192,13 +173,12 @@ class Generation:
         return deltas
 
     def fail(self, error: ApiError) -> None:
-        """Make the iteration raise `error`."""
         self._error = error
         self.wake()
 
     def close(self) -> None:
         """Abort what still runs, and let the diversion go. Idempotent."""
-        self._pass_on = None
+        self.pass_on = None
         for request_id, index in self._indices.items():
             if self._engine.release(request_id, finished=False):
                 self._observers[index].broken("abort")
@@ -207,11 +187,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[tuple[int, Delta]]:
-        """Return what has arrived, all of it at once, until every choice has finished.
-
-        Raises:
-            ApiError: The engine failed or the server is stopping.
-        """
+        """Return what has arrived, all at once, until every choice has finished; or raise the ApiError."""
         while self._unfinished:
             if deltas := self.take():
                 return deltas

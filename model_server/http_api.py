@@ -1,16 +1,23 @@
-"""The HTTP API: OpenAI's completions and chat completions, and the ids that prompts become.
+"""The HTTP API: OpenAI's completions and chats, and what operators, probes, scrapers and routers ask beside.
 
-In: HTTP requests. Out: answers, whole or streamed. Knows the routes and the order of the steps; each step
-(reading, preparing, generating, shaping) is a module of its own, and so are the routes for operators.
+It knows the routes of both ports and the order of the steps; reading, preparing, generating and shaping are
+modules of their own.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,112 +25,126 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from model_server.api_errors import ApiError
 from model_server.engine import Engine
+from model_server.errors import AdapterError, EngineClosedError
 from model_server.generation import AsyncEngine, Generation
-from model_server.http_admin import AdminApi, ServerState
 from model_server.http_io import BodyReader, EventStream, QuietEnd, json_response, unless_disconnected
-from model_server.http_server import AdminPort, BearerGate, by_port
-from model_server.openai_responses import AnswerStream, Responder, usage
-from model_server.openai_types import Api, GenerationBody
+from model_server.http_server import BearerGate, by_port
+from model_server.lora import LoraRegistry
+from model_server.openai_responses import Answer, Responder
+from model_server.openai_types import (
+    Api,
+    ApiError,
+    GenerationBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    convert,
+    decode_body,
+)
 from model_server.prepare import ServedModel, detokenize, prepare, render, tokenize
-from model_server.text import Delta, TextAssembler, joined
+from model_server.publish import SNAPSHOT_TYPE, KVEventPublisher
+from model_server.text import TextAssembler
 
 _PREPARE_THREADS = 2
 _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
+# Each is a copy of the caches' books.
+_SNAPSHOTS_AT_ONCE = 2
+_PIECES_AT_ONCE = 16
 
 _T = TypeVar("_T")
 
 
-class HttpApi:
-    """All routes of one model server.
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What the server tells of itself, and whom it answers."""
 
-    Args:
-        model: The served model.
-        async_engine: Runs the requests.
-        max_body_bytes: Larger bodies are refused.
-        max_requests: Most requests handled at once; one more is refused.
-        api_key: What clients must send; None lets everybody in.
-    """
+    registry: CollectorRegistry  # shown at /metrics
+    healthy: Callable[[], bool]  # answers /health
+    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
+    runtime_loras: bool = False  # whether operators may load adapters from the server's own directories
+    admin_port: int | None = None  # the port that serves administration; None: it is not served
+    # Bearer secrets of the serving port and of administration; None lets everybody in who reaches the port.
+    api_key: str | None = field(default=None, repr=False)
+    admin_token: str | None = field(default=None, repr=False)
+
+
+class HttpApi:
+    """All routes of one model server."""
 
     def __init__(
         self,
         model: ServedModel,
+        engine: Engine,
         async_engine: AsyncEngine,
+        state: ServerState,
         *,
         max_body_bytes: int,
         max_requests: int,
-        api_key: str | None = None,
     ) -> None:
         self._model = model
+        self._engine = engine
         self._async_engine = async_engine
+        self._state = state
         self._bodies = BodyReader(max_body_bytes, max_body_bytes * _BODIES_AT_ONCE)
         self._max_requests = max_requests
-        self._api_key = api_key
         self._requests = 0
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
+        self._snapshots = 0
+        self._adapter_paths: dict[str, str] = {}
+        self._started_s = int(time.time())
 
-    @property
-    def load(self) -> int:
-        """How many requests are handled now."""
-        return self._requests
-
-    def app(self, engine: Engine, state: ServerState, admin_port: AdminPort | None = None) -> ASGIApp:
-        """The ASGI application.
-
-        Args:
-            engine: What operators switch.
-            state: What they are told.
-            admin_port: The port that serves administration; None: it is not served.
-        """
-        admin = AdminApi(self._model, engine, state, self._bodies, self._threads)
-        serving = _routed([*self._routes(), *admin.open_routes(), *admin.model_routes()])
-        if self._api_key is not None:
-            serving = BearerGate(serving, self._api_key, "the API key")
-        if admin_port is None:
-            return QuietEnd(serving)
-        switches = _routed([*admin.open_routes(), *admin.admin_routes()])
-        if admin_port.token is not None:
-            switches = BearerGate(switches, admin_port.token, "the administration's token")
-        return QuietEnd(by_port(admin_port.number, switches, serving))
-
-    def _routes(self) -> list[Route]:
-        model = self._model
-        posted: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/completions": partial(self._generate, api="completion"),
-            "/v1/chat/completions": partial(self._generate, api="chat"),
-            # The ids of a completion's prompts or of a chat, as vLLM tells them.
-            "/v1/completions/render": partial(self._computed, work=partial(render, model, "completion")),
-            "/v1/chat/completions/render": partial(self._computed, work=partial(render, model, "chat")),
-            # The ids that a prompt or messages would become; the text of ids, special tokens included.
-            "/tokenize": partial(self._computed, work=partial(tokenize, model)),
-            "/detokenize": partial(self._computed, work=partial(detokenize, model)),
-        }
-        return [
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posted.items()),
-            Route("/v1/requests/{request_id}", self.abort, methods=["DELETE"]),
+    def app(self) -> ASGIApp:
+        """Return the ASGI application of both ports."""
+        state, model, post = self._state, self._model, partial(Route, methods=["POST"])
+        # Both ports serve these, without a secret: they tell nothing of prompts.
+        for_all = [
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", self._version),
+            Route("/load", self._load),
+            Route("/metrics", self._metrics),
         ]
+        serving = [
+            post("/v1/completions", partial(self._generate, api="completion")),
+            post("/v1/chat/completions", partial(self._generate, api="chat")),
+            # The ids of a completion's prompts or of a chat, as vLLM tells them.
+            post(
+                "/v1/completions/render", partial(self._computed, work=partial(render, model, "completion"))
+            ),
+            post("/v1/chat/completions/render", partial(self._computed, work=partial(render, model, "chat"))),
+            # The ids that a prompt or messages would become; the text of ids, special tokens included.
+            post("/tokenize", partial(self._computed, work=partial(tokenize, model))),
+            post("/detokenize", partial(self._computed, work=partial(detokenize, model))),
+            Route("/v1/requests/{request_id}", self._abort, methods=["DELETE"]),
+            Route("/v1/models", self._models),
+        ]
+        admin = [
+            post("/v1/load_lora_adapter", self._load_lora_adapter),
+            post("/v1/unload_lora_adapter", self._unload_lora_adapter),
+            Route("/kv_event_sources", self._kv_event_sources),
+            Route("/kv_events/snapshot", self._kv_events_snapshot),
+            post("/reset_prefix_cache", self._reset_prefix_cache),
+            post("/sleep", self._sleep),
+            post("/wake_up", self._wake_up),
+            Route("/is_sleeping", self._is_sleeping),
+        ]
+        handlers = dict.fromkeys((ApiError, HTTPException, Exception), _on_error)
+
+        def guarded(routes: list[Route], secret: str | None, name: str) -> ASGIApp:
+            app = Starlette(routes=[*for_all, *routes], exception_handlers=handlers)
+            open_paths = frozenset(route.path for route in for_all)
+            return app if secret is None else BearerGate(app, secret, name, open_paths)
+
+        app = guarded(serving, state.api_key, "the API key")
+        if state.admin_port is not None:
+            switches = guarded(admin, state.admin_token, "the administration's token")
+            app = by_port(state.admin_port, switches, app)
+        return QuietEnd(app)
 
     def close(self) -> None:
-        """Let the worker threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def abort(self, request: Request) -> Response:
-        """DELETE /v1/requests/{id}: end a running request; its own client is told so."""
-        request_id = request.path_params["request_id"]
-        generations = self._running.get(request_id)
-        if not generations:
-            raise ApiError(404, f"no request {request_id!r} is running", "request_id")
-        for generation in generations:
-            generation.fail(ApiError(409, "the request was ended by DELETE /v1/requests"))
-        return json_response({"id": request_id, "object": "request", "deleted": True})
-
-    async def _computed(self, request: Request, work: Callable[[bytes], object]) -> Response:
-        """Answer with what a thread makes of the body."""
-        async with self._bodies.read(request) as raw:
-            return json_response(await self._in_thread(work, raw))
 
     async def _generate(self, request: Request, api: Api) -> Response:
         arrived_s = self._async_engine.now_s()
@@ -137,19 +158,117 @@ class HttpApi:
             self._async_engine.metrics.params(job.fields.n or 1, job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
             cleanup.enter_context(self._named(job.request_id, generation))
-            responder = Responder(job, self._model.tokenizer)
+            answer = Answer(Responder(job, self._model.tokenizer), generation)
             if not job.fields.stream:
-                whole = await unless_disconnected(request.receive, _whole(responder, generation))
-                return json_response(whole)
-            answer = AnswerStream(responder, generation)
+                return json_response(await unless_disconnected(request.receive, answer.whole()))
             pieces = answer.pieces()
             # Awaited before the status is sent: an early failure is a proper error, and the time to the first
             # byte is the time to the first token.
             first = await unless_disconnected(request.receive, anext(pieces))
             return EventStream(first, pieces, cleanup.pop_all().close, write_to=answer.write_to)
 
-    async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    async def _computed(self, request: Request, work: Callable[[bytes], object]) -> Response:
+        """Answer with what a thread makes of the body."""
+        async with self._bodies.read(request) as raw:
+            return json_response(await self._in_thread(work, raw))
+
+    async def _abort(self, request: Request) -> Response:
+        """End a running request; its own client is told so."""
+        request_id = request.path_params["request_id"]
+        generations = self._running.get(request_id)
+        if not generations:
+            raise ApiError(404, f"no request {request_id!r} is running", "request_id")
+        for generation in generations:
+            generation.fail(ApiError(409, "the request was ended by DELETE /v1/requests"))
+        return json_response({"id": request_id, "object": "request", "deleted": True})
+
+    async def _models(self, _: Request) -> Response:
+        """Tell the model's names, then its adapters with the model as their parent."""
+        cards = [self._card(name, self._model.root, None) for name in self._model.names]
+        for name in self._model.adapters.names() if self._model.adapters is not None else ():
+            cards.append(self._card(name, self._adapter_paths.get(name, name), self._model.names[0]))
+        return json_response({"object": "list", "data": cards})
+
+    async def _health(self, _: Request) -> Response:
+        """Answer 200 while the engine's loop turns, else 503; no body."""
+        return Response(status_code=200 if self._state.healthy() else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return json_response({"version": version("kvroute")})
+
+    async def _load(self, _: Request) -> Response:
+        """Tell how many requests are handled now."""
+        return json_response({"server_load": self._requests})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._state.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _load_lora_adapter(self, request: Request) -> Response:
+        """Read an adapter from a directory of the server's."""
+        loras = self._changeable_loras()
+        async with self._bodies.read(request) as raw:
+            body = convert(decode_body(raw), LoadAdapterBody)
+        if body.lora_name in self._model.names:
+            raise ApiError(400, f"{body.lora_name!r} is the model's own name", "lora_name")
+        try:
+            await self._in_thread(loras.load, body.lora_name, Path(body.lora_path))
+        except AdapterError as error:
+            raise ApiError(400, str(error), "lora_path") from error
+        self._adapter_paths[body.lora_name] = body.lora_path
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: Request) -> Response:
+        """Forget an adapter; requests that use it already go on."""
+        loras = self._changeable_loras()
+        async with self._bodies.read(request) as raw:
+            body = convert(decode_body(raw), UnloadAdapterBody)
+        try:
+            await self._in_thread(loras.unload, body.lora_name)
+        except AdapterError as error:
+            raise ApiError(404, str(error), "lora_name") from error
+        self._adapter_paths.pop(body.lora_name, None)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _kv_event_sources(self, _: Request) -> Response:
+        """Tell where this server publishes its KV events."""
+        publisher = self._state.publisher
+        return json_response({} if publisher is None else {"0": publisher.config.announced()})
+
+    async def _kv_events_snapshot(self, _: Request) -> Response:
+        """Tell what the caches hold, see `snapshot`."""
+        publisher = self._state.publisher
+        if publisher is None:
+            raise ApiError(404, "this server publishes no KV events")
+        if self._snapshots >= _SNAPSHOTS_AT_ONCE:
+            raise ApiError(503, f"{_SNAPSHOTS_AT_ONCE} snapshots are being sent already; try again later")
+        self._snapshots += 1
+        with ExitStack() as cleanup:
+            cleanup.callback(self._snapshot_sent)
+            take = partial(publisher.snapshot, self._engine.cache)
+            try:
+                pieces = (await self._in_thread(self._engine.between_steps, take)).pieces()
+            except EngineClosedError as error:
+                raise ApiError(503, str(error)) from error
+            first = await self._in_thread(_joined, pieces)
+            return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
+
+    async def _reset_prefix_cache(self, _: Request) -> Response:
+        """Empty the cache; `success` is false, and nothing is done, while requests run."""
+        return json_response({"success": await self._in_thread(self._engine.reset_prefix_cache)})
+
+    async def _sleep(self, _: Request) -> Response:
+        """Give the KV pool's memory back."""
+        if not await self._in_thread(self._engine.sleep):
+            raise ApiError(409, "requests are running; the engine sleeps only when it is idle")
+        return Response()
+
+    async def _wake_up(self, _: Request) -> Response:
+        """Take the memory again, with an empty cache; no harm to an engine that is awake."""
+        await self._in_thread(self._engine.wake_up)
+        return Response()
+
+    async def _is_sleeping(self, _: Request) -> Response:
+        return json_response({"is_sleeping": self._engine.is_sleeping})
 
     def _text(self, fields: GenerationBody) -> TextAssembler:
         return TextAssembler(
@@ -161,6 +280,22 @@ class HttpApi:
             skip_special_tokens=fields.skip_special_tokens is not False,
             tells_ids=bool(fields.return_token_ids),
         )
+
+    def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "kvroute",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self._model.max_model_len,
+        }
+
+    def _changeable_loras(self) -> LoraRegistry:
+        if not self._state.runtime_loras or self._engine.loras is None:
+            raise ApiError(403, "adapters cannot be changed here; start with --allow-runtime-lora-updating")
+        return self._engine.loras
 
     @contextmanager
     def _named(self, request_id: str, generation: Generation) -> Iterator[None]:
@@ -183,19 +318,20 @@ class HttpApi:
         finally:
             self._requests -= 1
 
+    def _snapshot_sent(self) -> None:
+        self._snapshots -= 1
 
-def _routed(routes: list[Route]) -> ASGIApp:
-    handlers = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
+        while piece := await self._in_thread(_joined, pieces):
+            yield piece
+
+    async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
 
-async def _whole(responder: Responder, generation: Generation) -> dict[str, Any]:
-    """Collect the answer to a request that does not stream."""
-    said: list[list[Delta]] = [[] for _ in generation.texts]
-    async for deltas in generation:
-        for index, delta in deltas:
-            said[index].append(delta)
-    return responder.whole([joined(deltas) for deltas in said], usage(responder, generation))
+def _joined(pieces: Iterator[bytes]) -> bytes:
+    """Return the next pieces together: enough that a thread is worth its while."""
+    return b"".join(islice(pieces, _PIECES_AT_ONCE))
 
 
 def _header_id(request: Request) -> str | None:
@@ -205,23 +341,15 @@ def _header_id(request: Request) -> str | None:
     return header_id or None
 
 
-def _error(error: ApiError) -> Response:
-    # The rest of a body that was not read to its end must not be taken for the next request.
-    headers = {"connection": "close"} if error.status in (408, 413) else None
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Answer with an error in the API's shape, whatever it comes from."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "internal error; the server's log has the details")
+    if error.status in (408, 413):
+        # The rest of a body that was not read to its end must not be taken for the next request.
+        headers["connection"] = "close"
     return Response(error.body(), error.status, headers, media_type="application/json")
-
-
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _error(error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_bug(_: Request, __: Exception) -> Response:
-    return _error(ApiError(500, "internal error; the server's log has the details"))

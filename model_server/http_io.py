@@ -1,8 +1,4 @@
-"""Reading bodies and sending streams over ASGI: size caps, time limits, disconnects.
-
-In: a Starlette request, or a stream of byte chunks. Out: the body, or a response that ends when the client
-does. Knows nothing of the OpenAI API.
-"""
+"""Reading bodies and sending streams over ASGI: size caps, time limits, disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -14,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from model_server.api_errors import ApiError
 from model_server.http_server import DirectBody, send_error
+from model_server.openai_types import ApiError
 
 _BODY_TIMEOUT_S = 60.0
 # After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
@@ -26,12 +22,7 @@ _T = TypeVar("_T")
 
 
 class BodyReader:
-    """Reads request bodies, none larger than a cap, nor all at once larger than another.
-
-    Args:
-        max_bytes: Cap of one body.
-        total_max_bytes: Cap of all bodies held at one time.
-    """
+    """Reads request bodies, none larger than a cap, nor all that are held at once larger than another."""
 
     def __init__(self, max_bytes: int, total_max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -92,11 +83,7 @@ async def _discard(chunks: AsyncIterator[bytes]) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
-    """Run `work` once the body is read, cancelling it if the client goes away first.
-
-    Raises:
-        ClientDisconnect: It did.
-    """
+    """Run `work` once the body is read; cancel it with a ClientDisconnect if the client goes away first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -119,10 +106,7 @@ class EventStream(Response):
     """A body that is sent piece by piece: server-sent events, unless another type is named.
 
     Args:
-        first: The first piece, which was awaited before the status was decided.
-        rest: The others.
         on_close: Called when the stream ends, in whatever way.
-        media_type: Of the body.
         write_to: Given the body once its first piece is sent, to write more into while `rest` is awaited.
     """
 
@@ -144,7 +128,6 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; the ASGI interface."""
         try:
             await unless_disconnected(receive, self._send_all(send, DirectBody.of(scope)))
         finally:
@@ -162,17 +145,12 @@ class EventStream(Response):
 
 
 class QuietEnd:
-    """Outermost ASGI layer: a client that went away, or the server's stop, is no error to log.
-
-    Args:
-        app: The application.
-    """
+    """Outermost ASGI layer: a client that went away, or the server's stop, is no error to log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; the ASGI interface."""
         started = False
 
         async def watched_send(message: Message) -> None:

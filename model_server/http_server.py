@@ -1,8 +1,7 @@
 """uvicorn as this server runs it: caps on a request's head, bearer secrets, its life until a stop.
 
-In: an ASGI application and bound sockets. Out: answers; what is not HTTP, or lacks its secret, is answered in
-the shape of the API's other errors. It leaves signals to its caller, whom it tells when it is ready, and whom
-it asks whether to go on. Knows nothing of what is asked or answered.
+What is not HTTP, or lacks its secret, is answered in the shape of the API's other errors. Signals are left to
+the caller.
 """
 
 import asyncio
@@ -12,7 +11,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -20,11 +18,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from model_server.api_errors import ApiError
 from model_server.errors import StartError
+from model_server.openai_types import ApiError
 
 HEAD_BYTES_MAX = 256 << 10
 _DIRECT_BODY = "kvroute.direct_body"
+logger = logging.getLogger(__name__)
+# After `stop`, running requests get this long to finish before they are ended.
+GRACE_S = 2.0
+_ABORT_S = 1
+# Longer than common proxies keep idle connections, so that it is they who close them.
+_KEEP_ALIVE_S = 120
+_BACKLOG = 2048
+_LOOK_S = 1.0  # also how often answers get a new date
 
 
 class DirectBody:
@@ -67,7 +73,6 @@ class ModelServerProtocol(HttpToolsProtocol):
         self._open_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
         self._close_head()
         super().connection_lost(exc)
 
@@ -110,25 +115,8 @@ class ModelServerProtocol(HttpToolsProtocol):
             self._head_deadline = None
 
 
-logger = logging.getLogger(__name__)
-
-# After `stop`, running requests get this long to finish before they are ended.
-GRACE_S = 2.0
-_ABORT_S = 1
-# Longer than common proxies keep idle connections, so that it is they who close them.
-_KEEP_ALIVE_S = 120
-_BACKLOG = 2048
-_LOOK_S = 1.0  # also how often answers get a new date
-
-
 class HttpServer(uvicorn.Server):
-    """Serves one application.
-
-    Args:
-        app: The application.
-        on_ready: Called once connections are taken.
-        alive: Asked once a second; the server ends when it is no longer so.
-    """
+    """Serves one application; `alive` is asked once a second whether to go on."""
 
     def __init__(self, app: ASGIApp, on_ready: Callable[[], None], alive: Callable[[], bool]) -> None:
         config = uvicorn.Config(
@@ -154,11 +142,7 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen.
-
-        Raises:
-            StartError: The sockets cannot listen.
-        """
+        """Listen; a StartError where the sockets cannot."""
         try:
             await super().startup(sockets)
         except OSError as error:
@@ -188,35 +172,17 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
-
-
-@dataclass(frozen=True, slots=True)
-class AdminPort:
-    """The port that serves administration and snapshots."""
-
-    number: int  # the port
-    # Bearer secret of the requests there; None lets everybody in who reaches it.
-    token: str | None = field(default=None, repr=False)
-
-
 class BearerGate:
-    """ASGI layer that knows one secret.
+    """ASGI layer that knows one secret, sent as `Authorization: Bearer SECRET`; open paths need none."""
 
-    Args:
-        app: The application.
-        secret: Sent as `Authorization: Bearer SECRET`.
-        name: What the secret is called in errors.
-    """
-
-    def __init__(self, app: ASGIApp, secret: str, name: str) -> None:
+    def __init__(self, app: ASGIApp, secret: str, name: str, open_paths: frozenset[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._expected = f"Bearer {secret}".encode()
         self._message = f"send {name} as Authorization: Bearer SECRET"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application for those who may; the ASGI interface."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
                 await send_error(send, ApiError(401, self._message))

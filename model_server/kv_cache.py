@@ -1,41 +1,26 @@
-"""The KV cache of one engine: both tiers, the traffic between them, and who moves blocks.
-
-In: the settings and what computes the steps. Out: the parts, put together. Knows no requests.
-"""
+"""The KV cache of one engine: both tiers, the traffic between them, and who moves blocks."""
 
 from typing import Any
 
-from model_server.block_content import Announcer, BlockContent
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
-from model_server.events import MEDIUM_CPU, MEDIUM_GPU
+from model_server.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent
 from model_server.executor import Executor
-from model_server.host_tier import HostTier
-from model_server.offload import Offload
+from model_server.offload import HostTier, Offload
 
 
 class KvCache:
-    """All parts of the cache.
-
-    Attributes:
-        pool: The device's blocks.
-        host: The host tier's.
-        offload: The traffic between them.
-        manager: Gives blocks to requests.
-        announcer: Writes the events.
-
-    Raises:
-        ConfigError: The longest request allowed does not fit.
-    """
+    """All parts of the cache; a ConfigError where the longest request allowed does not fit."""
 
     def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
-        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)
-        self.pool = BlockPool(config.gpu_blocks, announcer)
-        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)
-        self.offload = Offload(self.pool, self.host, executor)
+        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)  # writes the events
+        self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
+        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
+        self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
         executor.allocate_host(self.host.num_blocks)
+        # Gives blocks to requests.
         self.manager = BlockManager(
             self.pool,
             self.offload,
@@ -53,7 +38,6 @@ class KvCache:
             )
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of `EngineStats` that the cache knows."""
         pool, host, offload = self.pool, self.host, self.offload
         return {
             "kv_usage": 1.0 - pool.num_free / pool.num_blocks,

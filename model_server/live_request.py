@@ -5,116 +5,80 @@ Plain state that the scheduler and the block manager share; it decides nothing i
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, lora_keys, salt_keys
 from model_server.requests import ChosenToken, FinishReason, GenerationRequest, TokenOutput
 
 if TYPE_CHECKING:
-    from model_server.free_queue import Block
-    from model_server.host_tier import HostBlock
+    from model_server.blocks import Block
     from model_server.lora import LoraRequest
-    from model_server.offload import Restore
+    from model_server.offload import HostBlock, Restore
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
     """A request's blocks in one KV cache group."""
 
-    __slots__ = ("block_ids", "blocks", "registered", "rolled")
-
-    def __init__(self) -> None:
-        # In chain order; None where a block has rolled out of the group's window.
-        self.blocks: list[Block | None] = []
-        self.block_ids = array("i")  # the same as numbers, for building tensors; 0 for what has rolled out
-        self.rolled = 0  # how many have rolled out, all at the start
-        self.registered = 0  # how many of the first blocks were looked at for being made findable
+    # In chain order; None where a block has rolled out of the group's window.
+    blocks: "list[Block | None]" = field(default_factory=list)
+    # The same as numbers, for building tensors; 0 for what has rolled out.
+    block_ids: "array[int]" = field(default_factory=partial(array, "i"))
+    rolled: int = 0  # how many have rolled out, all at the start
+    registered: int = 0  # how many of the first blocks were looked at for being made findable
 
     def extend(self, blocks: "Sequence[Block | None]") -> None:
-        """Append blocks."""
         self.blocks.extend(blocks)
         self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
 
     def replace(self, index: int, block: "Block | None") -> None:
-        """Put another block, or none, in a place."""
         self.blocks[index] = block
         self.block_ids[index] = 0 if block is None else block.block_id
 
     def held(self) -> "list[Block]":
-        """Return the blocks that are there."""
         return [block for block in self.blocks if block is not None]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LiveRequest:
     """A request between submission and its last token."""
 
-    __slots__ = (
-        "adapter",
-        "arrived_s",
-        "cached_tokens",
-        "computed",
-        "digests",
-        "expected_blocks",
-        "expected_tokens",
-        "request",
-        "restore",
-        "retained_ends",
-        "sampling_seed",
-        "serial",
-        "started_s",
-        "swapped",
-        "tables",
-        "takes_best",
-        "token_ids",
-    )
+    request: GenerationRequest  # as it was submitted
+    sampling_seed: int  # base of its random draws
+    adapter: "LoraRequest | None" = None  # what changes the model for it; None is the base model
+    arrived_s: float = 0.0  # when it came, on the engine's clock
+    serial: int = 0  # rises from request to request
+    started_s: float | None = None  # when its first step began, on the same clock; None before
+    takes_best: bool = field(init=False)  # whether the largest logit alone decides on each of its tokens
+    token_ids: list[int] = field(init=False)  # prompt and generated tokens
+    computed: int = 0  # how many of them have their KV in its blocks
+    tables: list[BlockTable] = field(default_factory=list)  # one per KV cache group; empty without blocks
+    restore: "Restore | None" = None  # its blocks that come from the host tier; None when all are there
+    # Blocks of the host tier that are held for it since it was preempted, until they are back.
+    swapped: "list[HostBlock]" = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
+    retained_ends: set[int] = field(default_factory=set)
+    expected_blocks: int = 0  # of its prefix that were cached when it was last looked at, while it waits
+    expected_tokens: int = 0  # those it will not have to compute, as far as that is known while it waits
+    cached_tokens: int | None = None  # of its prompt, found in the cache when it first ran; None before
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        sampling_seed: int,
-        adapter: "LoraRequest | None" = None,
-        *,
-        arrived_s: float = 0.0,
-        serial: int = 0,
-    ) -> None:
-        self.request = request  # as it was submitted
-        self.sampling_seed = sampling_seed  # base of its random draws
-        self.adapter = adapter  # what changes the model for it; None is the base model
-        self.arrived_s = arrived_s  # when it came, on the engine's clock
-        self.started_s: float | None = None  # when its first step began, on the same clock; None before
-        self.serial = serial  # rises from request to request
-        # Whether the largest logit alone decides on each of its tokens.
-        self.takes_best = request.constraint is None and request.sampling.takes_best
-        self.token_ids = list(request.prompt_token_ids)  # prompt and generated tokens
-        self.computed = 0  # how many of them have their KV in its blocks
-        # Its block tables, one per KV cache group; empty while it holds no blocks.
-        self.tables: list[BlockTable] = []
-        # Its blocks that come from the host tier; None when all are there.
-        self.restore: Restore | None = None
-        # Blocks of the host tier that are held for it since it was preempted, until they are back.
-        self.swapped: list[HostBlock] = []
-        self.digests: list[bytes] = []  # hashes of its full blocks, as far as they were needed
-        # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
-        self.retained_ends: set[int] = set()
-        # Blocks of its prefix that were cached when it was last looked at, while it waits.
-        self.expected_blocks = 0
-        # How many tokens it will not have to compute, as far as that is known while it waits.
-        self.expected_tokens = 0
-        # Prompt tokens found in the cache when it first ran; None before.
-        self.cached_tokens: int | None = None
+    def __post_init__(self) -> None:
+        self.takes_best = self.request.constraint is None and self.request.sampling.takes_best
+        self.token_ids = list(self.request.prompt_token_ids)
 
     @property
     def request_id(self) -> str:
-        """The request's name."""
         return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens together."""
         return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -129,7 +93,6 @@ class LiveRequest:
 
     @property
     def block_ids(self) -> "list[array[int]]":
-        """Its block tables as numbers, per group."""
         return [table.block_ids for table in self.tables]
 
     def extra_keys(self, block_index: int) -> ExtraKeys | None:

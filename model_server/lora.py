@@ -1,15 +1,18 @@
-"""LoRA adapters in memory, and which rows of one step each of them changes.
+"""LoRA adapters: which of them requests can name, and which rows of one step each of them changes."""
 
-In: inputs and outputs of a base model's projections. Out: the same outputs with the adapters' part added to
-the rows that use them; other rows are not touched. It knows neither files nor requests.
-"""
-
-from collections.abc import Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from model_server.errors import AdapterError, RequestError
+
+_NAME_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,58 @@ class LoraBatch:
         Args:
             output: [tokens, outputs].
             inputs: [tokens, inputs], what the base model has projected.
-            layer: Index of the layer.
-            projection: Name of the model's projection.
         """
         for adapter, rows in self.parts:
             factors = adapter.factors.get((layer, projection))
             if factors is not None:
                 lowered = functional.linear(inputs.index_select(0, rows), factors.down)
                 output.index_add_(0, rows, functional.linear(lowered, factors.up))
+
+
+class LoraRegistry:
+    """Adapters of one model.
+
+    Args:
+        load: Loads an adapter from a directory, under a name and a number, or raises AdapterError.
+        max_loras: Most adapters loaded at once; 0 refuses all.
+    """
+
+    def __init__(self, load: Callable[[Path, str, int], LoraRequest], max_loras: int) -> None:
+        self._load = load
+        self._max_loras = max_loras
+        self._adapters: dict[str, LoraRequest] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()  # also held while a directory is read, so that the bound holds
+
+    def load(self, name: str, directory: Path) -> LoraRequest:
+        """Load an adapter; an AdapterError where it does not fit, its name is taken, or too many are."""
+        if not 1 <= len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
+            raise AdapterError(f"an adapter's name must be 1 to {_NAME_CHARACTERS_MAX} printable characters")
+        with self._lock:
+            if name in self._adapters:
+                raise AdapterError(f"an adapter {name!r} is loaded already; unload it first")
+            if len(self._adapters) >= self._max_loras:
+                raise AdapterError(
+                    f"{len(self._adapters)} adapters are loaded and max_loras is {self._max_loras}; "
+                    "unload one first"
+                )
+            adapter = self._load(directory, name, next(self._ids))
+            self._adapters[name] = adapter
+            return adapter
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; an AdapterError where there is none of that name."""
+        with self._lock:
+            if self._adapters.pop(name, None) is None:
+                raise AdapterError(f"no adapter {name!r} is loaded")
+
+    def find(self, name: str) -> LoraRequest:
+        """Return the adapter of that name; a RequestError where there is none."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise RequestError(f"no adapter {name!r} is loaded", "model")
+        return adapter
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the loaded adapters, in the order of their loading."""
+        return tuple(self._adapters.copy())

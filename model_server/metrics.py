@@ -1,21 +1,20 @@
-"""Prometheus metrics under vLLM's names and labels.
-
-In: the engine's and the publisher's counters when scraped, and each request's times as they happen. Out:
-metrics on the registry it is given. Knows nothing of HTTP.
-"""
+"""Prometheus metrics under vLLM's names and labels: counters at a scrape, times as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from model_server.engine_stats import EngineStats
 from model_server.publish import PublisherStats
-from model_server.token_histogram import TokenHistogram
+from model_server.requests import EngineStats
 
 _ENGINE_INDEX = "0"
 _LABELS = ("model_name", "engine")
@@ -36,13 +35,31 @@ _E2E_BUCKETS_S = (
 )
 
 
-class RequestMetrics:
-    """Latencies and outcomes of requests.
+class TokenHistogram(Collector):
+    """One histogram with fixed labels, and inclusive rising bounds; what is above the last goes to +Inf."""
 
-    Args:
-        model_name: Value of the model_name label.
-        registry: Where the metrics are registered.
-    """
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._labels = dict(labels)
+        self._buckets = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        yield family
+
+
+class RequestMetrics:
+    """Latencies and outcomes of requests."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         labels = (model_name, _ENGINE_INDEX)
@@ -86,38 +103,26 @@ class RequestMetrics:
         self.success = {reason: success.labels(*labels, reason) for reason in _REASONS}
 
     def choice(self, arrived_s: float, prompt_tokens: int = 0) -> ChoiceObserver:
-        """Observe one choice, with a prompt this long, of a request that arrived at this time."""
         return ChoiceObserver(self, arrived_s, prompt_tokens)
 
     def params(self, copies: int, max_tokens: int) -> None:
-        """Note what a request asked for."""
         self.copies.observe(copies)
         self.max_tokens.observe(max_tokens)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 
-    __slots__ = (
-        "_arrived_s",
-        "_first_tokens_s",
-        "_last_tokens_s",
-        "_metrics",
-        "_prompt_tokens",
-        "_started_s",
-    )
-
-    def __init__(self, metrics: RequestMetrics, arrived_s: float, prompt_tokens: int) -> None:
-        self._metrics = metrics
-        self._arrived_s = arrived_s
-        self._prompt_tokens = prompt_tokens
-        self._started_s: float | None = None
-        self._first_tokens_s: float | None = None
-        self._last_tokens_s = 0.0
+    _metrics: RequestMetrics
+    _arrived_s: float
+    _prompt_tokens: int
+    _started_s: float | None = None
+    _first_tokens_s: float | None = None
+    _last_tokens_s: float = 0.0
 
     @property
     def began(self) -> bool:
-        """Whether a token has come."""
         return self._first_tokens_s is not None
 
     def tokens(self, now_s: float, started_s: float | None = None) -> None:
@@ -131,7 +136,6 @@ class ChoiceObserver:
         self._last_tokens_s = now_s
 
     def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:
-        """The choice came to its regular end."""
         metrics = self._metrics
         metrics.e2e_s.observe(now_s - self._arrived_s)
         metrics.prompt_tokens.observe(self._prompt_tokens)
@@ -156,7 +160,6 @@ class LoraCollector(Collector):
     """Tells which adapters are in use, as GIE's LoRA affinity reads it.
 
     Args:
-        max_loras: Most adapters loaded at once.
         in_use: Adapters of the requests that run, and of those that wait for their first token.
         now_s: Unix time, the metric's value: readers take the newest of its label sets.
     """
@@ -172,7 +175,6 @@ class LoraCollector(Collector):
         self._now_s = now_s
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the one metric with its present labels."""
         running, waiting = self._in_use()
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
@@ -214,14 +216,7 @@ _PUBLISHER_COUNTERS = (
 
 
 class EngineCollector(Collector):
-    """Reads the engine's and the publisher's counters at each scrape.
-
-    Args:
-        model_name: Value of the model_name label.
-        engine_stats: Reads the engine.
-        publisher_stats: Reads the event publisher; None when events are off.
-        cache_config: Labels of vllm:cache_config_info.
-    """
+    """Reads the engine's and the publisher's counters at each scrape."""
 
     def __init__(
         self,
@@ -236,7 +231,6 @@ class EngineCollector(Collector):
         self._cache_config = {**cache_config, "engine": _ENGINE_INDEX}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics with their present values."""
         stats = self._engine_stats()
         told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
         if self._publisher_stats is not None:

@@ -1,7 +1,6 @@
 """One rank's part of a model with its KV pool and the host memory behind it: computes steps, moves blocks.
 
-In: plain numbers, the same on every rank, so that whoever leads can send them to the others as they are. Out:
-logits, and transfers under way. It decides nothing about which requests run.
+All it takes is plain numbers, so that whoever leads can send them to the other ranks as they are.
 """
 
 import os
@@ -18,24 +17,16 @@ from model_server.block_copies import BlockCopies, Done, Transfer, bytes_of_bloc
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
 from model_server.lora import LoraAdapter, LoraBatch
-from model_server.lora_loading import load_adapter
 from model_server.parallel.ranks import Ranks
 from model_server.shapes import Division, pool_groups
-from model_server.tiny import load_tiny
-from model_server.weights import LoadedModel, load_checkpoint, torch_device
+from model_server.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
 
 # One sequence's part of a step: its start, its length and its block tables, as in `Span`.
 SpanNumbers: TypeAlias = tuple[int, int, Sequence[Sequence[int]]]
 
 
 class ModelRunner:
-    """One rank of a model.
-
-    Args:
-        loaded: The rank's part of the model.
-        config: Sizes of the pool.
-        ranks: Who computes the model.
-    """
+    """One rank of a model."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, ranks: Ranks) -> None:
         self.model = loaded.model  # the decoder
@@ -53,17 +44,14 @@ class ModelRunner:
 
     @property
     def attention(self) -> Attention:
-        """The KV pool of all layers."""
         assert self._attention is not None, "the pool's memory was given back"
         return self._attention
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block."""
         return bytes_of_block(self.attention.block_tensors())
 
     def join(self, rendezvous: str) -> None:
-        """Connect to the other ranks by this file."""
         self._ranks.join(Path(rendezvous), self.model.device)
 
     @torch.inference_mode()
@@ -119,7 +107,6 @@ class ModelRunner:
         self._transfers.pop(number).wait()
 
     def fence(self) -> None:
-        """Let nothing computed next overtake a restore that is under way."""
         assert self._copies is not None, "there is no memory to copy"
         self._copies.fence()
 
@@ -141,11 +128,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def load_adapter(self, directory: str, lora_id: int) -> str:
-        """Load an adapter, or what this rank needs of it; returns the hash of its content.
-
-        Raises:
-            AdapterError: It does not fit the model.
-        """
+        """Load an adapter, or what this rank needs of it; returns the hash of its content."""
         adapter = load_adapter(Path(directory), self.model)
         self._adapters[lora_id] = adapter
         return adapter.content_hash
@@ -157,16 +140,7 @@ class ModelRunner:
 
 
 def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
-    """Load one rank's part of a model and take memory for its KV.
-
-    Args:
-        config: Which model, and how much of everything.
-        ranks: Who computes it.
-
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the machine.
-    """
+    """Load one rank's part of a model and take memory for its KV, or raise a ModelError or a ConfigError."""
     size = ranks.division.size
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)

@@ -1,17 +1,107 @@
-"""Moves blocks between the device's pool and the host tier, and knows when a move is done.
+"""The second tier of the KV cache, in host memory, and the traffic between it and the device's pool.
 
-In: blocks that are evicted, finished or swapped out, and host blocks that a request needs back. Out: batched
-copies, and requests told that their blocks are there. The state machine is the same whether copies take
-effect at once or behind streams: nothing is found, read or announced before its copy is done.
+It is the same whether copies take effect at once or behind streams: nothing is found, read or announced
+before its copy is done.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from model_server.block_copies import BlockCopies, Transfer
-from model_server.blocks import BlockPool
-from model_server.free_queue import Block
-from model_server.host_tier import HostBlock, HostTier
+from model_server.blocks import Block, BlockPool
+from model_server.events import MEDIUM_CPU, Announcer, BlockContent, ContentKey, KVEvent, runs
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HostBlock:
+    """One slot of host memory."""
+
+    slot: int  # row of the host tensors
+    content: BlockContent  # what can be found in it
+    # Copies under way into or out of it, and requests that are swapped out; it stays while there are any.
+    holders: int = 1
+    ready: bool = False  # whether the copy into it is done
+
+
+class HostTier:
+    """A fixed number of slots, least recently used first out."""
+
+    def __init__(self, num_blocks: int, announcer: Announcer, announce: Callable[[KVEvent], None]) -> None:
+        self.num_blocks = num_blocks  # slots
+        self._announcer = announcer
+        self._announce = announce
+        self._free = list(range(num_blocks - 1, -1, -1))
+        # What is here or on its way here, least recently used first.
+        self.kept: OrderedDict[ContentKey, HostBlock] = OrderedDict()
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a block is being copied or held for a request."""
+        return any(block.holders for block in self.kept.values())
+
+    def find(self, key: ContentKey) -> HostBlock | None:
+        """Return the block with this content if it can be fetched."""
+        block = self.kept.get(key)
+        return block if block is not None and block.ready else None
+
+    def touch(self, key: ContentKey) -> HostBlock | None:
+        """Mark a content as just used; returns its block, which may be on its way here yet."""
+        if key in self.kept:
+            self.kept.move_to_end(key)
+        return self.kept.get(key)
+
+    def add(self, content: BlockContent) -> HostBlock | None:
+        """Hold a slot for a content that cannot be found before `stored`; None when all are held."""
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        block = self.kept[content.key] = HostBlock(slot, content)
+        return block
+
+    def stored(self, blocks: Sequence[HostBlock]) -> None:
+        """Copies into these blocks, children of a chain first, are done: announce them, parents first."""
+        contents = []
+        for block in reversed(blocks):
+            block.ready = True
+            block.holders -= 1
+            if self.kept.get(block.content.key) is block:
+                contents.append(block.content)
+        for run in runs(contents):
+            self._announce(self._announcer.stored(run, MEDIUM_CPU))
+
+    def hold(self, block: HostBlock) -> None:
+        block.holders += 1
+
+    def release(self, block: HostBlock) -> None:
+        assert block.holders > 0, "released more often than held"
+        block.holders -= 1
+
+    def discard(self, block: HostBlock) -> None:
+        """Free the slot of a block whose copy failed."""
+        if self.kept.get(block.content.key) is block:
+            del self.kept[block.content.key]
+            self._free.append(block.slot)
+
+    def clear(self) -> None:
+        """Forget all contents; no copy may be under way. Announced by whoever clears the pool."""
+        assert not self.is_held, "a block is held"
+        self._free.extend(block.slot for block in self.kept.values())
+        self.kept.clear()
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for key, block in self.kept.items():
+            if not block.holders:
+                del self.kept[key]
+                self._announce(self._announcer.removed(block.content, MEDIUM_CPU))
+                return block.slot
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +137,6 @@ class Offload:
 
     @property
     def restoring(self) -> bool:
-        """Whether a restore is under way."""
         return bool(self._restoring)
 
     def keep(self, block: Block) -> HostBlock | None:
@@ -94,7 +183,6 @@ class Offload:
             raise
 
     def poll(self) -> None:
-        """Take note of copies that are done."""
         while self._storing and self._storing[0][0].done():
             self.host.stored(self._storing.popleft()[1])
         while self._restoring and self._restoring[0][0].done():
@@ -104,7 +192,6 @@ class Offload:
                     self.host.release(source)
 
     def wait(self) -> None:
-        """Block until the oldest restore is done."""
         if self._restoring:
             self._restoring[0][0].wait()
 

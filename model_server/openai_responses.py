@@ -1,8 +1,4 @@
-"""Shapes of the OpenAI responses: whole answers, log probabilities, events of a stream, usage.
-
-In: texts and counts, or a generation. Out: dicts ready for JSON, and pieces of a body, awaited one by one; or
-written as its tokens arrive, once the body is known. Knows nothing of how text came about.
-"""
+"""Shapes of the OpenAI responses: whole answers, log probabilities, events of a stream, usage."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -10,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from model_server.api_errors import ApiError
 from model_server.generation import Generation
 from model_server.http_server import DirectBody
+from model_server.openai_types import ApiError
 from model_server.prepare import Job
 from model_server.requests import ChosenToken
-from model_server.text import Delta
+from model_server.text import Delta, joined
 from tokenization import PromptTokenizer
 
 Json = dict[str, Any]
@@ -23,16 +19,11 @@ Json = dict[str, Any]
 # What stands for the logarithm of 0, which JSON has no number for; vLLM's choice.
 _LEAST = -9999.0
 _NOT_UTF8 = "\ufffd"
+_DONE = b"data: [DONE]\n\n"
 
 
 def completion_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer, offset: int) -> Json:
-    """The `logprobs` of a completion's choice.
-
-    Args:
-        tokens: Its tokens.
-        tokenizer: Spells them.
-        offset: Characters that came before them.
-    """
+    """The `logprobs` of a completion's choice, which `offset` characters came before."""
     texts = [_text(tokenizer, token.token_id) for token in tokens]
     offsets = []
     for text in texts:
@@ -74,12 +65,7 @@ def _shown(logprob: float) -> float:
 
 
 class Responder:
-    """Makes all that is sent back for one job.
-
-    Args:
-        job: The request that is answered.
-        tokenizer: Spells tokens where log probabilities are told.
-    """
+    """Makes all that is sent back for one job."""
 
     def __init__(self, job: Job, tokenizer: PromptTokenizer) -> None:
         self._job = job
@@ -121,7 +107,6 @@ class Responder:
         return b"".join(map(_event, chunks))
 
     def usage_event(self, usage: Json) -> bytes:
-        """The last event of a stream that asked for usage."""
         return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
 
     def usage(self, completion_tokens: int, cached_tokens: Sequence[int]) -> Json:
@@ -210,28 +195,24 @@ def _event(chunk: Json) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-_DONE = b"data: [DONE]\n\n"
-
-
-class AnswerStream:
-    """One streamed answer.
-
-    Args:
-        responder: Shapes the deltas.
-        generation: Makes them.
-    """
+class Answer:
+    """One answer, whole or streamed: what the generation makes, in the responder's shape."""
 
     def __init__(self, responder: Responder, generation: Generation) -> None:
         self._responder = responder
         self._generation = generation
         self._body: DirectBody | None = None
 
-    async def pieces(self) -> AsyncGenerator[bytes]:
-        """Make the events; an error after the first piece is an event too.
+    async def whole(self) -> Json:
+        """Collect the answer to a request that does not stream."""
+        said: list[list[Delta]] = [[] for _ in self._generation.texts]
+        async for deltas in self._generation:
+            for index, delta in deltas:
+                said[index].append(delta)
+        return self._responder.whole([joined(deltas) for deltas in said], self._usage())
 
-        Raises:
-            ApiError: There is no answer.
-        """
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """Make the events; an ApiError before the first piece is raised, later it is an event too."""
         begun = False
         try:
             async for deltas in self._generation:
@@ -239,7 +220,7 @@ class AnswerStream:
                     yield piece
                     begun = True
             if self._responder.usage_last:
-                yield self._responder.usage_event(usage(self._responder, self._generation))
+                yield self._responder.usage_event(self._usage())
         except ApiError as error:
             if not begun:
                 raise
@@ -249,7 +230,7 @@ class AnswerStream:
     def write_to(self, body: DirectBody) -> None:
         """From here on write what arrives while the next piece is awaited; the end is still a piece."""
         self._body = body
-        self._generation.divert(self._write)
+        self._generation.pass_on = self._write
 
     def _write(self) -> bool:
         assert self._body is not None
@@ -260,14 +241,8 @@ class AnswerStream:
         return True
 
     def _piece(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        responder = self._responder
-        counts = usage(responder, self._generation) if responder.usage_always else None
-        piece = b""
-        for index, delta in deltas:
-            piece += responder.events(index, delta, counts)
-        return piece
+        counts = self._usage() if self._responder.usage_always else None
+        return b"".join([self._responder.events(index, delta, counts) for index, delta in deltas])
 
-
-def usage(responder: Responder, generation: Generation) -> dict[str, Any]:
-    """What the answer has cost so far."""
-    return responder.usage(generation.completion_tokens, generation.cached_tokens)
+    def _usage(self) -> Json:
+        return self._responder.usage(self._generation.completion_tokens, self._generation.cached_tokens)

@@ -1,26 +1,41 @@
-"""The OpenAI request bodies: JSON bytes in, checked fields out.
+"""The OpenAI request bodies, JSON bytes in and checked fields out, and the API's errors.
 
 Types and ranges are checked here once; unknown fields are ignored, known ones that would change the answer
 and are not supported are refused. The prompt itself is left to ``tokenization.openai_prompts``.
 """
 
 import re
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from model_server.api_errors import ApiError
+from model_server.errors import EngineClosedError, QueueFullError, RequestError
+from tokenization import PromptError
+
+_MESSAGE_CHARS_MAX = 1000
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 Body: TypeAlias = dict[str, Any]
-
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+_Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _Digits = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 
 Api = Literal["completion", "chat"]
-
 _LOGPROBS_MAX = 20  # as vLLM's --max-logprobs
 _TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -37,6 +52,37 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     # A model's calls are not parsed out of its text, so none can be promised.
     "tool_choice": ("none", "auto"),
 }
+
+_T = TypeVar("_T")
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status code.
+        message: What was wrong and what to do; cut where it quotes too much of the request.
+        param: The request's field at fault, if one is.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _MESSAGE_CHARS_MAX else f"{message[:_MESSAGE_CHARS_MAX]}..."
+        self.param = param
+
+    def body(self) -> bytes:
+        """The JSON body (also the payload of an error event in a stream)."""
+        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase.title().replace(" ", "") + "Error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": error})
+
+
+def from_exception(error: PromptError | RequestError) -> ApiError:
+    """The answer to a prompt that cannot be encoded, or to a request that the engine did not take."""
+    if isinstance(error, QueueFullError | EngineClosedError):
+        return ApiError(503, str(error))
+    return ApiError(400, str(error), error.param)
 
 
 class StreamOptions(msgspec.Struct):
@@ -104,7 +150,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -126,12 +171,10 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     @property
     def echoes(self) -> bool:
-        """Whether the prompt stands before the answer."""
         return bool(self.echo)
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives to tell for each token; None tells no log probabilities."""
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
 
@@ -143,7 +186,6 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives to tell for each token; None tells no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -164,15 +206,20 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_T = TypeVar("_T")
+class UnloadAdapterBody(msgspec.Struct):
+    """/v1/unload_lora_adapter."""
+
+    lora_name: _Text
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """/v1/load_lora_adapter."""
+
+    lora_path: _Text
 
 
 def decode_body(raw: bytes) -> Body:
-    """Decode a JSON object.
-
-    Raises:
-        ApiError: 400, it is not one.
-    """
+    """Decode a JSON object; an ApiError where it is none."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -183,11 +230,7 @@ def decode_body(raw: bytes) -> Body:
 
 
 def convert(body: Body, kind: type[_T]) -> _T:
-    """Check the types and ranges of the fields that `kind` knows.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Check the types and ranges of the fields that `kind` knows; an ApiError names the field."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
@@ -195,11 +238,7 @@ def convert(body: Body, kind: type[_T]) -> _T:
 
 
 def generation_body(api: Api, body: Body) -> GenerationBody:
-    """Check the fields of a completion or chat completion body, except its prompt.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Check the fields of a generation's body, except its prompt; an ApiError names the field."""
     fields = convert(body, _BODIES[api])
     _refuse_unsupported(body)
     if isinstance(fields, ChatBody) and fields.top_logprobs and not fields.logprobs:

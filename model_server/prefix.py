@@ -1,7 +1,6 @@
 """The longest prefix that can be resumed, where groups of layers differ in what they must remember.
 
-In: how many blocks each KV cache group needs in front of a prefix's end, and which ones are there. Out: a
-length in blocks. The rule is that of vLLM's hybrid cache managers. Pure.
+The rule is that of vLLM's hybrid cache managers. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +19,9 @@ def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
 
 
 def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
-    """Return the most blocks of all groups together that a request holds at any time.
+    """Return the most blocks of all groups together that a request holds at any time, computed in chunks.
 
-    Args:
-        needs: Per group, as `blocks_behind` tells.
-        num_tokens: Of the request.
-        chunk_tokens: Most of them that one step computes.
-        block_tokens: Tokens in one block.
+    `needs` are, per group, what `blocks_behind` tells.
     """
     blocks = -(-num_tokens // block_tokens)
     # The window, what alignment keeps in front of it, and a chunk that begins and ends within a block.

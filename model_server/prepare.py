@@ -1,31 +1,131 @@
 """An OpenAI request's bytes in, the engine's requests out: checked fields, token ids, sampling parameters.
 
-Runs on a worker thread, because encoding a long prompt takes long. Knows nothing of HTTP or of the engine.
+Runs on a worker thread, because encoding a long prompt takes long. The grammar engine of structured answers
+is llguidance; a constraint follows one answer token by token.
 """
 
+import json
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from model_server.api_errors import ApiError, from_exception
-from model_server.lora_registry import LoraRegistry
+from llguidance import LLMatcher, LLTokenizer
+
+from model_server.lora import LoraRegistry
 from model_server.openai_types import (
     Api,
+    ApiError,
     Body,
     DetokenizeBody,
     GenerationBody,
+    StructuredOutputs,
     TokenizeBody,
     convert,
     decode_body,
+    from_exception,
     generation_body,
 )
 from model_server.requests import GenerationRequest, SamplingParams
-from model_server.structured import GrammarTokenizer
 from tokenization import PromptError, PromptTokenizer, PromptTooLongError
 from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
 
+# Between JSON's words; without a bound a model may write spaces to its last token.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,8}"}
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
+
+
+class GrammarTokenizer:
+    """Compiles grammars for the served model's tokenizer."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def constraint(self, fields: GenerationBody) -> "Constraint | None":
+        """Compile what a request asks its answer to be, if anything; an ApiError where it cannot be had."""
+        param = _asking_field(fields)
+        if param is None:
+            return None
+        for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+            if getattr(fields, name):
+                raise ApiError(400, f"{name} cannot be combined with {param}; leave one out", name)
+        try:
+            matcher = LLMatcher(self._tokens, _grammar(fields), log_level=0)
+        except ValueError as error:  # no JSON, or half of a surrogate pair
+            raise ApiError(400, f"{param} cannot be used: {error}", param) from error
+        if matcher.is_error():
+            raise ApiError(400, f"{param} cannot be used: {matcher.get_error()}", param)
+        return Constraint(matcher)
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        # Made for the first request that needs it: a large vocabulary takes seconds.
+        return LLTokenizer(self._tokenizer.to_json(), eos_token=sorted(self._tokenizer.eos_token_ids))
+
+
+class Constraint:
+    """The state of one answer; see `TokenConstraint`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> "Constraint":
+        return Constraint(self._matcher.deep_copy())
+
+    def allowed_bits(self) -> bytes:
+        """Return one bit a token; after an error only the ends of a text are left."""
+        return self._matcher.compute_bitmask()
+
+    def accept(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+
+    @property
+    def error(self) -> str | None:
+        """Why it had to give up: a grammar may prove too complex on the way."""
+        return self._matcher.get_error().partition("\n")[0] or None
+
+
+def _asking_field(fields: GenerationBody) -> str | None:
+    """The field that gives the answer's shape."""
+    formatted, structured = fields.response_format, fields.structured_outputs
+    if formatted is None or formatted.type == "text":
+        return None if structured is None else "structured_outputs"
+    if structured is not None:
+        raise ApiError(400, "give response_format or structured_outputs, not both", "structured_outputs")
+    return "response_format"
+
+
+def _grammar(fields: GenerationBody) -> str:
+    if fields.structured_outputs is not None:
+        return _structured_grammar(fields.structured_outputs)
+    assert fields.response_format is not None
+    if fields.response_format.type == "json_object":
+        return _json_grammar({"type": "object"})
+    wrapped = fields.response_format.json_schema
+    if wrapped is None or wrapped.schema is None:
+        raise ApiError(400, "response_format json_schema needs json_schema.schema", "response_format")
+    return _json_grammar(wrapped.schema)
+
+
+def _structured_grammar(outputs: StructuredOutputs) -> str:
+    if sum(bool(wish) for wish in (outputs.json, outputs.regex, outputs.choice, outputs.json_object)) != 1:
+        raise ApiError(
+            400,
+            "structured_outputs needs exactly one of json, regex, choice and json_object",
+            "structured_outputs",
+        )
+    if outputs.regex:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.choice:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    return _json_grammar(outputs.json or {"type": "object"})
+
+
+def _json_grammar(schema: dict[str, Any] | str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +147,7 @@ class ServedModel:
         return max(self.tokenizer.vocab_size, self.vocab_size)
 
     def served_name(self, name: str | None) -> str:
-        """The name to answer under.
-
-        Raises:
-            ApiError: 404, this model is not served.
-        """
+        """Return the name to answer under; an ApiError 404 where this model is not served."""
         if name is None:
             return self.names[0]
         if name not in self.names and self.adapter_of(name) is None:
@@ -86,9 +182,6 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     """Check and encode one request.
 
     Args:
-        model: The served model.
-        api: Which API the body is for.
-        raw: The HTTP body.
         header_id: The client's x-request-id header; wins over the body's request_id.
 
     Raises:
@@ -129,11 +222,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
 
 
 def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
-    """Answer a /tokenize request (`prompt`, or `messages` and the template's options).
-
-    Raises:
-        ApiError: The request is malformed, for another model, or far too long for the context.
-    """
+    """Answer a /tokenize request (`prompt`, or `messages` and a template's options), or raise an ApiError."""
     body = decode_body(raw)
     fields = convert(body, TokenizeBody)
     model.served_name(fields.model)
@@ -145,11 +234,7 @@ def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
 
 
 def render(model: ServedModel, api: Api, raw: bytes) -> object:
-    """Answer a render request: the token ids that a generation request's prompts become.
-
-    Raises:
-        ApiError: The request is malformed, for another model, or far too long for the context.
-    """
+    """Answer a render request, the token ids that a request's prompts become, or raise an ApiError."""
     body = decode_body(raw)
     fields = generation_body(api, body)
     model.served_name(fields.model)
@@ -162,11 +247,7 @@ def render(model: ServedModel, api: Api, raw: bytes) -> object:
 
 
 def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
-    """Answer a /detokenize request.
-
-    Raises:
-        ApiError: The request is malformed or for another model.
-    """
+    """Answer a /detokenize request, or raise an ApiError."""
     fields = convert(decode_body(raw), DetokenizeBody)
     model.served_name(fields.model)
     if any(token_id >= model.ids_below for token_id in fields.tokens):

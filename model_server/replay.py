@@ -50,11 +50,7 @@ class Step:
 
 
 class StepRing:
-    """The last `capacity` steps by sequence number; one thread appends while another reads.
-
-    Args:
-        capacity: Steps kept; older ones are overwritten.
-    """
+    """The last `capacity` steps by sequence number; one thread appends while another reads."""
 
     def __init__(self, capacity: int) -> None:
         self._slots: list[Step | None] = [None] * capacity
@@ -68,7 +64,6 @@ class StepRing:
         return step
 
     def oldest_sequence(self) -> int:
-        """Sequence number of the oldest step still kept."""
         return max(0, self.next_sequence - len(self._slots))
 
     def steps(self, start: int, stop: int) -> Iterator[Step]:
@@ -95,18 +90,12 @@ class ReplayServer:
 
     Args:
         socket: A bound ROUTER socket, prepared by `limit`.
-        endpoint: Where it is bound.
-        topic: Frame before the sequence number.
-        ring: The steps to replay.
-
-    Attributes:
-        served: Requests taken.
-        rejected: Requests that were malformed, or came while 64 clients were being served.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, topic: bytes, ring: StepRing) -> None:
         self.socket = socket
         self.endpoint = endpoint
+        # Requests taken; and those that were malformed, or came while 64 clients were being served.
         self.served = self.rejected = 0
         self._topic = topic
         self._ring = ring
@@ -124,8 +113,7 @@ class ReplayServer:
     def serve(self, now_s: float) -> int | None:
         """Take new requests and send the next piece of every open replay.
 
-        Returns:
-            Milliseconds until it wants to be called again; None for when a request arrives.
+        Returns milliseconds until it wants to be called again; None for when a request arrives.
         """
         more_requests = self._receive(now_s)
         progress = False

@@ -1,22 +1,24 @@
-"""Chooses the next token of each row from its logits.
+"""Chooses the next token of each row from its logits, and tells how probable it was.
 
-In: logits and, per row, the sampling parameters, a seed and the token's position. Out: token ids. A row's
-draw depends on its own seed and position alone, so neither batch neighbours nor preemption change it.
+First penalties, then biases, then what may not be chosen at all; then top_k, top_p and min_p, which keep the
+most probable tokens, top_p as a share of what the other two left (of equally probable tokens those with lower
+ids come first). A row's draw depends on its own seed and position alone, so neither batch neighbours nor
+preemption change it.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_server.adjust import SamplingRow, adjust
 from model_server.draw import draw, weigh
-from model_server.requests import GREEDY_BELOW, SamplingParams
-from model_server.restrict import CANDIDATES, is_restricted, left_of_all, left_of_best, left_of_many
+from model_server.requests import GREEDY_BELOW, SamplingParams, TokenLogprobs
 
+_NEVER = float("-inf")
 # From here on all tokens are equally probable; at an infinite one a forbidden token's would be no number.
 _HOTTEST = 1e30
 _CHUNK = 128  # tokens
@@ -25,15 +27,27 @@ _ATTEMPTS = 3
 # Probabilities that are looked at in one go on a CPU: for many more, each of a dozen operations would get new
 # memory from the system, and that takes longer than the operation.
 _AT_ONCE = 1 << 20
+# Nearly always enough: sorting a whole vocabulary takes ten times as long as finding so many best tokens.
+CANDIDATES = 256
+# Probabilities whose bits are the same but for the last so many are told apart only where top_p's border is:
+# 128 kinds from each power of two to the next.
+_KIND_SHIFT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to sample one row."""
+
+    params: SamplingParams  # the request's wishes
+    seed: int  # base of its random draws
+    position: int  # tokens generated before this one
+    banned: frozenset[int] = frozenset()  # tokens that must not be chosen now
+    token_ids: Sequence[int] = ()  # prompt and generated tokens; the last `position` ones are the generated
+    allowed_bits: bytes | None = None  # one bit a token, as `TokenConstraint` tells them; None allows all
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Choose one token per row.
-
-    Args:
-        logits: float32 [rows, vocab_size]; changed in place.
-        rows: One per row of logits.
-    """
+    """Choose one token per row of float32 logits [rows, vocab_size], which are changed in place."""
     adjust(logits, rows)
     random = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     tokens = best(logits) if len(random) < len(rows) else [0] * len(rows)
@@ -172,3 +186,170 @@ def _invert(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
     # Where rounding lets a draw fall off the chunk's end: its last token that can be chosen.
     last = (torch.arange(_CHUNK, device=chunk.device) * (chunk > 0)).amax(dim=-1, keepdim=True)
     return (at * _CHUNK + torch.minimum(found, last)).squeeze(1)
+
+
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply penalties, biases and bans to float32 logits [rows, vocab_size] in place."""
+    for index, row in enumerate(rows):
+        params = row.params
+        if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
+            _penalize(logits[index], row)
+        if params.logit_bias:
+            at = torch.tensor(list(params.logit_bias), device=logits.device)
+            logits[index, at] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if params.allowed_token_ids is not None:
+            _keep_only(logits[index], torch.tensor(sorted(params.allowed_token_ids), device=logits.device))
+        if row.allowed_bits is not None:
+            _keep_only(logits[index], _set_bits(row.allowed_bits, logits.shape[1]).to(logits.device))
+        if row.banned:
+            logits[index, sorted(row.banned)] = _NEVER
+
+
+def _penalize(logits: Tensor, row: SamplingRow) -> None:
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(row.token_ids, device=logits.device).unique()
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if row.position and (params.frequency_penalty or params.presence_penalty):
+        generated = torch.tensor(row.token_ids[-row.position :], device=logits.device)
+        said, counts = generated.unique(return_counts=True)
+        logits[said] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _keep_only(logits: Tensor, token_ids: Tensor) -> None:
+    kept = logits[token_ids]
+    logits.fill_(_NEVER)
+    logits[token_ids] = kept
+
+
+def _set_bits(bits: bytes, vocab_size: int) -> Tensor:
+    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
+    return torch.from_numpy(np.flatnonzero(flags[:vocab_size]))
+
+
+def log_probabilities(logits: Tensor, counts: Sequence[int | None]) -> Tensor:
+    """Return the log probabilities of those rows that want them; it must be read before the logits change.
+
+    Args:
+        logits: float32 [rows, vocab_size].
+        counts: Per row how many of the best to tell; None for none at all.
+
+    Returns:
+        float32 [wanting rows, vocab_size].
+    """
+    wanting = [index for index, count in enumerate(counts) if count is not None]
+    return logits[torch.tensor(wanting, dtype=torch.int64, device=logits.device)].log_softmax(dim=-1)
+
+
+def read_logprobs(
+    logprobs: Tensor, counts: Sequence[int | None], token_ids: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Return what `log_probabilities` tells about the chosen tokens, one a row."""
+    pairs = zip(counts, token_ids, strict=True)
+    asked = [(count, token_id) for count, token_id in pairs if count is not None]
+    if not asked:
+        return [None] * len(counts)
+    chosen = logprobs.gather(1, torch.tensor([[token_id] for _, token_id in asked], device=logprobs.device))
+    top = logprobs.topk(max(count for count, _ in asked), dim=-1)
+    told = iter(
+        TokenLogprobs(own, tuple(zip(best_ids[:count], best[:count], strict=True)))
+        for (count, _), (own,), best_ids, best in zip(
+            asked, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    )
+    return [None if count is None else next(told) for count in counts]
+
+
+def is_restricted(params: SamplingParams) -> bool:
+    """Tell whether any token is left out."""
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def left_of_all(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
+    """Return float32 probabilities [rows, vocab_size], 0 where a token is left out."""
+    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    left = ordered * _ranked(ordered, wishes)
+    return torch.zeros_like(left).scatter_(1, token_ids, left * _share(left, _sum(left), wishes))
+
+
+def left_of_best(
+    probabilities: Tensor, wishes: Sequence[SamplingParams], candidates: int = CANDIDATES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same among the most probable tokens alone.
+
+    Args:
+        probabilities: float32 [rows, vocab_size].
+        candidates: How many tokens to look at; fewer than the vocabulary has.
+
+    Returns:
+        Rising token ids [rows, candidates], their probabilities or 0, and bool [rows]: whether these are all
+        that is left.
+    """
+    token_ids = probabilities.topk(candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+    best = probabilities.gather(1, token_ids)
+    ordered, at = best.sort(dim=-1, descending=True, stable=True)
+    left = ordered * _ranked(ordered, wishes)
+    most = _column(wishes, ordered, lambda params: params.top_k)
+    total = torch.where(most > 0, _sum(left), _sum_of_all(probabilities, ordered[:, :1], wishes))
+    keep = _share(left, total, wishes)
+    # Beyond the candidates nothing is more probable than the last of them, but something may be equal to it.
+    last = ordered.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
+    sure = (last > ordered[:, -1:]) & (most <= candidates)
+    return token_ids, torch.zeros_like(best).scatter_(1, at, left * keep), sure.squeeze(1)
+
+
+def left_of_many(probabilities: Tensor, params: SamplingParams) -> Tensor:
+    """Do the same for one row, on a CPU and without top_k, of which many tokens are left.
+
+    Only those around top_p's border are sorted.
+    """
+    assert params.top_k <= 0
+    left = torch.where(probabilities >= params.min_p * probabilities.amax(), probabilities, 0.0)
+    kinds = left.view(torch.int32) >> _KIND_SHIFT  # floats from 0 on are in the order of their bits
+    masses = torch.bincount(kinds, weights=left.double()).flip(0)  # the most probable kind first
+    cumulated = masses.cumsum(dim=0)
+    before = cumulated - masses
+    border = int((before < params.top_p * cumulated[-1]).nonzero()[-1])
+    kind = len(masses) - 1 - border
+    at = (kinds == kind).nonzero().flatten()
+    ordered, order = left[at].sort(descending=True, stable=True)
+    before_each = before[border] + ordered.cumsum(dim=0, dtype=torch.float64) - ordered
+    kept = at[order[before_each < params.top_p * cumulated[-1]]]
+    return torch.where(kinds > kind, left, 0.0).index_copy_(0, kept, left[kept])
+
+
+def _ranked(ordered: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
+    """Return what top_k and min_p leave of tokens in the order of probability."""
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    most = _column(wishes, ordered, lambda params: params.top_k if params.top_k > 0 else float("inf"))
+    least = _column(wishes, ordered, lambda params: params.min_p) * ordered[:, :1]
+    return (ranks < most) & (ordered >= least)
+
+
+def _share(left: Tensor, total: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
+    """Return which of the tokens that are left make up top_p of the total."""
+    before = left.cumsum(dim=-1, dtype=torch.float64) - left
+    keep = (left > 0) & (before < _column(wishes, left, lambda params: params.top_p) * total)
+    keep[:, 0] = True  # a top_p that float32 rounds to 0 still means the most probable token
+    return keep
+
+
+def _sum_of_all(probabilities: Tensor, largest: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
+    """Return the sum over the vocabulary of what min_p leaves."""
+    if not any(params.min_p > 0.0 for params in wishes):
+        return _sum(probabilities)
+    least = _column(wishes, largest, lambda params: params.min_p) * largest
+    return _sum(torch.where(probabilities >= least, probabilities, 0.0))
+
+
+def _sum(left: Tensor) -> Tensor:
+    # In float64: at a top_p of 1 the sum's rounding would leave out tokens.
+    return left.sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
+def _column(
+    wishes: Sequence[SamplingParams], like: Tensor, value: Callable[[SamplingParams], float]
+) -> Tensor:
+    return torch.tensor([[float(value(params))] for params in wishes], device=like.device)

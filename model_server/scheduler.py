@@ -1,23 +1,79 @@
-"""Decides what each step computes: continuous batching under one token budget.
+"""Decides what each step computes: continuous batching under one token budget, decodes first.
 
-In: requests to add and to remove. Out: the step's chunks, decodes first. Knows tokens and blocks,
-not tensors, threads or time.
+Knows tokens and blocks, not tensors or threads; times are arguments. Routers that count the work ahead of a
+request order prefills by the same rule.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import TypeAlias
 
 import msgspec
 
 from model_server.block_manager import BlockManager
+from model_server.blocks import Block
 from model_server.config import SchedulingPolicy
-from model_server.free_queue import Block
-from model_server.host_tier import HostBlock
 from model_server.live_request import LiveRequest
-from model_server.prefill_order import PARTIAL_PROMPTS_MAX, order_key
+from model_server.offload import HostBlock
 
+AGE_FACTOR = 10.0
+PARTIAL_PROMPTS_MAX = 2
+
+# Least first; of equals the one that was submitted first.
+OrderKey: TypeAlias = tuple[float, float, int]
+
+# A shorter prefill takes as long as any step: its speed would make an engine that has had nothing else look
+# many times slower than its equals, and routers would send it nothing that could tell otherwise.
+_RATE_TOKENS_MIN = 128
+_RATE_STEPS = 64
+_RATE_STEPS_MIN = 4
 # Blocks of waiting prompts that are looked up in a step, most of them hashed for it: 4 ms at the most.
 _LOOKUPS_PER_STEP = 512
+
+
+def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[LiveRequest], OrderKey]:
+    """Return the key of a policy.
+
+    Args:
+        policy: "fcfs" by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus
+            ten times the seconds that its own prefill still takes, so that short prompts overtake long ones
+            and whoever waits long enough is overtaken no more.
+        seconds_per_token: How long a prompt token takes here; 0 while that is unknown.
+    """
+
+    def fcfs(live: LiveRequest) -> OrderKey:
+        return 0.0, live.arrived_s, live.serial
+
+    def priority(live: LiveRequest) -> OrderKey:
+        return live.request.priority, live.arrived_s, live.serial
+
+    def aged(live: LiveRequest) -> OrderKey:
+        own_s = live.uncached * seconds_per_token
+        return 0.0, live.arrived_s + AGE_FACTOR * own_s, live.serial
+
+    return {"fcfs": fcfs, "priority": priority, "aged": aged}[policy]
+
+
+class PrefillRate:
+    """The speed of prefills: the median of the last steps, which a slow start or a stall does not move."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_RATE_STEPS)
+        self.seconds_per_token = 0.0  # 0 before there were enough prefills to tell
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens a second; 0 before there were enough prefills to tell."""
+        return 1.0 / self.seconds_per_token if self.seconds_per_token else 0.0
+
+    def observe(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
+        """Take one step; one of few prompt tokens, or of mostly decodes, tells nothing of prefills."""
+        if prefill_tokens < _RATE_TOKENS_MIN or prefill_tokens <= decode_tokens or seconds <= 0.0:
+            return
+        self._steps.append(seconds / prefill_tokens)
+        if len(self._steps) >= _RATE_STEPS_MIN:
+            self.seconds_per_token = median(self._steps)
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -30,7 +86,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stop(self) -> int:
-        """Position after the chunk's last token."""
         return self.start + self.length
 
 
@@ -63,7 +118,6 @@ class Scheduler:
         self.host_prompt_tokens = 0  # those that had to be restored from the host tier
 
     def add(self, live: LiveRequest) -> None:
-        """Queue a request."""
         self.waiting.append(live)
 
     def remove(self, live: LiveRequest) -> None:
@@ -98,7 +152,6 @@ class Scheduler:
         """After a failed step: whoever shares a block that was never computed has nothing.
 
         Args:
-            never_computed: Blocks that the step was to fill.
             failed: Requests that it was for, which are about to be removed; others begin again.
         """
         never, ending = set(map(id, never_computed)), set(map(id, failed))
@@ -142,7 +195,6 @@ class Scheduler:
         return [other for other in decodes if other.tables][-1]
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        """Spend what is left of the budget on prefills."""
         if not self.waiting and len(chunks) == len(self.running):  # as in nearly all steps
             return
         budget = self._max_num_batched_tokens - sum(chunk.length for chunk in chunks)

@@ -1,7 +1,4 @@
-"""One model server from start to stop: sockets first, then the model, then requests until a signal.
-
-In: the options of a run. Out: an exit code. Knows how the parts fit together; none of the parts knows it.
-"""
+"""One model server from start to stop: sockets first, then the model, then requests until a signal."""
 
 import asyncio
 import logging
@@ -16,20 +13,17 @@ from pathlib import Path
 
 import uvloop
 
-from model_server.build import build_engine
-from model_server.capacity import log_pool
+from model_server.build import build_engine, log_pool
 from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine import Engine
 from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
-from model_server.http_admin import ServerState
-from model_server.http_api import HttpApi
-from model_server.http_server import GRACE_S, AdminPort, HttpServer
+from model_server.http_api import HttpApi, ServerState
+from model_server.http_server import GRACE_S, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.prepare import ServedModel
+from model_server.prepare import GrammarTokenizer, ServedModel
 from model_server.publish import KVEventPublisher
-from model_server.structured import GrammarTokenizer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
@@ -43,11 +37,7 @@ class EngineDiedError(ModelServerError):
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Raises:
-        ModelServerError: The server cannot start, or its engine has died.
-    """
+    """Serve until SIGTERM or SIGINT; a ModelServerError where it cannot start, or its engine has died."""
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(reserve(options.host, options.port))
         port = listener.getsockname()[1]
@@ -77,14 +67,7 @@ def run(options: ServeOptions) -> None:
 
 
 class Server:
-    """The HTTP side of a started engine.
-
-    Args:
-        options: How to run.
-        engine: The engine, started.
-        publisher: The event publisher, started; None without events.
-        tokenizer: The model's tokenizer.
-    """
+    """The HTTP side of a started engine."""
 
     def __init__(
         self,
@@ -104,13 +87,7 @@ class Server:
     async def serve(
         self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
     ) -> None:
-        """Answer requests on bound sockets until `stop`, or until the engine dies.
-
-        Args:
-            listener: Socket of the API.
-            on_ready: Called once connections are taken.
-            admin: Socket of administration and snapshots; None serves neither.
-        """
+        """Answer requests, and administration if it has a socket, until `stop` or the engine's death."""
         loop = asyncio.get_running_loop()
         registry = new_registry()
         self._async_engine = AsyncEngine(self._engine, loop, RequestMetrics(self.name, registry))
@@ -130,23 +107,24 @@ class Server:
             GrammarTokenizer(self._tokenizer),
             self._engine.loras,
         )
-        api = HttpApi(
-            model,
-            self._async_engine,
-            max_body_bytes=self._options.max_body_bytes,
-            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
-            api_key=self._options.api_key,
-        )
         state = ServerState(
             registry=registry,
             healthy=self._healthy,
             publisher=self._publisher,
-            load=lambda: api.load,
             runtime_loras=self._options.runtime_loras,
+            admin_port=None if admin is None else admin.getsockname()[1],
+            api_key=self._options.api_key,
+            admin_token=self._options.admin_token,
         )
-        door = None if admin is None else AdminPort(admin.getsockname()[1], self._options.admin_token)
-        app = api.app(self._engine, state, door)
-        self._http = HttpServer(app, on_ready, lambda: self._engine.stats().healthy)
+        api = HttpApi(
+            model,
+            self._engine,
+            self._async_engine,
+            state,
+            max_body_bytes=self._options.max_body_bytes,
+            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+        )
+        self._http = HttpServer(api.app(), on_ready, lambda: self._engine.stats().healthy)
         try:
             with self._http.stopped_by_signals(self.stop):
                 await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
@@ -185,10 +163,9 @@ class Server:
 
 @contextmanager
 def reserve(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind host:port without listening: taken, yet connections are refused while the model loads.
+    """Bind host:port without listening, or raise a StartError.
 
-    Raises:
-        StartError: The address is in use or not this machine's.
+    It is taken then, yet connections are refused while the model loads.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -205,11 +182,7 @@ def reserve(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def load_tokenizer(model: str) -> PromptTokenizer:
-    """The tokenizer of a built-in model or of a checkpoint directory.
-
-    Raises:
-        StartError: It cannot be loaded.
-    """
+    """Load the tokenizer of the built-in model or of a checkpoint directory, or raise a StartError."""
     try:
         directory = TINY_DIRECTORY if model == TINY_MODEL else Path(model)
         return PromptTokenizer.from_directory(directory, mistral_common=False)

@@ -39,7 +39,6 @@ class TextAssembler:
     """Assembles one choice's text.
 
     Args:
-        tokenizer: Decodes the ids.
         stop_strings: End the text at their first occurrence, however tokens split them.
         stop_token_ids: The request's own stop ids; the one that ended generation becomes the stop reason.
         min_tokens: No stop string counts before this many tokens.
@@ -113,12 +112,7 @@ class TextAssembler:
 
 
 class StopStrings:
-    """Finds the first of several strings in a text that comes in pieces.
-
-    Args:
-        stops: The strings.
-        show: Keep the one that was found at the text's end.
-    """
+    """Finds the first of several strings in a text that comes in pieces; `show` keeps it in the text."""
 
     def __init__(self, stops: tuple[str, ...], *, show: bool = False) -> None:
         self._stops = stops

@@ -9,14 +9,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from envoy.config.core.v3.base_pb2 import RequestMethod
+from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
-from router.access_log_messages import parse_log_message
 from router.health import ACCESS_LOG_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import ACCESS_LOG, Outcomes
@@ -27,25 +32,23 @@ _REFUSALS = (b"ext_authz_denied", b"kvroute")
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
+@dataclass(frozen=True, slots=True)
 class AccessLogDoor:
     """envoy.service.accesslog.v3.AccessLogService.
 
-    Args:
+    Attributes:
         distrust: Told of a pod that Envoy could not connect to (address, why).
     """
 
-    def __init__(
-        self, outcomes: Outcomes, metrics: RouterMetrics, distrust: Callable[[str, str], None]
-    ) -> None:
-        self._outcomes = outcomes
-        self._metrics = metrics
-        self._distrust = distrust
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    distrust: Callable[[str, str], None]
 
     def add_to(self, server: grpc.Server) -> None:
-        """Registers the service, with a reading of messages that is kinder than the generated one."""
+        """Register the service, with a reading of messages that is kinder than the generated one."""
         take = grpc.stream_unary_rpc_method_handler(
             self._stream_access_logs,
-            request_deserializer=parse_log_message,
+            request_deserializer=_MESSAGE_CLASS.FromString,
             response_serializer=als_pb2.StreamAccessLogsResponse.SerializeToString,
         )
         handler = grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {"StreamAccessLogs": take})
@@ -54,9 +57,8 @@ class AccessLogDoor:
     def _stream_access_logs(
         self, messages: Iterator[Any], _context: grpc.ServicerContext
     ) -> als_pb2.StreamAccessLogsResponse:
-        """Takes entries until Envoy closes the stream."""
         for message in messages:
-            self._metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
+            self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
         return als_pb2.StreamAccessLogsResponse()
 
     def _taken(self, entry: Any) -> str:
@@ -67,7 +69,7 @@ class AccessLogDoor:
         address = common.upstream_remote_address.socket_address
         pod = pod_address(address.address, address.port_value)
         if common.response_flags.upstream_connection_failure:
-            self._distrust(pod, "Envoy could not connect to it")
+            self.distrust(pod, "Envoy could not connect to it")
         # Decoded as ext_proc decodes the header, so that a strange id joins, too.
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
@@ -76,7 +78,7 @@ class AccessLogDoor:
         if _was_no_work(entry, failed):
             # Another request under its id may be in flight.
             return "no_work"
-        ended = self._outcomes.ended(
+        ended = self.outcomes.ended(
             request_id,
             ACCESS_LOG,
             time.monotonic(),
@@ -87,7 +89,7 @@ class AccessLogDoor:
         )
         if ended is not None:
             return "joined"
-        return "other_router" if self._outcomes.is_others(request_id) else "unknown"
+        return "other_router" if self.outcomes.is_others(request_id) else "unknown"
 
 
 def _has_failed(entry: Any) -> bool:
@@ -114,3 +116,34 @@ def _late_s(common: Any) -> float | None:
     took = common.time_to_last_downstream_tx_byte
     late_s: float = time.time() - started_s - took.seconds - took.nanos / 1e9
     return late_s
+
+
+def _message_class() -> Any:
+    """Return the class of StreamAccessLogsMessages whose entries hold bytes where Envoy's hold texts.
+
+    Envoy hands on a client's x-request-id as it came (in two fields), also where it is not the UTF-8 that a
+    protobuf text must be. One such id must not cost the whole batch, everybody's entries. Bytes are the same
+    on the wire.
+    """
+    pool = DescriptorPool()
+    _copy(als_pb2.DESCRIPTOR, pool, set())
+    return GetMessageClass(pool.FindMessageTypeByName(als_pb2.StreamAccessLogsMessage.DESCRIPTOR.full_name))
+
+
+def _copy(file: FileDescriptor, pool: DescriptorPool, copied: set[str]) -> None:
+    """Copy a file and what it imports, the texts of log entries made bytes."""
+    if file.name in copied:
+        return
+    copied.add(file.name)
+    for imported in file.dependencies:
+        _copy(imported, pool, copied)
+    proto = FileDescriptorProto()
+    file.CopyToProto(proto)
+    if file.name == accesslog_pb2.DESCRIPTOR.name:
+        for field in (field for message in proto.message_type for field in message.field):
+            if field.type == FieldDescriptorProto.TYPE_STRING:
+                field.type = FieldDescriptorProto.TYPE_BYTES
+    pool.Add(proto)
+
+
+_MESSAGE_CLASS = _message_class()

@@ -1,13 +1,13 @@
 """Seconds that bringing a LoRA adapter in costs on a pod: its account of its places in, seconds out.
 
-Pure. The order of the four cases is the reference picker's (running, room, waiting, none); it gives them
-scores.
+The order of the four cases is the reference picker's (running, room, waiting, none); it gives them scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from threading import Lock
 
 from router.scrape import LoraLoad
 
@@ -58,3 +58,39 @@ def _with_sent(load: LoraLoad, sent: Iterable[str]) -> LoraLoad:
         else:
             waiting |= {adapter}
     return LoraLoad(running, waiting, load.places)
+
+
+class SentAdapters:
+    """Which adapters the requests in flight need, by pod. Thread-safe.
+
+    An engine tells its adapters as of the last scrape; what was sent there since is known here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Requests by adapter, the adapter that came first first; what is in here is replaced, never changed.
+        self._requests: dict[str, dict[str, int]] = {}
+
+    def on(self, pod: str) -> tuple[str, ...]:
+        """Those that the pod's requests need, the one that came first first."""
+        return tuple(self._requests.get(pod, ()))
+
+    def began(self, pod: str, adapter: str | None) -> None:
+        if adapter is None:
+            return
+        with self._lock:
+            requests = self._requests.get(pod, {})
+            self._requests[pod] = {**requests, adapter: requests.get(adapter, 0) + 1}
+
+    def ended(self, pod: str, adapter: str | None) -> None:
+        if adapter is None:
+            return
+        with self._lock:
+            requests = dict(self._requests[pod])
+            requests[adapter] -= 1
+            if not requests[adapter]:
+                del requests[adapter]
+            if requests:
+                self._requests[pod] = requests
+            else:
+                del self._requests[pod]

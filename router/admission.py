@@ -1,13 +1,14 @@
-"""Whether a request may be routed now: its priority and the pods' saturation in, a refusal out.
+"""How full the pods are, and which requests are refused because of it.
 
 A request names its objective in a header, an objective has a priority, and below priority 0 it is sheddable:
-it is refused while the pods are saturated. Rules and thresholds are the reference picker's. Pure.
+it is refused while the pods are saturated. Rules and thresholds are the reference picker's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +21,64 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionParameters:
-    """Who is shed, and when.
+class UtilizationDetector:
+    """Mean over the pods of the fuller of queue and KV cache.
 
     Attributes:
-        priorities: Priority by objective, at first; a request without a known objective has priority 0.
-        queue_requests: A pod with so many requests in its queue is saturated.
-        kv_usage: A pod with this share of its KV cache in use is saturated.
-        load_age_max_s: A pod whose account is older, or that never told, is taken for saturated.
+        queue_requests: A queue of so many is full.
+        kv_usage: A KV cache used to this share is full.
+        load_age_max_s: A pod that told its load longer ago, or never, is taken for full.
     """
 
-    priorities: Mapping[str, int] = field(default_factory=dict)
     queue_requests: float = 5.0
     kv_usage: float = 0.8
-    load_age_max_s: float = 5.0
+    load_age_max_s: float = 0.2
+
+    def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
+        full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
+        full[now_s - pods["scraped_s"] > self.load_age_max_s] = 1.0
+        return float(full.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyDetector:
+    """Share of the pods' places that requests in flight take.
+
+    Attributes:
+        requests: Places of a pod.
+        tokens: Uncached prompt tokens that a pod has room for.
+        mode: "requests", "tokens", or "hybrid": the fuller of both.
+    """
+
+    requests: float = 100.0
+    tokens: float = 1_000_000.0
+    mode: str = "requests"
+
+    def saturation(self, pods: NDArray[Any], pending: int, _now_s: float) -> float:
+        inflight = float(pods["awaiting"].sum() + pods["decoding"].sum()) + pending
+        by_requests = inflight / (self.requests * len(pods))
+        by_tokens = float(pods["held_tokens"].sum()) / (self.tokens * len(pods))
+        if self.mode == "requests":
+            return by_requests
+        return by_tokens if self.mode == "tokens" else max(by_requests, by_tokens)
+
+
+# Its `saturation` tells how full some pods are: from 0; 1 and above is full. It is given board.POD [pods], at
+# least one, and how many requests were let go and are not on the board yet.
+Detector = UtilizationDetector | ConcurrencyDetector
 
 
 class Admission:
-    """Lets requests pass or raises."""
+    """Lets requests pass or raises.
 
-    def __init__(self, parameters: AdmissionParameters, board: PodBoard) -> None:
-        self._parameters = parameters
-        self._priorities = parameters.priorities
+    Args:
+        priorities: By objective, at first; a request without a known one has priority 0.
+        detector: Tells how full the candidates are; None: nobody is refused.
+    """
+
+    def __init__(self, priorities: Mapping[str, int], detector: Detector | None, board: PodBoard) -> None:
+        self._priorities = priorities
+        self._detector = detector
         self._board = board
 
     def replace(self, priorities: Mapping[str, int]) -> None:
@@ -57,21 +94,15 @@ class Admission:
         Raises:
             SaturatedError: 429, when the request is sheddable and the candidates are saturated.
         """
-        priority = self.priority_of(headers) if self._priorities else 0
-        if priority < 0 and (saturation := self.saturation(rows, now_s)) >= 1.0:
-            raise SaturatedError(
-                f"the model servers are saturated ({saturation:.2f}) and the request's priority is {priority}"
-            )
+        priority = self.priority_of(headers)
+        if priority < 0 and self._detector is not None:
+            saturation = self._detector.saturation(self._board.known(rows), 0, now_s)
+            if saturation >= 1.0:
+                raise SaturatedError(
+                    f"the model servers are saturated ({saturation:.2f}) "
+                    f"and the request's priority is {priority}"
+                )
         return priority
-
-    def saturation(self, rows: NDArray[np.int64], now_s: float) -> float:
-        """Mean saturation of these pods; from 1 on they are taken for saturated."""
-        known = self._parameters
-        with self._board.lock:
-            pods = self._board.pods[rows]
-        full = np.maximum(pods["waiting"] / known.queue_requests, pods["kv_usage"] / known.kv_usage)
-        full[now_s - pods["scraped_s"] > known.load_age_max_s] = 1.0
-        return float(full.mean())
 
     def priority_of(self, headers: Mapping[str, str]) -> int:
         """The priority of the request's objective; 0 without a known one."""

@@ -1,27 +1,51 @@
-"""From a RouterConfig to what decides: who lets requests in, and who orders the pods."""
+"""From a RouterConfig to its parts: where pods come from, who lets requests in, and who orders the pods."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.config import RouterConfig
 from router.cost import CostParameters
 from router.flow import FlowControl
 from router.flow_config import LOAD_AGES, fairness_of, flow_of
-from router.flow_metrics import FlowMetrics
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import is_own
-from router.pods import PodSet
-from router.routing import Ranker
+from router.plugins.labels import ROLE_LABEL
+from router.plugins.pipeline import Pipeline
+from router.pods import PodSet, PodSnapshot
+from router.pods_source import PodsFile, PodsSource
+from router.resources import Resources
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
+
+# Plugins that split a request over engines, which hand its blocks on.
+_HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
+
+
+def open_source(
+    config: RouterConfig, registry: CollectorRegistry, take: Callable[[Resources], None]
+) -> PodsSource:
+    """Open where the pods come from.
+
+    Args:
+        take: Told objectives and rewrites, where the source tells them too, on any thread after its start.
+
+    Raises:
+        ConfigError: The pods file is wrong, or there are no credentials for a cluster.
+    """
+    if config.kube is None:
+        assert config.pods_file is not None
+        return PodsFile(config.pods_file, watch=config.watch_pods_file)
+    # Only here: the official client takes about a second to import.
+    from router.kube.source import KubeSource
+
+    return KubeSource(config.kube, registry, take, rewrites=config.compat != "off")
 
 
 def entrance(
@@ -41,27 +65,25 @@ def entrance(
     if picker is not None:
         found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
-        parameters = AdmissionParameters(priorities, load_age_max_s=_load_age_max_s(config))
-        return Admission(parameters, pods.board), None
-    admission = Admission(AdmissionParameters(priorities, math.inf, math.inf, math.inf), pods.board)
+        detector = UtilizationDetector(load_age_max_s=_load_age_max_s(config))
+        return Admission(priorities, detector, pods.board), None
+    admission = Admission(priorities, None, pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.section.fail(
             "enableEviction",
             "needs --responses full and --compat answers: else no door can end a request",
         )
-    metrics = FlowMetrics(registry)
     flow = FlowControl(
         *found,
         pods,
-        metrics,
+        registry,
         priority_of=admission.priority_of,
         fairness_of=fairness_of(picker),
     )
-    metrics.watch(lambda: len(flow), lambda: flow.size_bytes, flow.saturation)
     return admission, flow
 
 
-def ranker(config: RouterConfig) -> Ranker | None:
+def ranker(config: RouterConfig) -> Pipeline | None:
     """The configuration file's pipeline; None: the cost policy orders the pods.
 
     Raises:
@@ -76,7 +98,7 @@ def ranker(config: RouterConfig) -> Ranker | None:
     )
 
 
-def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker | None) -> Scheduler:
+def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
     """Who picks.
 
     Args:
@@ -92,6 +114,19 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Ranker
     )
 
 
+def connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
+    """Return why engines are taken to have a KV connector; None: nothing says that they have one."""
+    if config.kv_connector != "auto":
+        return "--kv-connector=true" if config.kv_connector == "true" else None
+    for entry in config.picker.plugins.values() if config.picker is not None else ():
+        if entry.type in _HANDLERS:
+            return f"plugin {entry.type}"
+    for pod in pods.values():
+        if ROLE_LABEL in pod.entry.labels:
+            return f"label {ROLE_LABEL} of pod {pod.name}"
+    return None
+
+
 def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:
     """Whether a pick may wait: for its turn, for another process, or for a plugin of the user's own."""
     if flow is not None or tokenizers.asks_others:
@@ -100,7 +135,7 @@ def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: Tokeniz
     return any(is_own(plugin.type) for plugin in plugins)
 
 
-def plugin_states(ranker: Ranker | None, flow: FlowControl | None) -> dict[str, Any]:
+def plugin_states(ranker: Pipeline | None, flow: FlowControl | None) -> dict[str, Any]:
     """What plugins and flow control remember, for people."""
     states = dict(ranker.state()) if ranker is not None else {}
     return states if flow is None else {**states, "flow-control": {"state": flow.state()}}

@@ -7,8 +7,7 @@ expressions make of it. Needs the package's `cel` extra.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,22 +25,18 @@ class _Key(Settings):
     namespace: Text = "envoy.lb"
 
 
-class _Item(Settings):
+class _Attribute(Settings):
     key: _Key
     expression: Text
     condition: Text | None = None
 
+    def __post_init__(self) -> None:
+        self.program = _compiled("expression", self.expression)
+        self.applies = None if self.condition is None else _compiled("condition", self.condition)
+
 
 class _Reporter(Settings):
-    attributes: tuple[_Item, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Attribute:
-    namespace: str
-    name: str
-    expression: Any
-    condition: Any
+    attributes: tuple[_Attribute, ...] = ()
 
 
 class AttributeReporter:
@@ -63,7 +58,7 @@ class AttributeReporter:
             ConfigError: An expression is wrong, or the extra is missing.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [attribute for entry in entries for attribute in _attributes(entry.told.read(_Reporter))]
+        attributes = [one for entry in entries for one in entry.told.read(_Reporter).attributes]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
@@ -75,13 +70,13 @@ class AttributeReporter:
         activation = {"usage": json_to_cel(_in_one_form(msgspec.json.decode(usage_json)))}
         for attribute in self._attributes:
             try:
-                if attribute.condition is None or attribute.condition.evaluate(activation):
-                    value = int(attribute.expression.evaluate(activation))
-                    told.setdefault(attribute.namespace, {})[attribute.name] = value
+                if attribute.applies is None or attribute.applies.evaluate(activation):
+                    value = int(attribute.program.evaluate(activation))
+                    told.setdefault(attribute.key.namespace, {})[attribute.key.name] = value
             except (CELEvalError, TypeError, ValueError, OverflowError) as error:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
-                    _log.warning("attribute %s is not reported: %s", attribute.name, error)
+                    _log.warning("attribute %s is not reported: %s", attribute.key.name, error)
         return told
 
 
@@ -96,21 +91,14 @@ def _in_one_form(usage: dict[str, Any]) -> dict[str, Any]:
     return usage
 
 
-def _attributes(reporter: _Reporter) -> Iterator[_Attribute]:
-    for item in reporter.attributes:
-        condition = None if item.condition is None else _compiled(item, "condition", item.condition)
-        expression = _compiled(item, "expression", item.expression)
-        yield _Attribute(item.key.namespace, item.key.name, expression, condition)
-
-
-def _compiled(item: _Item, key: str, expression: str) -> Any:
+def _compiled(key: str, expression: str) -> Any:
     try:
         from celpy import Environment
         from celpy.celparser import CELParseError
     except ImportError:
-        item.section.fail(key, "needs CEL: pip install 'kvroute[cel]'")
+        raise ValueError(f"{key}: needs CEL: pip install 'kvroute[cel]'") from None
     environment = Environment()
     try:
         return environment.program(environment.compile(expression))
     except CELParseError as error:
-        item.section.fail(key, f"is no CEL expression: {error}")
+        raise ValueError(f"{key}: is no CEL expression: {error}") from error

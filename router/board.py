@@ -1,21 +1,21 @@
-"""The numbers of all pods, side by side in arrays, so that a request is priced on every pod in one pass.
+"""The numbers of all pods, side by side in an array, so that a request is priced on every pod in one pass.
 
-In: what the ledger enters and ends, what was scraped, what was learnt. Out: one row for each pod, one slot
-for each request that awaits its first token. No I/O and no clock; knows no prompts, keys or prices.
+In: what the ledger enters and ends, what was scraped, what was learnt. Out: one row for each pod. No I/O and
+no clock; knows no prompts, keys or prices.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled.jit import kernel, kernel_with_arrays
+from compiled.jit import kernel_with_arrays
 from router.scrape import EngineLoad
 
 # What is known of one pod; times are seconds of the router's monotonic clock.
@@ -36,26 +36,14 @@ POD = np.dtype(
         ("kv_capacity_tokens", "f8"),  # 0: not told
         ("reported_tokens_per_s", "f8"),  # prefill speed as the engine tells it; 0: not told
         ("learnt_tokens_per_s", "f8"),  # prefill speed as observed; 0: not observed enough
-        ("learnt_slowdown", "f8"),  # by how much of itself a decoding request slows it; 0: as above
-        ("ordered_step_tokens", "f8"),  # of one that orders its queue, see `queue_order`; 0: it does not
-    ]
-)
-
-# One request that awaits its first token.
-WAITING = np.dtype(
-    [
-        ("pod", "i8"),  # its row, -1 in a free slot
-        ("arrived_s", "f8"),
-        ("tokens", "f8"),
     ]
 )
 
 # What this router sent there; the rest is of the pod's engine.
 _SENT = ("awaiting", "awaiting_tokens", "decoding", "held_tokens", "head_tokens", "head_since_s")
+_AWAITING, _AWAITING_TOKENS, _DECODING, _HELD_TOKENS, _HEAD_TOKENS, _HEAD_SINCE_S = range(len(_SENT))
 
 _ROWS_AT_FIRST = 16
-_SLOTS_AT_FIRST = 64
-_NOBODY = -1
 # How fast the mean size of a request follows: about the last fifty count.
 _MEAN_SHARE = 0.02
 
@@ -71,7 +59,7 @@ class PodWork:
 
 
 class PodBoard:
-    """Rows of pods and slots of waiting requests. Methods take the lock; who reads the arrays holds it.
+    """Rows of pods. Methods take the lock; who reads the array holds it.
 
     Attributes:
         lock: Guards all of it; held for a few microseconds, and never while taking another.
@@ -83,30 +71,27 @@ class PodBoard:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.pods = _no_pods(_ROWS_AT_FIRST)
         self.fleet_tokens_per_s = 0.0
         self._told_fleet_tokens_per_s = 0.0
         self._learnt_fleet_tokens_per_s = 0.0
         self.mean_tokens = 0.0
-        self._waiting = _no_waiting(_SLOTS_AT_FIRST)
-        self._slots = 0
-        self._free_slots: list[int] = []
+        self._tickets = count()
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(_ROWS_AT_FIRST))
-        # By row: the slots of its requests, oldest first.
-        self._queues: list[dict[int, None]] = [{} for _ in range(_ROWS_AT_FIRST)]
+        # By row: the uncached tokens of its waiting requests by ticket, oldest first.
+        self._queues: list[dict[int, int]] = [{} for _ in range(_ROWS_AT_FIRST)]
         self._declared: frozenset[str] = frozenset()
-        self._compile()
-
-    @property
-    def waiting(self) -> NDArray[Any]:
-        """WAITING [slots], free ones among them."""
-        return self._waiting[: self._slots]
+        self._put(_no_pods(_ROWS_AT_FIRST))
 
     def rows(self, pods: Sequence[str]) -> NDArray[np.int64]:
         """The pods' rows, which are theirs as long as they are declared."""
         with self.lock:
             return np.fromiter((self._row(pod) for pod in pods), np.int64, len(pods))
+
+    def known(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """A copy of these rows."""
+        with self.lock:
+            return self.pods[rows]
 
     def declare(self, pods: Collection[str], anew: Collection[str] = ()) -> None:
         """Gives these pods rows; others' go with their last request.
@@ -129,7 +114,6 @@ class PodBoard:
                 self._drop_idle(pod)
 
     def prefill_tokens_per_s(self, pod: str) -> float:
-        """The pod's prefill speed as far as is known."""
         with self.lock:
             if (row := self._rows.get(pod)) is None:
                 return self.fleet_tokens_per_s
@@ -143,7 +127,6 @@ class PodBoard:
             return own or self._told_fleet_tokens_per_s
 
     def work(self, pod: str) -> PodWork:
-        """What the pod has to do."""
         with self.lock:
             row = self._rows.get(pod)
             if row is None:
@@ -152,41 +135,38 @@ class PodBoard:
             return PodWork(*(int(known[name]) for name in PodWork.__slots__))
 
     def begin(self, pod: str, tokens: int, now_s: float) -> int:
-        """A request was sent to the pod; answers the slot that names it while it awaits its first token."""
+        """Enter a request sent to the pod; return the ticket that names it."""
         with self.lock:
-            row, slot = self._row(pod), self._take_slot()
-            queue = self._queues[row]
-            _enter(self.pods, self._waiting, row, slot, float(tokens), float(now_s), not queue)
-            queue[slot] = None
+            row, ticket = self._row(pod), next(self._tickets)
+            if not (queue := self._queues[row]):
+                self._compute(row, tokens, now_s)
+            queue[ticket] = tokens
+            self._add(row, 1, tokens, 0, tokens)
             self.mean_tokens += _MEAN_SHARE * (tokens - self.mean_tokens)
-            return slot
+            return ticket
 
-    def end_prefill(self, slot: int, now_s: float) -> None:
-        """The request in this slot has its first token and decodes; the slot is free."""
+    def end_prefill(self, pod: str, ticket: int, now_s: float) -> None:
         with self.lock:
-            self._leave_queue(self._waiting.item(slot)[0], slot, now_s, 1.0, 0.0)
+            self._leave_queue(self._rows[pod], ticket, now_s, 1, 0)
 
-    def hand_over(self, pod: str, slot: int, decodes: str, tokens: int, now_s: float) -> None:
-        """The request in this slot is prefilled on `pod`, and decodes on another from now on."""
+    def hand_over(self, pod: str, ticket: int, decodes: str, tokens: int, now_s: float) -> None:
+        """The request is prefilled on `pod`, and decodes on another from now on."""
         with self.lock:
-            self._leave_queue(self._rows[pod], slot, now_s, 0.0, -float(tokens))
+            self._leave_queue(self._rows[pod], ticket, now_s, 0, -tokens)
             self._drop_idle(pod)
-            # Only now: a new row may be one in a larger array.
-            row = self._row(decodes)
-            _count(self.pods, row, 1.0, float(tokens))
+            self._add(self._row(decodes), 0, 0, 1, tokens)
 
-    def end(self, pod: str, slot: int | None, tokens: int, now_s: float) -> None:
-        """The request is over; without a slot it was decoding."""
+    def end(self, pod: str, ticket: int, tokens: int, now_s: float) -> None:
+        """The request is over, which waited or decoded there."""
         with self.lock:
             row = self._rows[pod]
-            if slot is not None:
-                self._leave_queue(row, slot, now_s, 0.0, -float(tokens))
+            if ticket in self._queues[row]:
+                self._leave_queue(row, ticket, now_s, 0, -tokens)
             else:
-                _count(self.pods, row, -1.0, -float(tokens))
+                self._add(row, 0, 0, -1, -tokens)
             self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:
-        """The engine told its load."""
         with self.lock:
             known = self.pods[self._row(pod)]
             waiting, running, kv_usage = load.waiting or 0, load.running or 0, load.kv_usage or 0.0
@@ -200,7 +180,6 @@ class PodBoard:
             known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
             known["kv_used_tokens"] = kv_usage * (load.kv_capacity_tokens or 0)
             known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
-            known["ordered_step_tokens"] = load.ordered_step_tokens
             self._judge_fleet()
 
     def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
@@ -211,19 +190,6 @@ class PodBoard:
             for pod, speed in tokens_per_s.items():
                 if (row := self._rows.get(pod)) is not None:
                     self.pods[row]["learnt_tokens_per_s"] = speed
-
-    def slowed(self, slowdowns: Mapping[str, float]) -> None:
-        """By how much of itself a decoding request slows a prefill, by pod; 0: not observed enough."""
-        with self.lock:
-            for pod, slowdown in slowdowns.items():
-                if (row := self._rows.get(pod)) is not None:
-                    self.pods[row]["learnt_slowdown"] = slowdown
-
-    def _compile(self) -> None:
-        """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
-        _enter(self.pods, self._waiting, 0, 0, 0.0, 0.0, True)
-        _leave(self.pods, self._waiting, 0, True, _NOBODY, 0.0, 0.0, 0.0)
-        _count(self.pods, 0, 0.0, 0.0)
 
     def _judge_fleet(self) -> None:
         """A pod that tells nothing yet is like those that do: else it would look many times faster."""
@@ -236,47 +202,42 @@ class PodBoard:
         row = self._rows.get(pod)
         if row is None:
             if not self._free_rows:
-                self._grow_rows()
+                known = len(self.pods)
+                self._put(np.concatenate([self.pods, _no_pods(known)]))
+                self._free_rows = list(range(known, 2 * known))
+                self._queues += [{} for _ in range(known)]
             row = self._rows[pod] = self._free_rows.pop()
         return row
 
-    def _grow_rows(self) -> None:
-        known = len(self.pods)
-        self.pods = np.concatenate([self.pods, _no_pods(known)])
-        self._free_rows = list(range(known, 2 * known))
-        self._queues += [{} for _ in range(known)]
+    def _put(self, pods: NDArray[Any]) -> None:
+        self.pods = pods
+        # The same memory as [rows, fields]: a field of a record takes ten times as long to change.
+        self._cells: Any = memoryview(pods.view(np.float64).reshape(len(pods), -1))  # type: ignore[arg-type]
 
     def _drop_idle(self, pod: str) -> None:
         row = self._rows[pod]
-        if pod not in self._declared and not self._queues[row] and not self.pods[row]["decoding"]:
+        if pod not in self._declared and not self._queues[row] and not self._cells[row, _DECODING]:
             del self._rows[pod]
             self.pods[row] = _no_pods(1)[0]
             self._free_rows.append(row)
 
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            # The lowest, so that what is looked through stays short after a flood.
-            return heapq.heappop(self._free_slots)
-        if self._slots == len(self._waiting):
-            self._waiting = np.concatenate([self._waiting, _no_waiting(self._slots)])
-        self._slots += 1
-        return self._slots - 1
-
-    def _leave_queue(self, row: int, slot: int, now_s: float, decoding: float, held_tokens: float) -> None:
+    def _leave_queue(self, row: int, ticket: int, now_s: float, decoding: int, held_tokens: int) -> None:
         queue = self._queues[row]
-        was_head = next(iter(queue)) == slot
-        del queue[slot]
-        following = next(iter(queue), _NOBODY) if was_head else _NOBODY
-        _leave(self.pods, self._waiting, slot, was_head, following, float(now_s), decoding, held_tokens)
-        self._free_slot(slot)
+        was_head = next(iter(queue)) == ticket
+        self._add(row, -1, -queue.pop(ticket), decoding, held_tokens)
+        if was_head:
+            self._compute(row, next(iter(queue.values()), 0), now_s)
 
-    def _free_slot(self, slot: int) -> None:
-        heapq.heappush(self._free_slots, slot)
-        if slot == self._slots - 1:
-            while self._slots and self._waiting[self._slots - 1]["pod"] < 0:
-                self._slots -= 1
-            self._free_slots = [free for free in self._free_slots if free < self._slots]
-            heapq.heapify(self._free_slots)
+    def _compute(self, row: int, tokens: int, now_s: float) -> None:
+        """The pod begins to compute a request of so many uncached tokens; 0: it has none."""
+        self._cells[row, _HEAD_TOKENS], self._cells[row, _HEAD_SINCE_S] = tokens, now_s
+
+    def _add(self, row: int, awaiting: int, awaiting_tokens: int, decoding: int, held_tokens: int) -> None:
+        cells = self._cells
+        cells[row, _AWAITING] += awaiting
+        cells[row, _AWAITING_TOKENS] += awaiting_tokens
+        cells[row, _DECODING] += decoding
+        cells[row, _HELD_TOKENS] += held_tokens
 
 
 @kernel_with_arrays
@@ -289,68 +250,7 @@ def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
     return fleet_tokens_per_s
 
 
-@kernel
-def _enter(
-    pods: NDArray[Any],
-    waiting: NDArray[Any],
-    row: int,
-    slot: int,
-    tokens: float,
-    now_s: float,
-    is_head: bool,
-) -> None:
-    """A request waits for its first token from now on; `is_head`: it is computed at once."""
-    known, request = pods[row], waiting[slot]
-    request["pod"], request["arrived_s"], request["tokens"] = row, now_s, tokens
-    known["awaiting"] += 1.0
-    known["awaiting_tokens"] += tokens
-    known["held_tokens"] += tokens
-    if is_head:
-        known["head_tokens"], known["head_since_s"] = tokens, now_s
-
-
-@kernel
-def _leave(
-    pods: NDArray[Any],
-    waiting: NDArray[Any],
-    slot: int,
-    was_head: bool,
-    following: int,
-    now_s: float,
-    decoding: float,
-    held_tokens: float,
-) -> None:
-    """A request waits no more; the one in `following` (-1: none) is computed after the head.
-
-    And `_count` of its pod.
-    """
-    request = waiting[slot]
-    known = pods[request["pod"]]
-    known["decoding"] += decoding
-    known["held_tokens"] += held_tokens
-    known["awaiting"] -= 1.0
-    known["awaiting_tokens"] -= request["tokens"]
-    request["pod"] = -1
-    if was_head:
-        known["head_tokens"], known["head_since_s"] = 0.0, now_s
-        if following >= 0:
-            known["head_tokens"] = waiting[following]["tokens"]
-
-
-@kernel
-def _count(pods: NDArray[Any], row: int, decoding: float, held_tokens: float) -> None:
-    """So many more requests decode, and so many more tokens are held."""
-    pods[row]["decoding"] += decoding
-    pods[row]["held_tokens"] += held_tokens
-
-
 def _no_pods(rows: int) -> NDArray[Any]:
     pods = np.zeros(rows, POD)
     pods["scraped_s"] = -np.inf
     return pods
-
-
-def _no_waiting(slots: int) -> NDArray[Any]:
-    waiting = np.zeros(slots, WAITING)
-    waiting["pod"] = -1
-    return waiting

@@ -1,15 +1,18 @@
-"""Which pods may take a request: a snapshot and a request in, the pods (or the error to answer) out.
+"""Which pods may take a request: the pods and a request in, the candidates (or the error to answer) out.
 
-Pure: knows readiness, served models and the gateway's subset; knows nothing of caches or load.
+Knows readiness, served models and the gateway's subset; knows nothing of caches or load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router.errors import NoEndpointError, RequestError
-from router.pods import Pod, PodSnapshot
+from router.pods import Pod, PodSet, PodSnapshot
 from router.request import MODEL_CHARS_MAX, RouteRequest
 
 ASLEEP = "its engine sleeps"
@@ -17,6 +20,7 @@ ASLEEP = "its engine sleeps"
 
 # An error goes into a gRPC status, too, of which clients take some kilobytes.
 _MODEL_CHARS_SHOWN = 200
+_KINDS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +115,62 @@ def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | Non
 def _context_tokens(pods: Sequence[Pod]) -> int | None:
     told = [pod.models.max_model_len for pod in pods if pod.models and pod.models.max_model_len]
     return max(told) if len(told) == len(pods) else None
+
+
+class Lineup:
+    """Candidates with their places in every table.
+
+    Attributes:
+        candidates: Who may take the request, and why others may not.
+        addresses: The candidates' addresses, in the order of `rows`.
+        asked: The same, as the index is asked for them.
+        rows: int64 [candidates], their rows on the board.
+    """
+
+    __slots__ = ("_match_rows", "_places", "addresses", "asked", "candidates", "rows")
+
+    def __init__(self, candidates: Candidates, rows: NDArray[np.int64]) -> None:
+        self.candidates = candidates
+        self.addresses = tuple(pod.address for pod in candidates.pods)
+        self.asked = frozenset(self.addresses)
+        self.rows = rows
+        self._match_rows: Mapping[str, int] = {}
+        self._places = np.zeros(0, np.int64)
+
+    def places(self, match_rows: Mapping[str, int]) -> NDArray[np.int64]:
+        """int64 [candidates], their rows in a match's arrays."""
+        # An index that is asked for the same pods answers in the same order, with the same mapping.
+        if match_rows is not self._match_rows:
+            places = (match_rows[address] for address in self.addresses)
+            self._places = np.fromiter(places, np.int64, len(self.addresses))
+            self._match_rows = match_rows
+        return self._places
+
+
+class Lineups:
+    """Line-ups by what requests ask for, kept until something about the pods changes. Thread-safe.
+
+    Filtering hundreds of pods costs more than pricing them, and most requests ask for the same.
+    """
+
+    def __init__(self, pods: PodSet) -> None:
+        self._pods = pods
+        self._generation = -1
+        self._known: dict[tuple[str | None, frozenset[str] | None], Lineup] = {}
+
+    def of(self, request: RouteRequest) -> Lineup:
+        """Who may take this request.
+
+        Raises:
+            NoEndpointError, RequestError: As candidates_for.
+        """
+        # Read before the pods: whoever changes them after this makes what is kept now outdated.
+        generation = self._pods.generation
+        if generation != self._generation or len(self._known) >= _KINDS_MAX:
+            self._known, self._generation = {}, generation
+        known, kind = self._known, (request.model, request.candidates)
+        if (lineup := known.get(kind)) is None:
+            candidates = candidates_for(request, self._pods.snapshot())
+            addresses = [pod.address for pod in candidates.pods]
+            lineup = known[kind] = Lineup(candidates, self._pods.board.rows(addresses))
+        return lineup

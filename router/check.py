@@ -17,6 +17,7 @@ from envoy.service.auth.v3 import external_auth_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 
 from router.body_guard import refusal
+from router.decision import Routing
 from router.envoy_headers import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
@@ -27,25 +28,16 @@ from router.envoy_headers import (
     system_owned,
 )
 from router.errors import RequestError
-from router.gateway_pick import GatewayPick
+from router.gateway_pick import GatewayPick, grpc_code
 from router.health import CHECK_SERVICE
 from router.metrics import RouterMetrics
-from router.request import RequestKind, RouteRequest, http_request, too_large
-from router.routing import Routing
+from router.parsers import http_request
+from router.request import RequestKind, RouteRequest, too_large
 
 _DOOR = "check"
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
 # Methods whose requests need no body.
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    500: grpc.StatusCode.INTERNAL,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
-
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +63,6 @@ class CheckDoor:
         server.add_generic_rpc_handlers((handler,))
 
     def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
-        """Serves one HTTP request."""
         with self._metrics.inside(_DOOR):
             headers = dict(message.attributes.request.http.headers)
             request_id, is_given = kept_request_id(headers)
@@ -164,7 +155,7 @@ def ok_answer(
 def denied_answer(error: RequestError) -> bytes:
     """The router's own answer to the client."""
     answer: bytes = pb.CheckResponse(
-        status={"code": _code(_CODES.get(error.status, grpc.StatusCode.PERMISSION_DENIED))},
+        status={"code": _code(grpc_code(error))},
         denied_response=pb.DeniedHttpResponse(
             status=http_status_pb2.HttpStatus(code=error.status),
             headers=[_set(name, value) for name, value in error_headers(error).items()],

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,22 +46,6 @@ class PickError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One pod as the router ranked it.
-
-    Attributes:
-        address: "ip:port".
-        cost_s: Predicted seconds to first token, plus the policy's penalties.
-        cached_tokens: Prompt tokens that it is predicted to serve from its cache.
-    """
-
-    address: str
-    pod_name: str
-    cost_s: float
-    cached_tokens: int
 
 
 class PickerClient:
@@ -175,7 +158,8 @@ class Pick:
     exception passes. Each thing is reported once.
 
     Attributes:
-        endpoints: Best first; never empty.
+        endpoints: Best first, never empty: each with `address`, `pod_name`, `cost_s`, `cached_tokens` and
+            the other fields of endpoint_picker.proto.
         reason: One sentence for a person.
         degraded: Why the pick was made without the cache's view; empty: it was made with it.
     """
@@ -184,9 +168,7 @@ class Pick:
         self._client = client
         self._told_first_token = self._told_end = False
         self.request_id: str = answer.request_id
-        self.endpoints = [
-            Endpoint(one.address, one.pod_name, one.cost_s, one.cached_tokens) for one in answer.endpoints
-        ]
+        self.endpoints: Sequence[pb.RankedEndpoint] = answer.endpoints
         self.reason: str = answer.reason
         self.degraded: str = answer.degraded
         self.prompt_tokens: int = answer.prompt_tokens
@@ -211,7 +193,6 @@ class Pick:
             self.failed()
 
     def first_token(self) -> None:
-        """The first token has come."""
         if not self._told_first_token and not self._told_end:
             self._told_first_token = True
             self._report(_OUTCOME.OUTCOME_FIRST_TOKEN)
@@ -225,7 +206,6 @@ class Pick:
         self._end(_OUTCOME.OUTCOME_DONE, cached_tokens)
 
     def failed(self) -> None:
-        """There will be no complete answer."""
         self._end(_OUTCOME.OUTCOME_FAILED, None)
 
     def _end(self, outcome: pb.ReportOutcomeRequest.Outcome, cached_tokens: int | None) -> None:

@@ -20,6 +20,7 @@ from indexer.flags import CommandParser, add_flags, flag, port, said
 from router.config_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import (
+    add_reference_flags,
     boolean,
     duration,
     milliseconds,
@@ -35,10 +36,9 @@ from router.flags import (
 from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig, kube_config
 from router.logs import LogFlags
-from router.metrics_page import DEFAULT_PATH
+from router.pods import DEFAULT_METRICS_PATH
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
-from router.reference_flags import add_reference_flags
-from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, metrics_tls_options, tls_options
+from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"
@@ -207,7 +207,7 @@ class RouterConfig:
         "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
         "three times --refresh-metrics-interval, at least 5s without flow control)",
     )
-    metrics_path: str = DEFAULT_PATH
+    metrics_path: str = DEFAULT_METRICS_PATH
     profiling: bool = switch(
         _REFERENCE,
         "--enable-pprof",
@@ -278,7 +278,7 @@ def router_parser() -> argparse.ArgumentParser:
         description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
     )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
-    add_flags(parser, _Sources, RouterConfig, TlsFlags, KubeConfig, LogFlags, IndexerConfig)
+    add_flags(parser, _Sources, RouterConfig, TlsFlags, TlsOptions, KubeConfig, LogFlags, IndexerConfig)
     add_reference_flags(parser)
     return parser
 
@@ -295,6 +295,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     flags = router_parser().parse_args(argv)
     picker = _picker(flags)
     pods_file, watch, kube = _discovery(flags, picker)
+    tls, metrics_tls = tls_options(flags)
     index = _index(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
@@ -308,9 +309,9 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "index": index,
         "picker": picker,
         "compat": _compat(flags, picker),
-        "tls": tls_options(flags),
-        "metrics_tls": metrics_tls_options(flags),
-        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_PATH,
+        "tls": tls,
+        "metrics_tls": metrics_tls,
+        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_METRICS_PATH,
     }
     return RouterConfig(**settings), flags
 

@@ -16,9 +16,7 @@ import msgspec
 import yaml
 from msgspec import Meta, inspect
 
-from router.duration import seconds
 from router.errors import ConfigError
-from router.quantity import quantity
 
 _TEXT_BYTES_MAX = 1 << 20
 _NODES_MAX = 200_000
@@ -303,3 +301,37 @@ def _entry(node: yaml.Node | None, step: str) -> tuple[yaml.Node | None, yaml.No
 
 def _joined(where: str, place: str) -> str:
     return f"{where}.{place}" if where and place and not place.startswith("[") else where + place
+
+
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|us|ns|s)")
+_WHOLE = re.compile(rf"(?:{_PART.pattern})+")
+_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    f"{letter}i": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+}
+_QUANTITY = re.compile(r"([0-9]{1,15})(k|Ki|Mi?|Gi?|Ti?)?")
+
+
+def seconds(text: str) -> float:
+    """Read a duration as the reference's flags write it: "50ms", "1m30s", or plain seconds.
+
+    Raises:
+        ValueError: It is none, or negative.
+    """
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        return float(text)
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"not a duration: {text!r}; write 500ms, 1s or 1m30s")
+    return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
+
+
+def quantity(text: str) -> int:
+    """Read a size or count in Kubernetes' notation: "100", "1k" or "10Gi".
+
+    Raises:
+        ValueError: It is none, or 0.
+    """
+    found = _QUANTITY.fullmatch(text)
+    if found is None or not int(found[1]):
+        raise ValueError("must be a whole number above 0, such as 100, 1G or 1Gi")
+    return int(found[1]) * _FACTORS[found[2] or ""]

@@ -3,9 +3,8 @@
     cost = queued_prefill_s + a * own_prefill_s + copy_s + kv_pressure_s + extra_s
 
 `a` is 1 + the mean number of requests awaiting their first token per pod, so that under load a cached block,
-which saves work for all who come, is worth more than a shorter queue. Where an engine orders its queue (see
-`queue_order`), what is queued follows that order, and `a` has besides half of the requests that it delays
-there. Pure: knows no requests, clocks or sockets.
+which saves work for all who come, is worth more than a shorter queue. Pure: knows no requests, clocks or
+sockets.
 """
 
 from __future__ import annotations
@@ -17,8 +16,12 @@ from numpy.typing import NDArray
 
 from compiled.jit import kernel_with_arrays
 from router.board import prefill_tokens_per_s
-from router.decode_slowdown import DECODE_SLOWDOWN
-from router.queue_order import queue_in_order
+
+DECODE_SLOWDOWN = 0.008
+"""What one request that decodes on a pod adds to a prefill's time there, as a share of it.
+
+As in the simulator behind the default policy.
+"""
 
 # What a request costs on one pod, and what was known of the pod.
 PRICE = np.dtype(
@@ -42,21 +45,18 @@ CREDIT = np.dtype([("cached_tokens", "i8"), ("host_tokens", "i8")])
 
 
 class CostParameters(NamedTuple):
-    """Physical constants of the cost; no weights. A named tuple, which kernels can read.
+    """Physical constants of the cost; no weights.
 
     Attributes:
         copy_tokens_per_s: Speed of bringing cached tokens from the host tier back to the device
             (512 tokens in 1.5 ms: 50 GB/s for an 8B model).
-        decode_slowdown: By how much of itself a prefill gets slower per request that decodes on the same pod,
-            where that is not learnt.
+        decode_slowdown: See DECODE_SLOWDOWN.
         elapsed_share: How much of the running prefill's elapsed time is believed to be done.
         overdue_share: How much longer a pod's queue lasts that should be empty, as a share of how long ago:
             what takes longer than expected is likely to go on.
         overdue_max_s: At most so much longer, as its end may only not have been told.
         kv_free_share: Use of the KV cache up to which nobody is preempted.
         awaiting_max: Cap on the number of requests in `a`.
-        delayed_share: How much of a request that is known to be delayed counts in `a` beside the mean, which
-            is there for some of them. Half did best or nearly so in `benchmarks.queues`.
         load_age_max_s: Older accounts of an engine's load are not believed.
     """
 
@@ -67,8 +67,11 @@ class CostParameters(NamedTuple):
     overdue_max_s: float = 1.0
     kv_free_share: float = 0.9
     awaiting_max: float = 16.0
-    delayed_share: float = 0.5
     load_age_max_s: float = 5.0
+
+    def record(self) -> NDArray[Any]:
+        """As kernels read them: one record with these fields. An array costs a caller less than a tuple."""
+        return np.array([tuple(self)], [(name, "f8") for name in self._fields])
 
 
 class RequestFacts(NamedTuple):
@@ -88,51 +91,46 @@ class RequestFacts(NamedTuple):
 @kernel_with_arrays
 def price(
     pods: NDArray[Any],
-    waiting: NDArray[Any],
     rows: NDArray[np.int64],
     credits: NDArray[Any],
     extra_s: NDArray[np.float64],
     request: RequestFacts,
-    parameters: CostParameters,
+    parameters: Any,
 ) -> NDArray[Any]:
     """Prices a request on every candidate.
 
     Args:
         pods: board.POD [rows].
-        waiting: board.WAITING [slots].
         rows: int64 [candidates], their rows in `pods`.
         credits: CREDIT [candidates].
         extra_s: float64 [candidates], seconds to be added: of adapters and sessions. Empty: none.
+        parameters: One of CostParameters' records.
 
     Returns:
         PRICE [candidates].
     """
-    count = len(rows)
-    prices = np.zeros(count, PRICE)
-    seconds_per_token = np.empty(count)
+    prices = np.zeros(len(rows), PRICE)
     awaiting = 0.0
-    for place in range(count):
+    for row in rows:
+        awaiting += pods[row]["awaiting"]
+    weight = 1.0 + min(awaiting / max(1, len(rows)), parameters["awaiting_max"])
+    for place in range(len(rows)):
         pod, paid = pods[rows[place]], prices[place]
         paid["load_age_s"] = request.now_s - pod["scraped_s"]
-        is_fresh = paid["load_age_s"] <= parameters.load_age_max_s
-        paid["decoding"] = pod["decoding"] + (pod["foreign_running"] if is_fresh else 0.0)
-        learnt = pod["learnt_slowdown"]
-        paid["slowdown"] = 1.0 + (learnt if learnt > 0.0 else parameters.decode_slowdown) * paid["decoding"]
-        rate = prefill_tokens_per_s(pod, request.fleet_tokens_per_s)
-        seconds_per_token[place] = paid["slowdown"] / rate
-        uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
-        paid["own_prefill_s"] = uncached_tokens * seconds_per_token[place]
-        awaiting += pod["awaiting"]
-    weight = 1.0 + min(awaiting / max(1, count), parameters.awaiting_max)
-    _price_queues(pods, waiting, rows, seconds_per_token, weight, request, parameters, prices)
-    for place in range(count):
-        pod, paid = pods[rows[place]], prices[place]
+        is_fresh = paid["load_age_s"] <= parameters["load_age_max_s"]
         paid["awaiting"] = pod["awaiting"]
-        paid["copy_s"] = credits[place]["host_tokens"] / parameters.copy_tokens_per_s
-        excess_tokens = _tokens_too_many(pod, request.prompt_tokens, paid["load_age_s"], parameters)
-        paid["kv_pressure_s"] = excess_tokens * seconds_per_token[place]
+        paid["decoding"] = pod["decoding"] + (pod["foreign_running"] if is_fresh else 0.0)
+        paid["slowdown"] = 1.0 + parameters["decode_slowdown"] * paid["decoding"]
+        seconds_per_token = paid["slowdown"] / prefill_tokens_per_s(pod, request.fleet_tokens_per_s)
+        uncached_tokens = request.prompt_tokens - credits[place]["cached_tokens"]
+        paid["queued_prefill_s"] = _queued_s(pod, is_fresh, seconds_per_token, request, parameters)
+        paid["own_prefill_s"] = uncached_tokens * seconds_per_token
+        paid["own_weight"] = weight
+        paid["copy_s"] = credits[place]["host_tokens"] / parameters["copy_tokens_per_s"]
+        excess_tokens = _tokens_too_many(pod, is_fresh, request.prompt_tokens, parameters)
+        paid["kv_pressure_s"] = excess_tokens * seconds_per_token
         paid["extra_s"] = extra_s[place] if len(extra_s) else 0.0
-        weighted_s = paid["own_weight"] * paid["own_prefill_s"]
+        weighted_s = weight * paid["own_prefill_s"]
         other_s = paid["copy_s"] + paid["kv_pressure_s"] + paid["extra_s"]
         paid["cost_s"] = paid["queued_prefill_s"] + weighted_s + other_s
     return prices
@@ -176,41 +174,26 @@ def add_credit(
 
 
 @kernel_with_arrays
-def _price_queues(
-    pods: NDArray[Any],
-    waiting: NDArray[Any],
-    rows: NDArray[np.int64],
-    seconds_per_token: NDArray[np.float64],
-    weight: float,
-    request: RequestFacts,
-    parameters: CostParameters,
-    prices: NDArray[Any],
-) -> None:
-    """Writes what is queued before the request, and the weight of its own seconds."""
-    ordered_s, delayed = np.zeros(len(rows)), np.zeros(len(rows))
-    own_s, share = prices["own_prefill_s"], parameters.elapsed_share
-    queue_in_order(pods, waiting, rows, seconds_per_token, own_s, request.now_s, share, ordered_s, delayed)
-    for place in range(len(rows)):
-        pod, rate = pods[rows[place]], seconds_per_token[place]
-        if pod["ordered_step_tokens"] > 0.0:
-            queued_s = ordered_s[place]
-        else:
-            # A prefill that takes longer than expected must not use up the others' time.
-            running_s = min(request.now_s - pod["head_since_s"], pod["head_tokens"] * rate)
-            queued_s = pod["awaiting_tokens"] * rate - share * max(0.0, running_s)
-        if pod["awaiting"] > 0.0:
-            # All that waits there could have been computed since somebody had a first token.
-            late_s = request.now_s - pod["head_since_s"] - pod["awaiting_tokens"] * rate
-            queued_s += min(parameters.overdue_share * max(0.0, late_s), parameters.overdue_max_s)
-        if prices[place]["load_age_s"] <= parameters.load_age_max_s:
-            queued_s += pod["foreign_waiting"] * request.mean_tokens * rate
-        prices[place]["queued_prefill_s"] = queued_s
-        counted = parameters.delayed_share * min(delayed[place], parameters.awaiting_max)
-        prices[place]["own_weight"] = weight + counted
+def _queued_s(
+    pod: Any, is_fresh: bool, seconds_per_token: float, request: RequestFacts, parameters: Any
+) -> float:
+    """Seconds until the pod gets to a new request; `is_fresh`: its account of its load counts."""
+    # A prefill that takes longer than expected must not use up the others' time.
+    elapsed_s = request.now_s - pod["head_since_s"]
+    running_s = max(0.0, min(elapsed_s, pod["head_tokens"] * seconds_per_token))
+    waiting_s = pod["awaiting_tokens"] * seconds_per_token
+    queued_s = waiting_s - parameters["elapsed_share"] * running_s
+    if pod["awaiting"] > 0.0:
+        # All that waits there could have been computed since somebody had a first token.
+        late_s = max(0.0, elapsed_s - waiting_s)
+        queued_s += min(parameters["overdue_share"] * late_s, parameters["overdue_max_s"])
+    if is_fresh:
+        queued_s += pod["foreign_waiting"] * request.mean_tokens * seconds_per_token
+    return float(queued_s)
 
 
 @kernel_with_arrays
-def _tokens_too_many(pod: Any, prompt_tokens: float, load_age_s: float, parameters: CostParameters) -> float:
+def _tokens_too_many(pod: Any, is_fresh: bool, prompt_tokens: float, parameters: Any) -> float:
     """Tokens above the KV cache's free share, whose prefill preemption will throw away.
 
     A request holds its whole prompt while it runs: cached blocks, which could be evicted before, and what is
@@ -220,7 +203,28 @@ def _tokens_too_many(pod: Any, prompt_tokens: float, load_age_s: float, paramete
     if pod["kv_capacity_tokens"] <= 0.0:
         return 0.0
     used_tokens = pod["held_tokens"]
-    if load_age_s <= parameters.load_age_max_s:
+    if is_fresh:
         used_tokens = max(used_tokens, pod["kv_used_tokens"])
-    limit_tokens = parameters.kv_free_share * pod["kv_capacity_tokens"]
+    limit_tokens = parameters["kv_free_share"] * pod["kv_capacity_tokens"]
     return float(max(0.0, used_tokens + prompt_tokens - limit_tokens))
+
+
+# numpy's own sorts and draws give up the GIL, and all picks wait behind the one that waits to have it back.
+@kernel_with_arrays
+def least_cost_first(costs_s: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
+    """Orders candidates by cost; equals in random order, so that concurrent routers do not herd.
+
+    Fisher and Yates' shuffle by Marsaglia's xorshift64 (13, 7, 17), then a stable sort.
+
+    Args:
+        seed: Random, 0 to 2**63 - 1.
+    """
+    order = np.arange(len(costs_s))
+    state = np.uint64(seed) | np.uint64(1)
+    for last in range(len(order) - 1, 0, -1):
+        state ^= state << np.uint64(13)
+        state ^= state >> np.uint64(7)
+        state ^= state << np.uint64(17)
+        chosen = np.int64((state >> np.uint64(11)) % np.uint64(last + 1))
+        order[last], order[chosen] = order[chosen], order[last]
+    return order[np.argsort(costs_s[order], kind="mergesort")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,22 +16,15 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from indexer.page_server import Lane, PageServer, Request, Response
 from router.tcp_listen import bound_socket
 
+if TYPE_CHECKING:
+    from router.kube.metrics_auth import MetricsAuth
+
 _JSON = "application/json"
 # Probes bring no token, and are answered while other pages take their time.
 _OPEN_TO_ALL = ("/healthz", "/ready")
 
 Query = Mapping[str, str]
 Page = Callable[[Query], tuple[int, Any]]
-
-
-class Authorize(Protocol):
-    """Decides who may see a page, by its path and the Authorization header."""
-
-    def known(self, path: str, authorization: str | None) -> tuple[int | None] | None:
-        """Return the answer of `refusal` in a tuple if it is known without waiting, else None."""
-
-    def refusal(self, path: str, authorization: str | None) -> int | None:
-        """Return the status to refuse with, or None if the page may be shown; may block."""
 
 
 class DebugServer:
@@ -55,7 +48,7 @@ class DebugServer:
         pages: Mapping[str, Page],
         *,
         tls: Callable[[], SSLContext] | None = None,
-        authorize: Authorize | None = None,
+        authorize: MetricsAuth | None = None,
     ) -> None:
         self._registry, self._pages, self._authorize = registry, dict(pages), authorize
         self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)

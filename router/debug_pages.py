@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from indexer import StreamState
@@ -22,35 +22,24 @@ if TYPE_CHECKING:
 _DECISIONS_DEFAULT = 20
 
 
+@dataclass(frozen=True, slots=True)
 class DebugPages:
     """The pages by path.
 
-    Args:
-        plugins: What configured plugins remember, by name.
-        routers: The others of the fleet, by the time.
+    Attributes:
+        plugins: Returns what configured plugins remember, by name.
+        routers: Returns the others of the fleet, by the time.
     """
 
-    def __init__(
-        self,
-        source: PodsSource,
-        pods: PodSet,
-        index: KvIndexer,
-        ledger: Ledger,
-        rates: PrefillRates,
-        explain: Explain,
-        health: Health,
-        plugins: Callable[[], Mapping[str, Any]] = dict,
-        routers: Callable[[float], Sequence[Mapping[str, Any]]] = lambda _now_s: (),
-    ) -> None:
-        self._source = source
-        self._pods = pods
-        self._index = index
-        self._ledger = ledger
-        self._rates = rates
-        self._explain = explain
-        self._health = health
-        self._plugins = plugins
-        self._routers = routers
+    source: PodsSource
+    pods: PodSet
+    index: KvIndexer
+    ledger: Ledger
+    rates: PrefillRates
+    explain: Explain
+    health: Health
+    plugins: Callable[[], Mapping[str, Any]]
+    routers: Callable[[float], Sequence[Mapping[str, Any]]]
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -67,38 +56,38 @@ class DebugPages:
 
     def _is_ready(self, _query: Query) -> tuple[int, Any]:
         index = {
-            "views_pending": sorted(self._index.pending()),
-            "parity": self._index.parity_details(),
-            "routers": list(self._routers(time.monotonic())),
-            "pods_asleep": [pod.address for pod in self._pods.snapshot().values() if pod.asleep],
+            "views_pending": sorted(self.index.pending()),
+            "parity": self.index.parity_details(),
+            "routers": list(self.routers(time.monotonic())),
+            "pods_asleep": [pod.address for pod in self.pods.snapshot().values() if pod.asleep],
         }
-        if self._health.ready:
+        if self.health.ready:
             return 200, {"status": "ready", **index}
-        waiting = [pod.address for pod in self._pods.snapshot().values() if not pod.probed]
-        missing = {"waits_for": list(self._source.waits_for()), "pods_not_probed_yet": waiting}
+        waiting = [pod.address for pod in self.pods.snapshot().values() if not pod.probed]
+        missing = {"waits_for": list(self.source.waits_for()), "pods_not_probed_yet": waiting}
         return 503, {"status": "not ready", **missing, **index}
 
     def _decisions(self, query: Query) -> tuple[int, Any]:
         if "request_id" in query:
-            record = self._explain.one(query["request_id"])
+            record = self.explain.one(query["request_id"])
             return 200, {"decisions": [record] if record is not None else []}
         count = query.get("n", str(_DECISIONS_DEFAULT))
         if not count.isdecimal() or len(count) > 9:
             return 400, {"error": f"n must be a whole number, not {count!r}"}
-        return 200, {"decisions": self._explain.latest(int(count))}
+        return 200, {"decisions": self.explain.latest(int(count))}
 
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
-        views = self._index.states()
+        views = self.index.states()
         return 200, {
-            "pods": [self._pod(pod, views) for pod in self._pods.snapshot().values()],
-            "parity": self._index.parity_details(),
+            "pods": [self._pod(pod, views) for pod in self.pods.snapshot().values()],
+            "parity": self.index.parity_details(),
         }
 
     def _discovery(self, _query: Query) -> tuple[int, Any]:
-        return 200, self._source.shown(time.monotonic())
+        return 200, self.source.shown(time.monotonic())
 
     def _plugin_states(self, _query: Query) -> tuple[int, Any]:
-        return 200, {"plugins": self._plugins()}
+        return 200, {"plugins": self.plugins()}
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
         models = pod.models
@@ -116,7 +105,6 @@ class DebugPages:
             "adapters": sorted(models.adapters) if models else [],
             "max_model_len": models.max_model_len if models else None,
             "scraped": asdict(pod.load) if pod.load else None,
-            "in_flight": asdict(self._ledger.work(pod.address)),
-            "prefill_tokens_per_s": self._rates.tokens_per_s(pod.address),
-            "decode_slowdown": self._rates.decode_slowdown(pod.address),
+            "in_flight": asdict(self.ledger.work(pod.address)),
+            "prefill_tokens_per_s": self.rates.tokens_per_s(pod.address),
         }

@@ -1,18 +1,72 @@
 """What was decided for one request and why, as doors answer it and explain keeps it; values only.
 
-Nothing is put into words or objects before somebody asks.
+Nothing is put into words or objects before somebody asks. Beside it what a configured pipeline decides from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
+from indexer import PodMatches
 from indexer.dispatched import DispatchKey
-from router.pick import reason_for
-from router.ranking import Candidate, Ranking
-from router.routing import Routing
+from router.pods import Pod, PodSnapshot
+from router.ranking import Candidate, Ranking, reason_for
+from router.request import RouteRequest
+
+
+class Routing(msgspec.Struct, frozen=True):
+    """What a configured pipeline decided beyond the order.
+
+    Attributes:
+        destinations: Addresses for the gateway to try, in order; never empty.
+        scores: Weighted sums by address, of all that passed the filters.
+        excluded: Those that did not pass, and why.
+        request_headers: To set on the request.
+        response_headers: To set on the response.
+        prefill: Address of the pod that prefills, where the destination only decodes; else None.
+        reason: One clause for a person.
+    """
+
+    destinations: tuple[str, ...]
+    scores: Mapping[str, float]
+    excluded: Mapping[str, str]
+    request_headers: Mapping[str, str]
+    response_headers: Mapping[str, str]
+    prefill: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One request and what is known of its candidates, side by side.
+
+    Attributes:
+        candidates: As of the line-up.
+        pods: As they are now.
+        matches: One for each prompt; empty when the cache's view is not used.
+        prompt_blocks: Full blocks of all prompts.
+        prices: cost.PRICE [candidates].
+        credits: cost.CREDIT [candidates].
+        known: board.POD [candidates].
+    """
+
+    request: RouteRequest
+    priority: int
+    prompt_tokens: int
+    prompt_blocks: int
+    candidates: Sequence[Pod]
+    addresses: Sequence[str]
+    pods: PodSnapshot
+    matches: Sequence[PodMatches]
+    prices: NDArray[Any]
+    credits: NDArray[Any]
+    known: NDArray[Any]
+    now_s: float
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -49,7 +103,6 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> DispatchKey:
-        """What tells it apart from others of its id."""
         return DispatchKey(self.request_id, self.decided_s)
 
     @property
@@ -59,7 +112,6 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def primary(self) -> Candidate:
-        """The picked pod."""
         return self.ranked.best
 
     @property
@@ -74,7 +126,6 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """One sentence for a person."""
         if self.routing is not None:
             return self.routing.reason
         return reason_for(self.ranked, self.prompt_tokens, self.degraded, self.session_pod)

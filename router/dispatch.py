@@ -21,6 +21,7 @@ class Dispatch(msgspec.Struct, frozen=True):
         decoding: Requests that decoded on the pod that prefills it, others' among them.
         prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
         adapter: The LoRA adapter that it needs.
+        promised_tokens: Prompt tokens that `pod` should find in its cache; 0 where that is not known well.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     decoding: int = 0
     prefill_pod: str | None = None
     adapter: str | None = None
+    promised_tokens: int = 0
 
     @property
     def computed_on(self) -> str:
@@ -68,13 +70,34 @@ class Expired:
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """An entry of the ledger.
+    """An entry of the ledger, as others are told of it.
 
     Attributes:
-        number: The ledger's own for it; no other entry ever has it.
+        number: No other entry ever has it.
         has_left_queue: Whether it is believed to have its first token.
     """
 
     number: int
     dispatch: Dispatch
     has_left_queue: bool
+
+
+class Entry(msgspec.Struct, eq=False):
+    """An entry of the ledger: a request in flight, where, and since when.
+
+    Attributes:
+        number: Its ticket on the board; no other entry ever has it.
+        is_waiting: Whether it is believed to await its first token.
+        confirm_key: Of the dispatch, until it is announced.
+        promised_tokens: Of the dispatch, until they are due, or it is over.
+        prefill_ended_s: When somebody told so; the clock does not count.
+    """
+
+    dispatch: Dispatch
+    number: int
+    pod: str
+    arrived_s: float
+    confirm_key: int | None
+    promised_tokens: int
+    is_waiting: bool = True
+    prefill_ended_s: float | None = None

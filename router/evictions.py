@@ -37,7 +37,6 @@ class Evictions:
         return len(self._inside)
 
     def enter(self, priority: int, evict: Callable[[], None]) -> Evictable:
-        """A request goes on its way."""
         entry = Evictable(priority, next(self._numbers), evict)
         with self._lock:
             self._inside[entry.number] = entry

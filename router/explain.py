@@ -62,7 +62,6 @@ class Explain:
                 self._candidates -= oldest.decision.ranked.weight
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
-        """Notes who told that the prefill was over, and when."""
         with self._lock:
             if record := self._record_of(dispatch.request_id, dispatch):
                 record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}

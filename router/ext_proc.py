@@ -1,43 +1,38 @@
 """Envoy's door: an ext_proc stream per HTTP request in, the picked pod and the untouched bytes out.
 
-Knows the order of messages and answers of the endpoint picker protocol v1.0.0; what to pick is route()'s.
+Knows the order of messages and answers of the endpoint picker protocol v1.0.0; what they say is their form's,
+and what to pick is route()'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.envoy_headers import REQUEST_ID_HEADER, kept_request_id, subset_hint, system_owned
-from router.errors import RequestError
-from router.ext_proc_bytes import (
-    REQUEST_BODY,
-    Answer,
-    Message,
-    ResponseChunk,
-    routed_bytes,
-    streamed_bytes,
-)
+from router.decision import Decision
+from router.envoy_headers import kept_request_id, subset_hint, system_owned
+from router.errors import EvictedError, RequestError
+from router.evictions import Evictable, Evictions
+from router.ext_proc_forms import DOOR, OwnForm
 from router.ext_proc_messages import (
     BodyMode,
     header_values,
-    immediate_answer,
-    request_body_answer,
-    request_headers_answer,
+    response_headers_answer,
+    routed_answer,
+    streamed_answers,
 )
 from router.ext_proc_response import ResponsePhase
-from router.gateway_pick import GatewayPick
-from router.h2.methods import ExchangeStream
-from router.metrics import RouterMetrics
+from router.h2 import GrpcServer
+from router.h2.exchange_call import ExchangeCall
+from router.h2.methods import ExchangeMethod
+from router.health import EXT_PROC_SERVICE
 from router.outcomes import Outcomes
-from router.request import RequestKind, RouteRequest, http_request, too_large
+from router.request import RequestKind, RouteRequest, too_large
 
-_DOOR = "ext_proc"
-_PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
-_DEFAULT_PATH = "/v1/completions"
 # Modes in which no part of a request goes on before its whole body is here.
 _WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
@@ -49,26 +44,37 @@ class ExtProcOptions:
     Attributes:
         max_request_bytes: Larger bodies are answered with 413.
         responses_full: Whether the response passes here too; else the stream is closed after the request.
+        subset_filter: Whether the gateway's subset is looked at.
     """
 
     max_request_bytes: int = 8 << 20
     responses_full: bool = False
+    subset_filter: bool = True
 
 
+@dataclass(frozen=True, slots=True)
 class ExtProcDoor:
-    """envoy.service.ext_proc.v3.ExternalProcessor."""
+    """envoy.service.ext_proc.v3.ExternalProcessor.
 
-    def __init__(
-        self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, options: ExtProcOptions
-    ) -> None:
-        self._picks = picks
-        self._outcomes = outcomes
-        self._metrics = metrics
-        self._options = options
+    Attributes:
+        evictions: Where requests are entered that may be taken back; None: none are.
+    """
 
-    def exchange(self, stream: ExchangeStream) -> _Exchange:
-        """One HTTP request's way, to be fed its messages one by one and closed."""
-        return _Exchange(self._picks, self._outcomes, self._metrics, self._options, stream.is_active)
+    form: OwnForm
+    outcomes: Outcomes
+    options: ExtProcOptions
+    evictions: Evictions | None = None
+
+    def add_to(self, server: GrpcServer, opened: Callable[[], Callable[[str], object]] | None = None) -> None:
+        """Register the service; `opened`: see ExchangeMethod."""
+        method = ExchangeMethod(
+            partial(_Exchange, self),
+            pb.ProcessingRequest.FromString,
+            pb.ProcessingResponse.SerializeToString,
+            partial(self.form.metrics.dropped, DOOR, "slow_request"),
+            opened,
+        )
+        server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
 
 
 class _Exchange:
@@ -76,46 +82,31 @@ class _Exchange:
 
     Attributes:
         finished: Whether the stream is to be closed from our side.
-        is_routed: Whether nothing is left that could take its time.
+        is_routed: Whether its pod is picked.
     """
 
-    def __init__(
-        self,
-        picks: GatewayPick,
-        outcomes: Outcomes,
-        metrics: RouterMetrics,
-        options: ExtProcOptions,
-        is_active: Callable[[], bool],
-    ) -> None:
-        self._picks = picks
-        self._metrics = metrics
-        self._options = options
-        self._is_active = is_active
-        self.finished = False
+    def __init__(self, door: ExtProcDoor, stream: ExchangeCall) -> None:
+        self._form = form = door.form
+        self._options = door.options
+        self._evictions = door.evictions
+        self._stream = stream
+        self.finished = self.is_routed = False
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] | None = None
-        self._candidates: frozenset[str] | None = None
+        self._subset: frozenset[str] | None = None
         self._body = bytearray()
-        self.is_routed = False
-        self._response = ResponsePhase(outcomes)
-        self._inside = metrics.inside(_DOOR)
+        self._decision: Decision | None = None
+        # In flight, where it may be taken back.
+        self._entry: Evictable | None = None
+        self._response = ResponsePhase(door.outcomes, form.held_bytes_max, form.reporter)
+        self._inside = form.metrics.inside(DOOR)
         self._inside.__enter__()
 
-    def answers(self, message: Message) -> Iterable[Answer]:
-        """The answers to one message, in the order Envoy expects them."""
-        if isinstance(message, ResponseChunk):
-            return self._response.body(message, self._response_body_mode)
-        return self._answers(message)
-
-    def close(self) -> None:
-        """The stream has ended, however it did."""
-        self._inside.__exit__(None, None, None)
-        if self._options.responses_full:
-            self._response.close()
-
-    def _answers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         try:
             match message.WhichOneof("request"):
+                case "response_body":
+                    yield from self._response.body(message.response_body, self._response_body_mode)
                 case "request_headers":
                     yield from self._request_headers(message)
                 case "request_body":
@@ -123,63 +114,71 @@ class _Exchange:
                 case "request_trailers":
                     yield from self._request_trailers()
                 case "response_headers":
-                    yield from self._response.headers(message.response_headers, self._response_body_mode)
-                case "response_body":
-                    yield from self._response.body(message.response_body, self._response_body_mode)
+                    headers = self._response.headers(message.response_headers, self._response_body_mode)
+                    told = self._form.response_headers(headers, message.metadata_context, self._decision)
+                    yield response_headers_answer(told)
                 case "response_trailers":
                     yield from self._response.trailers(message.response_trailers)
                 case _:
-                    self._metrics.dropped(_DOOR, "unknown_message")
+                    self._drop("unknown_message")
         except RequestError as error:
             self.finished = True
-            yield immediate_answer(error)
+            yield self._form.refusal(error)
 
-    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def close(self) -> None:
+        if self._entry is not None and self._evictions is not None:
+            self._evictions.leave(self._entry)
+        self._inside.__exit__(None, None, None)
+        if self._options.responses_full:
+            self._response.close()
+
+    def _request_headers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         if self._headers is not None:
-            self._metrics.dropped(_DOOR, "second_request_headers")
+            self._drop("second_request_headers")
             return
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_body_mode = message.protocol_config.response_body_mode
         self._headers = header_values(message.request_headers.headers)
-        self._candidates = subset_hint(message.metadata_context)
+        self._subset = subset_hint(message.metadata_context)
+        is_all = message.request_headers.end_of_stream
         length = self._headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
             self._refuse(too_large(self._options.max_request_bytes))
-        if not message.request_headers.end_of_stream and self._body_mode not in _WHOLE_BODY:
-            self._picks.pass_unseen()
-        if message.request_headers.end_of_stream or self._body_mode == BodyMode.NONE:
-            yield from self._route_by_load()
+        if not is_all and self._body_mode not in _WHOLE_BODY:
+            self._form.picks.pass_unseen()
+        if is_all or self._body_mode == BodyMode.NONE:
+            yield self._route_unseen(int(length) if length.isdecimal() else 0)
             self._finish_request()
         elif self._body_mode == BodyMode.BUFFERED:
             yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
         elif self._body_mode != BodyMode.FULL_DUPLEX_STREAMED:
             # In the other modes Envoy lets the headers go before the whole body is here.
-            yield from self._route_by_load()
+            yield self._route_unseen(int(length) if length.isdecimal() else 0)
 
-    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[Answer]:
+    def _request_body(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         body = message.request_body
         if self._headers is None:
-            self._metrics.dropped(_DOOR, "body_before_headers")
+            self._drop("body_before_headers")
         elif self._body_mode not in _WHOLE_BODY:
             yield pb.ProcessingResponse(request_body=pb.BodyResponse())
             if body.end_of_stream:
                 self._finish_request()
         elif self.is_routed:
             # Envoy repeats the end of the stream for bodies above 1 MB.
-            self._metrics.dropped(_DOOR, "repeated_end_of_stream")
+            self._drop("repeated_end_of_stream")
         else:
             self._body += body.body
             if len(self._body) > self._options.max_request_bytes:
                 self._refuse(too_large(self._options.max_request_bytes))
-            if (candidates := subset_hint(message.metadata_context)) is not None:
-                self._candidates = candidates
+            if (subset := subset_hint(message.metadata_context)) is not None:
+                self._subset = subset
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
                 yield from self._route(has_trailers=False)
 
-    def _request_trailers(self) -> Iterator[Answer]:
+    def _request_trailers(self) -> Iterator[pb.ProcessingResponse]:
         if self._headers is None:
-            self._metrics.dropped(_DOOR, "trailers_before_headers")
+            self._drop("trailers_before_headers")
         elif not self.is_routed:
             yield from self._route(has_trailers=True)
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
@@ -187,63 +186,80 @@ class _Exchange:
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             self._finish_request()
 
-    def _route(self, *, has_trailers: bool) -> Iterator[Answer]:
-        """Picks for a request whose body is complete."""
-        headers, body = self._headers or {}, bytes(self._body)
+    def _route(self, *, has_trailers: bool) -> Iterator[pb.ProcessingResponse]:
+        """Pick for a request whose body is complete."""
+        self.is_routed = True
+        form, body = self._form, bytes(self._body)
         self._body.clear()
-        path = next((headers[name] for name in _PATH_HEADERS if name in headers), _DEFAULT_PATH)
-        request_id, set_headers = _request_id(headers)
         try:
-            request = http_request(request_id, path, body, self._candidates, headers)
-            is_cut = self._picks.guard.forbidden(request, body) is not None
+            request, sent = form.read(self._known(), body)
         except RequestError as error:
             self._refuse(error)
-        if is_cut:
-            self._metrics.dropped(_DOOR, "forbidden_field")
-            body = self._picks.guard.without(body)
-        destination = self._pick(request)
-        if self._body_mode == BodyMode.BUFFERED:
-            if is_cut:
-                set_headers["content-length"] = str(len(body))
-            changed = body if is_cut else None
-            yield request_body_answer(destination, set_headers, system_owned(headers), body=changed)
+        decision = form.picks.decide(request, self._stream.is_active)
+        self._note(decision, request)
+        is_buffered = self._body_mode == BodyMode.BUFFERED
+        changed = None if is_buffered and sent is body else sent
+        told = form.request_headers(request, len(changed or b""), decision)
+        destination, removed = form.picks.destination(decision), system_owned(request.headers, told)
+        scores = decision.routing.scores if form.emits_scores and decision.routing is not None else None
+        if is_buffered:
+            yield routed_answer("request_body", destination, told, removed, scores, changed)
         else:
-            made_request_id = set_headers.get(REQUEST_ID_HEADER)
-            yield routed_bytes(destination, made_request_id, system_owned(headers), len(body))
-            yield from streamed_bytes(REQUEST_BODY, body, end_of_stream=not has_trailers)
+            yield routed_answer("request_headers", destination, told, removed, scores)
+            yield from streamed_answers("request_body", sent, end_of_stream=not has_trailers)
         self._finish_request()
 
-    def _route_by_load(self) -> Iterator[Answer]:
-        """Picks for a request whose body is empty or comes too late."""
+    def _route_unseen(self, body_bytes: int) -> pb.ProcessingResponse:
+        """Pick for a request whose body is empty or comes too late."""
+        self.is_routed = True
+        request = self._known(body_bytes)
+        destination, decision = self._form.pick_unseen(request, self._stream.is_active)
+        if decision is not None:
+            self._response.of(decision)
+        told = self._form.request_headers(request, 0, decision)
+        removed = system_owned(request.headers, told)
+        return routed_answer("request_headers", destination, told, removed)
+
+    def _known(self, body_bytes: int = 0) -> RouteRequest:
+        """Return what is known of the request without its body."""
         headers = self._headers or {}
-        request_id, set_headers = _request_id(headers)
-        length = headers.get("content-length", "")
-        body_bytes = int(length) if length.isdecimal() else 0
-        request = RouteRequest(
+        request_id, _ = kept_request_id(headers)
+        candidates = self._subset if self._options.subset_filter else None
+        return RouteRequest(
             request_id,
             RequestKind.PASSTHROUGH,
             body_bytes=body_bytes,
-            candidates=self._candidates,
+            candidates=candidates,
             headers=headers,
         )
-        destination = self._pick(request)
-        yield request_headers_answer(destination, set_headers, system_owned(headers))
 
-    def _pick(self, request: RouteRequest) -> str:
-        """The destination's value."""
-        self.is_routed = True
-        decision = self._picks.decide(request, self._is_active)
+    def _note(self, decision: Decision, request: RouteRequest) -> None:
+        """Remember what the response needs, and refuse what came to nothing."""
+        self._decision = decision
         self._response.of(decision)
-        return self._picks.destination(decision)
+        if (error := self._form.objection(request, decision)) is not None:
+            self._response.cut()
+            self._refuse(error)
+        if request.client_model is not None:
+            self._response.models = (request.model or "", request.client_model)
+        if request.body.get("stream") is True:
+            self._response.streams()
+        if decision.priority < 0 and decision.is_charged and self._evictions is not None:
+            # The answer to it comes behind whatever is being answered.
+            evict = partial(self._stream.interrupt, self._evicted)
+            self._entry = self._evictions.enter(decision.priority, evict)
+
+    def _evicted(self) -> Iterator[pb.ProcessingResponse]:
+        """The answer to a request that is taken back, unless it is over already."""
+        if self._response.request_id is not None:
+            self._response.cut()
+            yield self._form.refusal(self._form.picks.refused(EvictedError()))
+
+    def _drop(self, reason: str) -> None:
+        self._form.metrics.dropped(DOOR, reason)
 
     def _refuse(self, error: RequestError) -> NoReturn:
-        raise self._picks.refused(error)
+        raise self._form.picks.refused(error)
 
     def _finish_request(self) -> None:
         self.finished = not self._options.responses_full
-
-
-def _request_id(headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The request's id, and the header to set where it had to be made."""
-    request_id, is_given = kept_request_id(headers)
-    return request_id, {} if is_given else {REQUEST_ID_HEADER: request_id}

@@ -1,7 +1,6 @@
 """The response half of an ext_proc stream: messages in, echoes out, and what they tell of the outcome.
 
-Holds no chunk back. Messages are read before they are answered: after the last answer Envoy may reset the
-stream.
+Messages are read before they are answered: after the last answer Envoy may reset the stream.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
+from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
-from router.ext_proc_bytes import RESPONSE_BODY, Answer, ResponseChunk, streamed_bytes
-from router.ext_proc_messages import BodyMode, header_values, response_headers_answer
+from router.ext_proc_messages import BodyMode, header_values, set_headers, streamed_answers
 from router.outcomes import RESPONSE, Outcomes
 from router.response_usage import UsageReader
+from router.rewrite import restored_model
 
 # Every chunk would look it up.
 _FULL_DUPLEX_STREAMED, _NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE
@@ -24,14 +24,28 @@ _FULL_DUPLEX_STREAMED, _NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE
 class ResponsePhase:
     """One response.
 
+    Events are echoed at once, chunk by chunk, and so is any other body unless bodies are held: then that is
+    kept, with a bound, until it is whole, so that the model's name can be restored wherever it stands.
+
+    Args:
+        held_bytes_max: A longer body is echoed as it comes, unchanged from there on; 0: none is held.
+        reporter: None: nothing of the usage is reported.
+
     Attributes:
         request_id: The request that was picked for, as long as it is not over; None before and after, and
             for one that is no work.
+        models: (the pod's, the client's) name of the model.
     """
 
-    def __init__(self, outcomes: Outcomes) -> None:
+    def __init__(
+        self, outcomes: Outcomes, held_bytes_max: int = 0, reporter: AttributeReporter | None = None
+    ) -> None:
         self._outcomes = outcomes
+        self._held_bytes_max = held_bytes_max
+        self._reporter = reporter
+        self._held: bytearray | None = bytearray() if held_bytes_max else None
         self.request_id: str | None = None
+        self.models = ("", "")
         self._pod: str | None = None
         self._sent_s: float | None = None
         self._usage: UsageReader | None = None
@@ -46,30 +60,17 @@ class ResponsePhase:
             self.request_id, self._pod = decision.request_id, decision.primary.pod
             self._sent_s = decision.decided_s
 
-    def headers(self, message: pb.HttpHeaders, mode: int) -> Iterator[pb.ProcessingResponse]:
-        """Answers the response's headers; `mode`: how the body will come here."""
-        self.note_headers(message, mode)
-        yield response_headers_answer()
+    def streams(self) -> None:
+        """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
+        self._held = None
 
-    def body(self, message: pb.HttpBody | ResponseChunk, mode: int) -> Iterable[Answer]:
-        """Echoes a chunk of the response's body."""
-        self.note_body(message)
-        if mode != _FULL_DUPLEX_STREAMED:
-            return (pb.ProcessingResponse(response_body=pb.BodyResponse()),)
-        if isinstance(message, ResponseChunk):
-            return (message.echo,)
-        return streamed_bytes(RESPONSE_BODY, message.body, end_of_stream=message.end_of_stream)
-
-    def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
-        """Answers the response's trailers, which end it."""
-        self.note_trailers(message)
-        yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
-
-    def note_headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
-        """Reads the response's headers without answering them."""
+    def headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
+        """Read and return the response's headers; `mode`: how the body will come here."""
         headers = header_values(message.headers)
         content_type = headers.get("content-type", "")
         is_event_stream = "text/event-stream" in content_type
+        if is_event_stream:
+            self._held = None
         # Of an answer in one piece, the first byte is no earlier than the last token.
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
@@ -79,31 +80,39 @@ class ResponsePhase:
         # An answer in one piece is made when its headers come, whoever sees the rest of it; gRPC's are not.
         comes_in_pieces = is_event_stream or content_type.startswith("application/grpc")
         if message.end_of_stream or not (self._sees_body or comes_in_pieces):
-            self.note_end()
+            self._whole()
         return headers
 
-    def note_body(self, message: pb.HttpBody | ResponseChunk) -> None:
-        """Reads a chunk of the response's body without answering it."""
+    def body(self, message: pb.HttpBody, mode: int) -> Iterable[pb.ProcessingResponse]:
+        """Read a chunk of the response's body and return its echoes."""
+        data, is_last = message.body, message.end_of_stream
         if self._awaits_first_token and self.request_id is not None:
             self._awaits_first_token = False
             self._outcomes.first_token(
                 self.request_id, RESPONSE, time.monotonic(), pod=self._pod, sent_s=self._sent_s
             )
         if self._usage is not None:
-            self._usage.feed(message.body)
-        if message.end_of_stream:
-            self.note_end()
+            self._usage.feed(data)
+        if is_last:
+            self._whole()
+        if mode != _FULL_DUPLEX_STREAMED:
+            return (self._in_place(data, is_last),)
+        if self._held is not None:
+            self._held += data
+            if not is_last and len(self._held) <= self._held_bytes_max:
+                return ()
+            data, self._held = bytes(self._held), None
+        return self._echoes(data, end_of_stream=is_last)
 
-    def note_trailers(self, message: pb.HttpTrailers) -> None:
-        """Reads the response's trailers, which end it, without answering them."""
+    def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
+        """Answer the response's trailers, which end it, after what was held."""
         if _has_grpc_failed(header_values(message.trailers)):
             self._failed = True
-        self.note_end()
-
-    @property
-    def usage_json(self) -> bytes | None:
-        """The usage that the response tells, as it is written there; None: none as yet."""
-        return self._usage.usage_json if self._usage is not None else None
+        self._whole()
+        if self._held:
+            data, self._held = bytes(self._held), None
+            yield from self._echoes(data, end_of_stream=False)
+        yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
     def cut(self) -> None:
         """The response is cut off, if it is not over."""
@@ -115,7 +124,32 @@ class ResponsePhase:
         if self._sees_body:
             self.cut()
 
-    def note_end(self) -> None:
+    def _echoes(self, data: bytes, *, end_of_stream: bool) -> Iterator[pb.ProcessingResponse]:
+        data = restored_model(data, *self.models)
+        for answer in streamed_answers("response_body", data, end_of_stream=end_of_stream):
+            if answer.response_body.response.body_mutation.streamed_response.end_of_stream:
+                self._report(answer)
+            yield answer
+
+    def _in_place(self, data: bytes, is_last: bool) -> pb.ProcessingResponse:
+        """Return the answer to a body that Envoy keeps; only a changed one is sent back."""
+        answer = pb.ProcessingResponse(response_body=pb.BodyResponse())
+        restored = restored_model(data, *self.models)
+        if restored is not data:
+            common = answer.response_body.response
+            common.body_mutation.body = restored
+            set_headers(common.header_mutation, {"content-length": str(len(restored))})
+        if is_last:
+            self._report(answer)
+        return answer
+
+    def _report(self, answer: pb.ProcessingResponse) -> None:
+        if self._reporter is None or self._usage is None or (usage := self._usage.usage_json) is None:
+            return
+        if told := self._reporter.report(usage):
+            answer.dynamic_metadata.update(told)
+
+    def _whole(self) -> None:
         """The response is complete."""
         if self._usage is not None:
             self._usage.end()

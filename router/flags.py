@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from indexer.flags import bounded, flag
-from router.duration import seconds
-from router.quantity import quantity
+from router.config_fields import quantity, seconds
 
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
@@ -108,3 +108,46 @@ def model_source(text: str) -> tuple[str, str]:
     if not (model and equals and source):
         raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
     return model, source
+
+
+# Flags of the reference picker that change nothing here: taken, and why is told.
+_UNNEEDED = {
+    "--allow-experimental-plugins": "no plugin here is held back",
+    "--ha-enable-leader-election": "all replicas serve, each from its own exact view; no lease is taken",
+    "--health-checking": "gRPC health is always served, on the gRPC port too",
+    "--refresh-prometheus-metrics-interval": "gauges are computed when they are read",
+    "--zap-devel": "logs have one form; see --zap-encoder",
+    "--zap-stacktrace-level": "an error's trace is logged with the error",
+    "--zap-time-encoding": "times are written as ISO 8601",
+}
+# Its flags that are refused with what there is instead.
+_REFUSED = (
+    "--total-queued-requests-metric",
+    "--total-running-requests-metric",
+    "--kv-cache-usage-percentage-metric",
+    "--lora-info-metric",
+    "--cache-info-metric",
+)
+
+
+def add_reference_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the reference picker that change nothing, and those that are refused."""
+    group = parser.add_argument_group("of the reference picker, not needed")
+    for name, why in _UNNEEDED.items():
+        group.add_argument(name, nargs="?", const="true", metavar="VALUE", help=f"not needed: {why}")
+    for name in _REFUSED:
+        group.add_argument(name, type=_refuse, help=argparse.SUPPRESS)
+
+
+def told_in_vain(flags: argparse.Namespace) -> Iterator[str]:
+    """A line for each given flag that changes nothing here."""
+    for name, why in _UNNEEDED.items():
+        value = getattr(flags, name.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            yield f"{name}={value}: not needed here: {why}"
+
+
+def _refuse(_text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "is of no use: metrics have the names of the pod's engine, which its label llm-d.ai/engine-type tells"
+    )

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
-from typing import Protocol
 
-from router.errors import FlowError, RequestError
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from router.admission import Detector
+from router.errors import FlowError
 from router.evictions import Evictions
 from router.flow_queue import FlowQueue, QueueParameters, Waiting
 from router.plugins.labels import ROLE_LABEL
 from router.pods import PodSet
 from router.request import RouteRequest
-from router.saturation import Detector
 
 _LOOK_S = 0.01
 _FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -31,6 +32,9 @@ _FLOW_CHARS_MAX = 256
 _STAGES = {"prefill": "prefill", "encode-prefill": "prefill", "encode": "encode"}
 
 DISPATCHED = "Dispatched"
+
+_METRICS = "llm_d_epp_flow_control_"
+_WAIT_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,6 @@ class FlowParameters:
     no_endpoint_ttl_s: float = 60.0
     ceiling: float = 1.0
     evicts: bool = False
-
-
-class FlowSink(Protocol):
-    """Is told how requests fared."""
-
-    def left(self, outcome: str, priority: int, waited_s: float) -> None:
-        """A request was let go or refused."""
 
 
 @dataclass(slots=True)
@@ -84,7 +81,7 @@ class FlowControl:
         parameters: FlowParameters,
         detector: Detector,
         pods: PodSet,
-        sink: FlowSink,
+        registry: CollectorRegistry,
         *,
         priority_of: Callable[[Mapping[str, str]], int],
         fairness_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
@@ -93,7 +90,6 @@ class FlowControl:
         self._parameters = parameters
         self._detector = detector
         self._pods = pods
-        self._sink = sink
         self._priority_of = priority_of
         self._fairness_of = fairness_of
         self._clock = clock
@@ -104,9 +100,21 @@ class FlowControl:
         self._closing = False
         self._changed = Condition()
         self._thread = Thread(target=self._run, name="flow-control", daemon=True)
+        self._waits = Histogram(
+            _METRICS + "request_queue_duration_seconds",
+            "Time in the queue, by how it ended.",
+            ("priority", "outcome"),
+            buckets=_WAIT_SECONDS,
+            registry=registry,
+        )
+        for name, text, read in (
+            ("queue_size", "Requests that wait.", lambda: len(self)),
+            ("queue_bytes", "Bytes of their bodies.", lambda: self.size_bytes),
+            ("pool_saturation", "How full the pods are; from 1 on requests wait.", self.saturation),
+        ):
+            Gauge(_METRICS + name, text, registry=registry).set_function(read)
 
     def start(self) -> None:
-        """Begins to let waiting requests go."""
         self._thread.start()
 
     def close(self) -> None:
@@ -125,7 +133,6 @@ class FlowControl:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all bodies that wait."""
         with self._changed:
             return self._queue.size_bytes
 
@@ -139,7 +146,6 @@ class FlowControl:
         return max((self._stage_saturation(addresses) for addresses in stages.values()), default=1.0)
 
     def state(self) -> dict[str, float]:
-        """What waits, and why, for people."""
         return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
 
     @contextmanager
@@ -156,9 +162,10 @@ class FlowControl:
         with self._changed:
             self._enter(ticket)
         ticket.called.wait()
-        self._sink.left(ticket.outcome, ticket.waiting.priority, self._clock() - ticket.waiting.arrived_s)
+        waited_s = self._clock() - ticket.waiting.arrived_s
+        self._waits.labels(str(ticket.waiting.priority), ticket.outcome).observe(waited_s)
         if ticket.outcome != DISPATCHED:
-            raise _error(ticket.outcome)
+            raise FlowError(*_REFUSALS[ticket.outcome])
         try:
             yield
         finally:
@@ -167,9 +174,7 @@ class FlowControl:
 
     def _stage_saturation(self, addresses: Sequence[str]) -> float:
         board = self._pods.board
-        rows = board.rows(addresses)
-        with board.lock:
-            known = board.pods[rows]
+        known = board.known(board.rows(addresses))
         return self._detector.saturation(known, self._pending, self._clock())
 
     def _ticket(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> _Ticket:
@@ -186,7 +191,6 @@ class FlowControl:
         return _Ticket(waiting, is_active, Event())
 
     def _enter(self, ticket: _Ticket) -> None:
-        """Lets it go, or has it wait."""
         if self._closing:
             self._answer(ticket, "shutting-down")
         elif not self._tickets and self.saturation() < self._parameters.ceiling:
@@ -258,10 +262,6 @@ _REFUSALS = {
     "cancelled": (503, "rejected-context-cancelled", "the client went away while the request waited"),
     "shutting-down": (503, "rejected-shutting-down", "the endpoint picker is shutting down"),
 }
-
-
-def _error(outcome: str) -> RequestError:
-    return FlowError(*_REFUSALS[outcome])
 
 
 def _slo_s(headers: Mapping[str, str]) -> float:

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from router.agent_headers import agent_session
+from router.admission import ConcurrencyDetector, Detector, UtilizationDetector
 from router.config_fields import Count, Duration, Number, Positive, Settings
 from router.config_file import BandSettings, PickerConfig, PluginEntry
 from router.flow import FlowParameters
 from router.flow_queue import FAIRNESS, ORDERS, BandParameters, QueueParameters
-from router.saturation import ConcurrencyDetector, Detector, UtilizationDetector
+from router.sessions import agent_session
 
 DETECTORS = ("utilization-detector", "concurrency-detector")
 USAGE_LIMIT = "static-usage-limit-policy"

@@ -91,7 +91,6 @@ class FlowQueue:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all bodies that wait."""
         return sum(band.size_bytes for band in self._bands.values())
 
     def put(self, waiting: Waiting) -> bool:
@@ -115,7 +114,6 @@ class FlowQueue:
         return None
 
     def remove(self, waiting: Waiting) -> None:
-        """Takes one out that need not wait any longer."""
         if not waiting.gone:
             self._bands[waiting.priority].remove(waiting)
 

@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import grpc
+
 from indexer.repeated_log import RepeatedLog
 from router.body_guard import BodyGuard
 from router.decision import Decision
@@ -17,6 +19,14 @@ from router.metrics import RouterMetrics
 from router.request import RouteRequest
 from router.route import Router
 
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
@@ -24,20 +34,11 @@ _repeated = RepeatedLog(_log)
 class GatewayPick:
     """route() for a gateway.
 
-    Args:
-        guard: Finds body fields that clients must not send; None: those of its defaults.
-
     Attributes:
-        guard: Body fields that clients must not send.
+        guard: Finds body fields that clients must not send; None when made: those of its defaults.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        metrics: RouterMetrics,
-        *,
-        guard: BodyGuard | None = None,
-    ) -> None:
+    def __init__(self, router: Router, metrics: RouterMetrics, *, guard: BodyGuard | None = None) -> None:
         self.guard = guard or BodyGuard()
         self._router = router
         self._metrics = metrics
@@ -69,7 +70,6 @@ class GatewayPick:
             raise failure from error
 
     def destination(self, decision: Decision) -> str:
-        """The destination header's value."""
         if decision.routing is not None:
             return ",".join(decision.routing.destinations)
         return decision.primary.pod
@@ -89,3 +89,8 @@ class GatewayPick:
         """Counts an error that never got to route()."""
         self._metrics.refused(error)
         return error
+
+
+def grpc_code(error: RequestError) -> grpc.StatusCode:
+    """Return the gRPC status of an error."""
+    return _CODES.get(error.status, grpc.StatusCode.INTERNAL)

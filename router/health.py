@@ -27,7 +27,6 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        """Whether the router answers that it serves."""
         return self._ready
 
     def set_ready(self, ready: bool) -> None:
@@ -37,7 +36,6 @@ class Health:
             self._tell()
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serves this state on a server."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def _tell(self) -> None:

@@ -27,21 +27,20 @@ class HttpGetter:
 
     Args:
         body_bytes_max: Longer bodies are an error.
+        timeout_s: Deadline of an exchange from connecting to the last byte.
     """
 
-    def __init__(self, *, body_bytes_max: int) -> None:
+    def __init__(self, *, body_bytes_max: int, timeout_s: float) -> None:
         self._body_bytes_max = body_bytes_max
+        self._timeout_s = timeout_s
         self._connections: dict[str, _Connection] = {}
 
-    async def get(
-        self, address: str, path: str, bearer: str | None = None, *, timeout_s: float | None = None
-    ) -> tuple[int, bytes]:
+    async def get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
         """Asks; when cancelled, the connection is dropped.
 
         Args:
             address: "ip:port".
             bearer: Secret to send along; None: no secret.
-            timeout_s: Deadline from connecting to the last byte; None: no deadline.
 
         Raises:
             ConnectTimeoutError: It could not be connected to within the deadline.
@@ -51,7 +50,7 @@ class HttpGetter:
         """
         connecting = False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 kept = self._connections.pop(address, None)
                 if kept is not None and kept.is_open:
                     try:
@@ -72,12 +71,10 @@ class HttpGetter:
             raise
 
     def forget(self, address: str) -> None:
-        """Drops the connection to an address."""
         if (connection := self._connections.pop(address, None)) is not None:
             connection.abort()
 
     def close(self) -> None:
-        """Drops all connections."""
         for address in list(self._connections):
             self.forget(address)
 
@@ -126,17 +123,14 @@ class _Connection(asyncio.Protocol):
         return self._answer
 
     def abort(self) -> None:
-        """Drops the connection."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio's."""
         self._transport, self.is_open = transport, True
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's."""
         if self._answer is None or self._answer.done():
             self.abort()  # nothing was asked
             return
@@ -146,14 +140,12 @@ class _Connection(asyncio.Protocol):
             self._fail(HttpGetError(f"no HTTP answer: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """asyncio's."""
         self.is_open = False
         if self._may_end and error is None:
             self.on_message_complete()
         self._fail(ConnectionResetError(str(error or "closed by the other side")))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser's."""
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > _HEADER_BYTES_MAX:
             self._fail(HttpGetError("headers too long"))
@@ -161,17 +153,14 @@ class _Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """The parser's."""
         self._may_end = not self._has_length
 
     def on_body(self, chunk: bytes) -> None:
-        """The parser's."""
         self._body += chunk
         if len(self._body) > self._body_bytes_max:
             self._fail(HttpGetError(f"more than {self._body_bytes_max} bytes"))
 
     def on_message_complete(self) -> None:
-        """The parser's."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result((self._parser.get_status_code(), bytes(self._body)))
             if not self._parser.should_keep_alive():

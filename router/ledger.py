@@ -7,18 +7,17 @@ while calling out, so it may be called from any thread, also under others' locks
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-
 from indexer.keys import Keys
-from router.adapters_sent import SentAdapters
+from router.adapters import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Dispatch, Expired, InFlight
+from router.dispatch import Announced, Dispatch, Entry, Expired, InFlight
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
@@ -83,16 +82,18 @@ class Ledger:
         self.adapters = adapters or SentAdapters()
         self.changes: Journal | None = None
         # Oldest first, as are the entries of each id and of each pod.
-        self._entries: dict[int, _Entry] = {}
-        self._by_id: dict[str, list[_Entry]] = {}
-        self._by_pod: dict[str, dict[int, _Entry]] = {}
+        self._entries: dict[int, Entry] = {}
+        self._by_id: dict[str, list[Entry]] = {}
+        self._by_pod: dict[str, dict[int, Entry]] = {}
         self._ended_s: OrderedDict[str, float] = OrderedDict()
         self._unknown_ended_s: OrderedDict[str, float] = OrderedDict()
         # By pod and key: the requests whose last prompt block that is, until it is announced.
-        self._confirming: dict[str, dict[int, list[_Entry]]] = {}
+        self._confirming: dict[str, dict[int, list[Entry]]] = {}
+        # Tokens that each pod should find in its cache: for requests that it has yet to answer, and answered.
+        self._open_tokens: Counter[str] = Counter()
+        self._answered_tokens: Counter[str] = Counter()
         # When each prefill is taken for ended, and its entry's number.
         self._due: list[tuple[float, int]] = []
-        self._numbers = count()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -102,7 +103,6 @@ class Ledger:
         return request_id in self._by_id
 
     def work(self, pod: str) -> PodWork:
-        """The pod's sums, in constant time."""
         return self._board.work(pod)
 
     def tell(self, journal: Journal | None) -> None:
@@ -111,7 +111,7 @@ class Ledger:
             self.changes = journal
             if journal is not None:
                 entries = self._entries.values()
-                journal.begin([InFlight(one.number, one.dispatch, one.slot is None) for one in entries])
+                journal.begin([InFlight(one.number, one.dispatch, not one.is_waiting) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
@@ -126,35 +126,28 @@ class Ledger:
         pod = dispatch.prefill_pod or dispatch.pod
         with self._lock:
             displaced = self._make_room(request_id, now_s)
-            slot = self._board.begin(pod, dispatch.uncached_tokens, now_s)
-            if dispatch.adapter is not None:
-                self.adapters.began(pod, dispatch.adapter)
-            number = next(self._numbers)
-            entry = _Entry(dispatch, number, slot, pod, now_s, confirm_key)
+            number = self._board.begin(pod, dispatch.uncached_tokens, now_s)
+            self.adapters.began(pod, dispatch.adapter)
+            if promised_tokens := dispatch.promised_tokens:
+                self._open_tokens[dispatch.pod] += promised_tokens
+            entry = Entry(dispatch, number, pod, now_s, confirm_key, promised_tokens)
             self._entries[number] = entry
-            _add_to(self._by_id, request_id, entry)
-            if (on_pod := self._by_pod.get(pod)) is None:
-                on_pod = self._by_pod[pod] = {}
-            on_pod[number] = entry
+            self._by_id.setdefault(request_id, []).append(entry)
+            self._by_pod.setdefault(pod, {})[number] = entry
             if confirm_key is not None:
-                if (confirming := self._confirming.get(pod)) is None:
-                    confirming = self._confirming[pod] = {}
-                _add_to(confirming, confirm_key, entry)
+                self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
             if (journal := self.changes) is not None:
                 journal.sent(number, dispatch, keys)
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
-        """The pod announced these blocks."""
         announced = Announced()
         with self._lock:
             confirming = self._confirming.get(pod)
-            if confirming is None:
-                return announced
-            stored = keys.tolist()
+            stored = keys.tolist() if confirming else ()
             # Nearly always nobody waited: that is seen without making a set.
-            if confirming.keys().isdisjoint(stored):
+            if not confirming or confirming.keys().isdisjoint(stored):
                 return announced
             for key in confirming.keys() & stored:
                 for entry in confirming.pop(key):
@@ -187,21 +180,38 @@ class Ledger:
         sent_s: float | None = None,
         *,
         late_s: float = 0.0,
+        answered: bool = True,
     ) -> Dispatch | None:
         """It is done or has failed; returns the request if it was in flight.
 
         Args:
             late_s: How long ago it was over.
+            answered: Whether the pod has computed it, so that it has looked its prompt up in its cache.
         """
         with self._lock:
             entry = self._find(request_id, pod, sent_s)
             if entry is not None:
+                if answered:
+                    self._close_promise(entry, self._answered_tokens)
                 return self._remove(entry, now_s)
             self._remember(self._unknown_ended_s, request_id, now_s - late_s)
             return None
 
+    def answered_tokens(self, pod: str) -> int:
+        """Tokens that the pod should have found in its cache for all requests that it has answered."""
+        return self._answered_tokens[pod]
+
+    def promised_tokens(self, pod: str) -> int:
+        """The same with those of requests that it has not answered yet."""
+        with self._lock:
+            return self._answered_tokens[pod] + self._open_tokens[pod]
+
+    def keep(self, pods: Collection[str]) -> None:
+        with self._lock:
+            for gone in self._answered_tokens.keys() - set(pods):
+                del self._answered_tokens[gone]
+
     def is_on(self, request_id: str, pod: str) -> bool:
-        """Whether a request of this id is in flight on this pod."""
         with self._lock:
             return any(entry.dispatch.pod == pod for entry in self._by_id.get(request_id, ()))
 
@@ -249,20 +259,19 @@ class Ledger:
             over = [
                 entry
                 for entry in self._by_pod.get(pod, {}).values()
-                if entry.slot is not None and entry.arrived_s + self._patient_s(entry.dispatch) <= latest_s
+                if entry.is_waiting and entry.arrived_s + self._patient_s(entry.dispatch) <= latest_s
             ]
             for entry in over:
                 self._give_up_waiting(entry, now_s)
             return [entry.dispatch for entry in over]
 
     def expire(self, now_s: float) -> Expired:
-        """Ends what is over by the clock."""
         expired = Expired()
         with self._lock:
             while self._due and self._due[0][0] <= now_s:
                 _, number = heapq.heappop(self._due)
                 entry = self._entries.get(number)
-                if entry is not None and entry.slot is not None:
+                if entry is not None and entry.is_waiting:
                     self._give_up_waiting(entry, now_s)
                     expired.prefills.append(entry.dispatch)
             lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
@@ -271,7 +280,6 @@ class Ledger:
         return expired
 
     def _make_room(self, request_id: str, now_s: float) -> list[Dispatch]:
-        """Gives up what is in the way of one more request."""
         displaced = []
         namesakes = self._by_id.get(request_id)
         if namesakes is not None and len(namesakes) >= self._parameters.reuse:
@@ -296,63 +304,74 @@ class Ledger:
     def _patient_s(self, dispatch: Dispatch) -> float:
         return self._parameters.patience * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
 
-    def _give_up_waiting(self, entry: _Entry, now_s: float) -> None:
+    def _give_up_waiting(self, entry: Entry, now_s: float) -> None:
         """Takes a request's prefill for ended, which nobody has told."""
-        assert entry.slot is not None
-        self._leave_queue(entry, entry.slot, now_s)
+        self._leave_queue(entry, now_s)
         if self.changes is not None:
             self.changes.overdue(entry.number)
 
-    def _end_prefill(self, entry: _Entry, now_s: float) -> None:
+    def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
+        self._close_promise(entry, self._answered_tokens)
         # The clock may have guessed it before.
-        if entry.slot is not None:
-            self._leave_queue(entry, entry.slot, now_s)
+        if entry.is_waiting:
+            self._leave_queue(entry, now_s)
         if self.changes is not None:
             self.changes.prefilled(entry.number)
 
-    def _leave_queue(self, entry: _Entry, slot: int, now_s: float) -> None:
+    def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
         if entry.pod == dispatch.pod:
-            self._board.end_prefill(slot, now_s)
+            self._board.end_prefill(entry.pod, entry.number, now_s)
         else:
-            self._board.hand_over(entry.pod, slot, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self._board.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
             self.adapters.ended(entry.pod, dispatch.adapter)
             self.adapters.began(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
             entry.pod, entry.arrived_s = dispatch.pod, now_s
             self._by_pod.setdefault(entry.pod, {})[entry.number] = entry
-        entry.slot = None
+        entry.is_waiting = False
 
-    def _remove(self, entry: _Entry, now_s: float) -> Dispatch:
+    def _remove(self, entry: Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
+        self._close_promise(entry)
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
-        self._board.end(entry.pod, entry.slot, dispatch.uncached_tokens, now_s)
-        if dispatch.adapter is not None:
-            self.adapters.ended(entry.pod, dispatch.adapter)
+        self._board.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
+        self.adapters.ended(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:
             self.changes.ended(entry.number)
         return dispatch
 
-    def _leave_pod(self, entry: _Entry) -> None:
+    def _close_promise(self, entry: Entry, kept: Counter[str] | None = None) -> None:
+        """Awaits the entry's tokens no more; counts them in `kept`, where it is known that they are due."""
+        tokens, entry.promised_tokens = entry.promised_tokens, 0
+        if tokens:
+            pod = entry.dispatch.pod
+            self._open_tokens[pod] -= tokens
+            if not self._open_tokens[pod]:
+                del self._open_tokens[pod]
+            if kept is not None:
+                kept[pod] += tokens
+
+    def _leave_pod(self, entry: Entry) -> None:
         on_pod = self._by_pod[entry.pod]
         del on_pod[entry.number]
         if not on_pod:
             del self._by_pod[entry.pod]
 
-    def _stop_confirming(self, entry: _Entry, confirm_key: int) -> None:
+    def _stop_confirming(self, entry: Entry, confirm_key: int) -> None:
         pod = entry.dispatch.computed_on
         confirming = self._confirming[pod]
         _remove_from(confirming, confirm_key, entry)
         if not confirming:
             del self._confirming[pod]
 
-    def _find(self, request_id: str, pod: str | None, sent_s: float | None) -> _Entry | None:
+    def _find(self, request_id: str, pod: str | None, sent_s: float | None) -> Entry | None:
         entries = self._by_id.get(request_id)
         if entries is None:
             return None
@@ -369,33 +388,7 @@ class Ledger:
             ended_s.popitem(last=False)
 
 
-class _Entry(msgspec.Struct, eq=False):
-    """A request in flight: where, and since when.
-
-    Attributes:
-        slot: On the board, while it is believed to await its first token.
-        confirm_key: Of the dispatch, until it is announced.
-        prefill_ended_s: When somebody told so; the clock does not count.
-    """
-
-    dispatch: Dispatch
-    number: int
-    slot: int | None
-    pod: str
-    arrived_s: float
-    confirm_key: int | None
-    prefill_ended_s: float | None = None
-
-
-def _add_to(lists: dict[_Key, list[_Entry]], key: _Key, entry: _Entry) -> None:
-    entries = lists.get(key)
-    if entries is None:
-        lists[key] = [entry]
-    else:
-        entries.append(entry)
-
-
-def _remove_from(lists: dict[_Key, list[_Entry]], key: _Key, entry: _Entry) -> None:
+def _remove_from(lists: dict[_Key, list[Entry]], key: _Key, entry: Entry) -> None:
     entries = lists[key]
     if len(entries) == 1:
         del lists[key]

@@ -54,7 +54,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line, with the names that zap gives its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         told = {
             "level": record.levelname.lower(),
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),

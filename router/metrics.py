@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache, partial
-from threading import Lock
+from functools import partial
+from threading import Lock, local
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -32,86 +32,158 @@ _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
+# By our name: the metric's, its text and its labels.
+_COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "requests": (_EPP + "request_total", "Requests that were given a pod.", _MODEL_LABELS),
+    "errors": (
+        _EPP + "request_error_total",
+        "Requests answered with an error.",
+        (*_MODEL_LABELS, "error_code"),
+    ),
+    "attempts": (
+        _EPP + "scheduler_attempts_total",
+        "Picks by outcome.",
+        ("status", "target_model_name", "endpoint_name", "namespace", "port"),
+    ),
+    "picks": (
+        _OURS + "picks_total",
+        "Picks; `degraded` says why the cache's view was not used.",
+        ("degraded",),
+    ),
+    "partial": (
+        _OURS + "partial_prompts_total",
+        "Picks by the beginning of a prompt alone; `partial` says why.",
+        ("partial",),
+    ),
+    "predicted": (_OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod.", ()),
+    "best": (_OURS + "best_cached_tokens_total", "Cached tokens on the pod that held most.", ()),
+    "compared": (
+        _OURS + "compared_predicted_cached_tokens_total",
+        "Predictions of requests whose delivery was told.",
+        (),
+    ),
+    "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens that pods said they served.", ()),
+    "ends": (_OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome")),
+    "dropped": (
+        _OURS + "dropped_messages_total",
+        "Messages from outside that made no sense.",
+        ("door", "reason"),
+    ),
+    "logged": (_OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)),
+}
+# With their buckets before their labels.
+_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] = {
+    "picking": (
+        _EPP + "scheduler_e2e_duration_seconds",
+        "Time from a parsed request to its pick.",
+        _SECONDS,
+        (),
+    ),
+    "input": (_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS),
+    "prefill_ends": (
+        _OURS + "prefill_end_seconds",
+        "Dispatch to end of prefill, by who told; what the clock guessed, others may tell yet.",
+        _TTFT_SECONDS,
+        ("source",),
+    ),
+    "late": (
+        _OURS + "told_late_seconds",
+        "How late an event was told: by the source's own account, or after the first to tell.",
+        _TTFT_SECONDS,
+        ("event", "source"),
+    ),
+}
+
+_OBJECTIVE = "inference_objective_"
+# By name: the older one.
+_TWINS = {
+    "llm_d_epp_request": f"{_OBJECTIVE}request",
+    "llm_d_epp_request_error": f"{_OBJECTIVE}request_error",
+    "llm_d_epp_request_input_tokens": f"{_OBJECTIVE}input_tokens",
+    "llm_d_epp_request_running": f"{_OBJECTIVE}running_requests",
+    "llm_d_epp_ready_endpoints": "inference_pool_ready_pods",
+    "llm_d_epp_scheduler_e2e_duration_seconds": "inference_extension_scheduler_e2e_duration_seconds",
+}
+
 
 class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        tallies = Tallies(registry)
-        self._lock = tallies.lock
-        self._make_picks(tallies)
-        self._make_outcomes(tallies)
+        make = Tallies(registry)
+        self._lock = make.lock
+        self._counts = {name: make.counter(*told) for name, told in _COUNTERS.items()}
+        self._spreads = {name: make.histogram(*told) for name, told in _HISTOGRAMS.items()}
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
         self._insides: dict[str, Inside] = {}
 
     def decided(self, decision: Decision, took_s: float) -> None:
-        best, client = decision.ranked.best, decision.client_model
+        best, client, count = decision.primary, decision.client_model, self._counts
         model = self._models.admit(decision.model or "")
         named = model if client is None else self._models.admit(client)
-        labels = _model_labels(named, model, decision.priority)
+        labels = named, model, "", str(decision.priority)
         with self._lock:
-            self._picking.observe(took_s)
-            self._requests.add(labels)
-            self._picks.add((decision.degraded or "",))
+            self._spreads["picking"].observe(took_s)
+            count["requests"].add(labels)
+            count["picks"].add((decision.degraded or "",))
             if decision.partial is not None:
-                self._partial.add((decision.partial,))
+                count["partial"].add((decision.partial,))
             # A pick that is older than the pod's end must not bring its series back for good.
             if self._pods is None or best.pod in self._pods:
-                self._attempts.add(_attempt_labels(model, best.pod))
+                count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))
             if decision.degraded is None:
-                self._input.observe(decision.prompt_tokens, labels)
-                self._predicted.add((), best.cached_tokens)
-                self._best.add((), decision.ranked.most_cached_tokens)
+                self._spreads["input"].observe(decision.prompt_tokens, labels)
+                count["predicted"].add((), best.cached_tokens)
+                count["best"].add((), decision.best_cached_tokens)
 
     def refused(self, error: RequestError, took_s: float | None = None) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
         with self._lock:
-            self._errors.add(("", "", "", "0", error.error_type))
+            self._counts["errors"].add(("", "", "", "0", error.error_type))
             if took_s is not None:
-                self._attempts.add(("failure", "", "", "", ""))
-                self._picking.observe(took_s)
+                self._counts["attempts"].add(("failure", "", "", "", ""))
+                self._spreads["picking"].observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""
-        kept = frozenset(pods)
+        self._pods, attempts = frozenset(pods), self._counts["attempts"]
         with self._lock:
-            self._pods = kept
-            self._attempts.drop(
-                [labels for labels in self._attempts.series() if labels[2] and labels[2] not in kept]
+            attempts.drop(
+                [labels for labels in attempts.series() if labels[2] and labels[2] not in self._pods]
             )
 
     def prefill_ended(self, source: str, after_s: float) -> None:
         with self._lock:
-            self._prefill_ends.observe(after_s, (source,))
+            self._spreads["prefill_ends"].observe(after_s, (source,))
 
     def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
         """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
         with self._lock:
-            self._ends.add((source, "failed" if failed else "done"))
+            self._counts["ends"].add((source, "failed" if failed else "done"))
             if late_s is not None:
-                self._late.observe(max(0.0, late_s), ("end", source))
+                self._spreads["late"].observe(max(0.0, late_s), ("end", source))
 
     def told_late(self, event: str, source: str, late_s: float) -> None:
         with self._lock:
-            self._late.observe(max(0.0, late_s), (event, source))
+            self._spreads["late"].observe(max(0.0, late_s), (event, source))
 
     def delivered(self, predicted_tokens: int, delivered_tokens: int) -> None:
         """Counts a prediction together with what came true of it."""
         with self._lock:
-            self._compared.add(number=predicted_tokens)
-            self._delivered.add(number=delivered_tokens)
+            self._counts["compared"].add(number=predicted_tokens)
+            self._counts["delivered"].add(number=delivered_tokens)
 
     def dropped(self, door: str, reason: str) -> None:
         with self._lock:
-            self._dropped.add((door, reason))
+            self._counts["dropped"].add((door, reason))
 
     def logged(self, joins: Mapping[str, int]) -> None:
         """Counts access log entries, by what they joined."""
         with self._lock:
             for join, entries in joins.items():
-                self._logged.add((join,), entries)
+                self._counts["logged"].add((join,), entries)
 
     def inside(self, door: str) -> Inside:
         """Counts a request as inside a door while the context lasts."""
@@ -121,67 +193,6 @@ class RouterMetrics:
                 inside = self._insides.setdefault(door, Inside())
                 self._open.labels(door).set_function(partial(getattr, inside, "requests"))
         return inside
-
-    def _make_picks(self, make: Tallies) -> None:
-        self._requests = make.counter(
-            _EPP + "request_total", "Requests that were given a pod.", _MODEL_LABELS
-        )
-        self._errors = make.counter(
-            _EPP + "request_error_total", "Requests answered with an error.", (*_MODEL_LABELS, "error_code")
-        )
-        self._attempts = make.counter(
-            _EPP + "scheduler_attempts_total",
-            "Picks by outcome.",
-            ("status", "target_model_name", "endpoint_name", "namespace", "port"),
-        )
-        self._picking = make.histogram(
-            _EPP + "scheduler_e2e_duration_seconds", "Time from a parsed request to its pick.", _SECONDS
-        )
-        self._input = make.histogram(_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS)
-        self._picks = make.counter(
-            _OURS + "picks_total", "Picks; `degraded` says why the cache's view was not used.", ("degraded",)
-        )
-        self._partial = make.counter(
-            _OURS + "partial_prompts_total",
-            "Picks by the beginning of a prompt alone; `partial` says why.",
-            ("partial",),
-        )
-        self._predicted = make.counter(
-            _OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod."
-        )
-        self._best = make.counter(
-            _OURS + "best_cached_tokens_total", "Cached tokens on the pod that held most."
-        )
-        self._compared = make.counter(
-            _OURS + "compared_predicted_cached_tokens_total",
-            "Predictions of requests whose delivery was told.",
-        )
-        self._delivered = make.counter(
-            _OURS + "delivered_cached_tokens_total", "Cached tokens that pods said they served."
-        )
-
-    def _make_outcomes(self, make: Tallies) -> None:
-        self._prefill_ends = make.histogram(
-            _OURS + "prefill_end_seconds",
-            "Dispatch to end of prefill, by who told; what the clock guessed, others may tell yet.",
-            _TTFT_SECONDS,
-            ("source",),
-        )
-        self._ends = make.counter(
-            _OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome")
-        )
-        self._late = make.histogram(
-            _OURS + "told_late_seconds",
-            "How late an event was told: by the source's own account, or after the first to tell.",
-            _TTFT_SECONDS,
-            ("event", "source"),
-        )
-        self._dropped = make.counter(
-            _OURS + "dropped_messages_total", "Messages from outside that made no sense.", ("door", "reason")
-        )
-        self._logged = make.counter(
-            _OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)
-        )
 
     @property
     def requests_inside(self) -> int:
@@ -224,11 +235,6 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
     ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
     ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
     ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.rates.tokens_per_s(seen.pod.address)),
-    (
-        "decode_slowdown",
-        "By how much of itself a prefill gets slower per decoding request, learnt or believed.",
-        lambda seen: seen.rates.decode_slowdown(seen.pod.address),
-    ),
     (
         "kv_usage",
         "Scraped share of the KV cache in use.",
@@ -316,11 +322,37 @@ class _CappedLabels:
             return value
 
 
-@lru_cache(maxsize=1024)
-def _model_labels(named: str, model: str, priority: int) -> tuple[str, ...]:
-    return named, model, "", str(priority)
+class MetricTwins(Collector):
+    """The reference's metrics under their older names: what a registry shows under the new ones, shown twice.
+
+    Args:
+        registry: Whose metrics are shown again; this one is registered beside their collectors.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._here = local()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the names are those of others."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        # The registry asks us, too, while we ask it.
+        if getattr(self._here, "collecting", False):
+            return
+        self._here.collecting = True
+        try:
+            families = [family for family in self._registry.collect() if family.name in _TWINS]
+        finally:
+            self._here.collecting = False
+        for family in families:
+            yield _twin(family, _TWINS[family.name])
 
 
-@lru_cache(maxsize=4096)
-def _attempt_labels(model: str, pod: str) -> tuple[str, ...]:
-    return "success", model, pod, "", pod.rpartition(":")[2]
+def _twin(family: Metric, name: str) -> Metric:
+    twin = Metric(name, family.documentation, family.type, family.unit)
+    twin.samples = [
+        sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
+    ]
+    return twin

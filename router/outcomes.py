@@ -9,23 +9,22 @@ each is goes to the metrics. Knows no protocol; callable from any thread, holds 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
-from indexer import StreamState
 from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.decision import Decision
 from router.dispatch import Dispatch
-from router.echoes import Echoes
 from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
-from router.promises import Promises
 from router.rates import PrefillRates
 
 if TYPE_CHECKING:
@@ -34,12 +33,10 @@ if TYPE_CHECKING:
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
 
-# An enum's members take ten times as long to look up, and every pick would.
-_EXACT = StreamState.EXACT.value
-
-
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
 
+# Longer than an access log is kept back.
+_ECHO_LIFE_S = 30.0
 
 Text = Annotated[str, Meta(max_length=512)]
 # As finite as a float can be.
@@ -70,9 +67,6 @@ class Outcomes:
     Args:
         settle: Ends a request's speculative index entries (request, now_s).
         drop: Told of a request whose blocks need not be awaited; before it is settled.
-
-    Attributes:
-        promises: What was predicted of each pod's cache.
     """
 
     def __init__(
@@ -84,7 +78,6 @@ class Outcomes:
         settle: Callable[[DispatchKey, float], None],
         drop: Callable[[DispatchKey], None],
     ) -> None:
-        self.promises = Promises()
         self._ledger = ledger
         self._rates = rates
         self._explain = explain
@@ -102,19 +95,16 @@ class Outcomes:
         """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
         self._explain.decided(decision)
         self._metrics.decided(decision, took_s)
-        best = decision.ranked.best
-        # Where another pod prefills, the destination's cache tells what was transferred, too.
-        if best.cached_tokens and best.view == _EXACT and decision.prefill_pod is None:
-            self.promises.made(decision.key, best.pod, best.cached_tokens)
         for dispatch in displaced:
             self._metrics.ended("displaced", failed=True)
             self._lost(dispatch, decision.decided_s)
         if decision.is_charged and self._ledger.was_over(decision.request_id, decision.decided_s - took_s):
             # Its client was gone before there was a pick, and Envoy tells that once.
-            self.ended(decision.request_id, ACCESS_LOG, decision.decided_s, pod=best.pod, failed=True)
+            self.ended(
+                decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
+            )
 
     def refused(self, error: RequestError, took_s: float) -> None:
-        """No pod was picked."""
         self._metrics.refused(error, took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
@@ -177,14 +167,17 @@ class Outcomes:
         """
         dispatch = None
         if source != ACCESS_LOG or not self._echoes.take(request_id, now_s):
-            dispatch = self._ledger.end(request_id, now_s, pod, sent_s, late_s=max(0.0, late_s or 0.0))
+            answered = not (failed or refused)
+            dispatch = self._ledger.end(
+                request_id, now_s, pod, sent_s, late_s=max(0.0, late_s or 0.0), answered=answered
+            )
         if dispatch is not None:
             if source == RESPONSE:
                 self._echoes.expect(request_id, now_s)
             if failed or refused:
                 self._lost(dispatch, now_s)
             else:
-                self._answered(dispatch, now_s)
+                self._settle(dispatch.key, now_s)
             self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self._ledger.ended_s(request_id)) is not None:
             self._metrics.told_late("end", source, now_s - known_s)
@@ -208,7 +201,6 @@ class Outcomes:
         return dispatch
 
     def expire(self, now_s: float) -> None:
-        """Ends what is over by the clock alone."""
         expired = self._ledger.expire(now_s)
         for dispatch in expired.prefills:
             # A guess, not news: the request's speculative entries live on.
@@ -240,7 +232,6 @@ class Outcomes:
         return self.is_others(request_id)
 
     def is_others(self, request_id: str) -> bool:
-        """Whether another router has a request of this id in flight."""
         return self._others is not None and self._others.know(request_id)
 
     def told(self, heard: Heard, now_s: float) -> None:
@@ -269,19 +260,51 @@ class Outcomes:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
         self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
 
-    def _answered(self, dispatch: Dispatch, now_s: float) -> None:
-        request = dispatch.key
-        self.promises.due(request)
-        self._settle(request, now_s)
-
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, was refused, or nothing was heard of it: without a first token that tells nothing."""
-        request = dispatch.key
-        self.promises.void(request)
-        self._drop(request)
-        self._settle(request, now_s)
+        self._drop(dispatch.key)
+        self._settle(dispatch.key, now_s)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
-        self._answered(dispatch, now_s)
+        self._settle(dispatch.key, now_s)
         self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
         self._explain.prefill_ended(dispatch, source, now_s)
+
+
+class Echoes:
+    """Ends that will be told once more: by the response phase first, then by Envoy's access log. Thread-safe.
+
+    The log's entry names only the request's id, under which another request may be in flight by then: it must
+    not end that one. Counts by id; what no log tells in time is forgotten.
+
+    Args:
+        capacity: Ids remembered; the one that was told of longest ago goes first.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        # How often, and when the last time.
+        self._awaited: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._awaited)
+
+    def expect(self, request_id: str, now_s: float) -> None:
+        """A request under this id has ended, as was seen here."""
+        with self._lock:
+            ends, _ = self._awaited.get(request_id, (0, now_s))
+            self._awaited[request_id] = ends + 1, now_s
+            self._awaited.move_to_end(request_id)
+            if len(self._awaited) > self._capacity:
+                self._awaited.popitem(last=False)
+
+    def take(self, request_id: str, now_s: float) -> bool:
+        """The log tells of an end under this id; whether it is one that was seen."""
+        with self._lock:
+            ends, told_s = self._awaited.pop(request_id, (0, now_s))
+            if not ends or now_s - told_s > _ECHO_LIFE_S:
+                return False
+            if ends > 1:
+                self._awaited[request_id] = ends - 1, told_s
+            return True

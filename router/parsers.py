@@ -1,62 +1,98 @@
-"""The APIs that the reference picker parses: path, headers and body of an HTTP request in, a request out.
+"""The APIs of HTTP requests: path, headers and body in, a request to be routed out; one table for all doors.
 
-Which APIs there are is configured; the longest path suffix decides, and a parser without paths takes the rest
-by load alone. Refusals are in the reference's words. Knows no gRPC streams, pods or tokens.
+The longest path suffix decides the API. The router's own doors know four and pass the rest unread; for the
+reference picker's door its parsers are configured, and refusals are in its words. Knows no streams, pods or
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
+from google.protobuf.message import DecodeError, Message
 
+from router._pb import engine_requests_pb2 as pb
 from router.errors import RequestError
-from router.go_json import go_json_error
-from router.grpc_body import grpc_prompt, wrapped_http_body
-from router.request import RequestKind, RouteRequest
+from router.request import RequestKind, RouteRequest, api_request, read_fields
 
 DEFAULT_PARSERS = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
 
-_PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
-_DEFAULT_PATH = "/v1/completions"
 _CHAT, _COMPLETIONS, _OTHER = RequestKind.CHAT, RequestKind.COMPLETIONS, RequestKind.PASSTHROUGH
 _VLLM_SERVICE, _VERTEX_SERVICE = "vllm.grpc.engine.VllmEngine", "PredictionService"
+_GRPC_PREFIX_BYTES = 5
+_INVALID_GRPC = "invalid or unsupported gRPC payload"
+# JSON as Go tells of it.
+_SPACE = b" \t\r\n"
+_LITERALS = {b"t": b"true", b"f": b"false", b"n": b"null"}
+_KINDS = {b"[": "array", b'"': "string", b"t": "bool", b"f": "bool"}
+_TARGET = "Go value of type map[string]interface {}"
+_ENDED = "unexpected end of JSON input"
+_MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_Message = TypeVar("_Message", bound=Message)
+
+
+class BodyForm(Enum):
+    """What the bodies of an API are."""
+
+    JSON = auto()
+    VERTEX = auto()
+    """A gRPC message that carries a JSON body."""
+    VLLM = auto()
+    """A gRPC message; it has fields that are not read here."""
+    UNREAD = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API of a parser.
+    """One API.
 
     Attributes:
         kind: What it is like to the tokenizer.
-        name: As complaints call it.
+        name: As complaints call it; "": the router's own API, whose model, salt and stream are checked.
         needs: Fields of which one must be there; the first one found is the prompt.
         lack: The complaint where none is; "": by their names.
         broken: How the complaint begins where the body is no JSON object.
         needs_model: Whether a model must be named.
-        is_json: Whether its bodies are JSON, whose model can be rewritten.
-        is_opaque: Whether bodies have fields that no parser here reads.
     """
 
     kind: RequestKind
-    name: str
+    name: str = ""
     needs: tuple[str, ...] = ()
     lack: str = ""
     broken: str = "error unmarshaling request bodyMap: "
     needs_model: bool = True
-    is_json: bool = True
-    is_opaque: bool = False
+    form: BodyForm = BodyForm.JSON
 
-    def prompt(self, body: Mapping[str, Any]) -> Any:
-        """The field with the prompt.
+    def fields(self, body: bytes | bytearray) -> dict[str, Any]:
+        """Return the fields of a JSON body.
+
+        Raises:
+            RequestError: 400, it is no JSON object.
+        """
+        try:
+            return read_fields(self.kind, body)
+        except (ValueError, RecursionError) as error:
+            if self.name:
+                complaint = self.broken + _go_json_error(body)
+            elif isinstance(error, msgspec.ValidationError):
+                complaint = "the request body must be a JSON object"
+            else:
+                complaint = f"the request body is not valid JSON: {error}"
+            raise RequestError(400, complaint) from error
+
+    def prompt(self, fields: Mapping[str, Any]) -> Any:
+        """Return the field with the prompt.
 
         Raises:
             RequestError: 400, there is none.
         """
-        found = next((body[field] for field in self.needs if body.get(field)), None)
+        found = next((fields[name] for name in self.needs if fields.get(name)), None)
         if found is None or (self.kind is _CHAT and not _are_messages(found)):
             field = f"valid {self.needs[0]}" if self.kind is _CHAT else self.needs[0]
             lack = self.lack or f"must have {field} field"
@@ -66,14 +102,20 @@ class Api:
 
 _CHAT_API = Api(_CHAT, "chat completions", ("messages",))
 _COMPLETIONS_API = Api(_COMPLETIONS, "completions", ("prompt",))
-_GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, is_json=False, is_opaque=True)
-_VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, is_json=False)
-_VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, is_json=False)
-_PASSTHROUGH = Api(_OTHER, "passthrough", needs_model=False, is_json=False)
-_UNREAD = Api(_OTHER, "unread", needs_model=False, is_json=False)
+_GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, form=BodyForm.VLLM)
+_VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, form=BodyForm.VERTEX)
+_VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, form=BodyForm.VERTEX)
+_UNREAD = Api(_OTHER, "unread", needs_model=False, form=BodyForm.UNREAD)
 
-# By parser: its APIs by path suffix.
+_OURS = "kvroute"
+# By parser: its APIs by path suffix; one without any takes the rest unread.
 _APIS: Mapping[str, Mapping[str, Api]] = {
+    _OURS: {
+        "chat/completions": Api(_CHAT),
+        "completions": Api(_COMPLETIONS),
+        "v1/messages": Api(RequestKind.MESSAGES),
+        "v1/responses": Api(RequestKind.RESPONSES),
+    },
     "openai-parser": {
         "chat/completions": _CHAT_API,
         "completions": _COMPLETIONS_API,
@@ -120,104 +162,175 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
 # By parser: the gRPC service whose further methods it hands on unread.
 _SERVICES = {"vllmgrpc-parser": _VLLM_SERVICE, "vertexai-parser": _VERTEX_SERVICE}
 
-PARSERS = tuple(_APIS)
-"""Types of all parsers."""
-
-
-class PathTable:
-    """Which parser a path belongs to.
-
-    The longest suffix wins, then the first that was registered. A parser without paths takes what is left,
-    and those after it count no more; nor does a second of the same name.
-    """
-
-    def __init__(self, parsers: Iterable[tuple[str, Sequence[str]]]) -> None:
-        self._suffixes: dict[str, str] = {}
-        self._fallback: str | None = None
-        names: set[str] = set()
-        for name, suffixes in parsers:
-            if name in names:
-                continue
-            names.add(name)
-            for suffix in suffixes:
-                self._suffixes.setdefault(suffix, name)
-            if not suffixes:
-                self._fallback = name
-                break
-        self._by_length = sorted(self._suffixes, key=len, reverse=True)
-
-    def find(self, path: str) -> tuple[str | None, str]:
-        """The parser's name (None: no parser takes it) and the suffix ("": by fallback)."""
-        plain = path.partition("?")[0].rstrip("/")
-        for suffix in self._by_length:
-            if plain.endswith(suffix) and (len(plain) == len(suffix) or plain[-len(suffix) - 1] in "/."):
-                return self._suffixes[suffix], suffix
-        return self._fallback, ""
+PARSERS = tuple(name for name in _APIS if name != _OURS)
+"""Types of all parsers of the reference picker."""
 
 
 class Parsers:
-    """The configured parsers.
+    """The parsers of one door.
 
     Args:
-        names: Their types, in the configuration's order.
+        names: Their types, in the configuration's order. Of one path suffix the first counts. A parser
+            without paths takes what is left, and those after it count no more.
     """
 
     def __init__(self, names: Sequence[str] = DEFAULT_PARSERS) -> None:
         names = names or DEFAULT_PARSERS
-        self._table = PathTable((name, tuple(_APIS[name])) for name in names)
+        self._apis: dict[str, Api] = {}
+        self._rest: Api | None = None
+        for name in names:
+            for suffix, api in _APIS[name].items():
+                self._apis.setdefault(suffix, api)
+            if not _APIS[name]:
+                self._rest = _UNREAD
+                break
+        self._suffixes = sorted(self._apis, key=len, reverse=True)
         self._services = [_SERVICES[name] for name in names if name in _SERVICES]
+        # Gateways send few paths, again and again.
+        self._found = lru_cache(maxsize=16)(self.find)
 
-    def parse(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, Api]:
-        """Reads the body of a request of which the headers are known.
+    def find(self, path: str) -> Api | None:
+        """Return the API of a path, with or without a query string; None: no parser takes it."""
+        plain = path.partition("?")[0].rstrip("/")
+        for suffix in self._suffixes:
+            if plain.endswith(suffix) and (len(plain) == len(suffix) or plain[-len(suffix) - 1] in "/."):
+                return self._apis[suffix]
+        return _UNREAD if any(f"{service}/" in path for service in self._services) else self._rest
+
+    def parse(
+        self,
+        request_id: str,
+        path: str,
+        body: bytes | bytearray,
+        candidates: frozenset[str] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[RouteRequest, Api]:
+        """Read an HTTP request.
+
+        Args:
+            body: The whole body.
 
         Returns:
-            The request and its API. Where the body names no model the request has none either, whatever the
-            API needs: it may yet be rewritten.
+            The request and its API. Where the body of a parser's API names no model the request has none
+            either, whatever the API needs: it may yet be rewritten.
 
         Raises:
-            RequestError: 400, in the reference's words.
+            RequestError: 400, the body is not what its API allows, or no parser takes the path.
         """
-        headers = request.headers
-        path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
-        api = self._api(path)
-        request = replace(request, kind=api.kind, body_bytes=len(body))
-        if api.kind is _OTHER and not api.is_json:
-            return request, api
-        if api is _GRPC_API:
-            prompt, streams = grpc_prompt(body)
-            return replace(request, body={"prompt": prompt, "stream": streams}), api
-        if api in (_VERTEX_CHAT, _VERTEX_RAW):
-            body = wrapped_http_body(body)
-        return _json_request(request, api, body), api
-
-    def _api(self, path: str) -> Api:
-        name, suffix = self._table.find(path)
-        if not suffix and any(f"{service}/" in path for service in self._services):
-            return _UNREAD
-        if name is None:
+        api = self._found(path)
+        if api is None:
             raise RequestError(400, f"no parser registered matching path suffix for: {path[:256]}")
-        return _APIS[name].get(suffix, _PASSTHROUGH)
+        fields: dict[str, Any] = {}
+        if api.form is BodyForm.VLLM:
+            fields = _vllm_fields(body)
+        elif api.form is not BodyForm.UNREAD:
+            fields = api.fields(body if api.form is BodyForm.JSON else _carried_body(body))
+            if not api.name:
+                return api_request(request_id, api.kind, fields, len(body), candidates, headers), api
+            prompt = api.prompt(fields)
+            if api.kind is _COMPLETIONS:
+                fields["prompt"] = prompt
+        # SGLang's name for what keeps caches apart is another.
+        model, salt = fields.get("model"), fields.get("cache_salt", fields.get("extra_key"))
+        request = RouteRequest(
+            request_id,
+            api.kind,
+            model if isinstance(model, str) and model else None,
+            fields,
+            len(body),
+            salt if isinstance(salt, str) and salt else None,
+            candidates,
+            headers,
+        )
+        return request, api
 
 
-def _json_request(request: RouteRequest, api: Api, data: bytes) -> RouteRequest:
+OWN_PARSERS = Parsers([_OURS, "passthrough-parser"])
+
+
+def http_request(
+    request_id: str,
+    path: str,
+    body: bytes | bytearray,
+    candidates: frozenset[str] | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> RouteRequest:
+    """Read a request of the router's own APIs, see `Parsers.parse`; any other passes unread."""
+    return OWN_PARSERS.parse(request_id, path, body, candidates, headers)[0]
+
+
+def _are_messages(text: msgspec.Raw) -> bool:
     try:
-        body = msgspec.json.decode(data)
+        return bool(_MESSAGES.decode(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _vllm_fields(body: bytes | bytearray) -> dict[str, Any]:
+    message = _unframed(body, pb.VllmRequest)
+    match message.WhichOneof("input"):
+        case "text":
+            prompt: str | list[int] = message.text
+        case "tokenized":
+            prompt = list(message.tokenized.input_ids)
+        case _:
+            raise RequestError(400, "not supported request inputType")
+    return {"prompt": prompt, "stream": message.stream}
+
+
+def _carried_body(body: bytes | bytearray) -> bytes:
+    message = _unframed(body, pb.VertexRequest)
+    if not message.HasField("http_body"):
+        raise RequestError(400, "the request has no HttpBody")
+    data: bytes = message.http_body.data
+    return data
+
+
+def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
+    """Take one uncompressed message out of its gRPC frame.
+
+    Raises:
+        RequestError: 400, the body is no such message.
+    """
+    size = len(body) - _GRPC_PREFIX_BYTES
+    if size < 0 or body[0] != 0 or int.from_bytes(body[1:_GRPC_PREFIX_BYTES], "big") != size:
+        raise RequestError(400, _INVALID_GRPC)
+    try:
+        return message.FromString(bytes(body[_GRPC_PREFIX_BYTES:]))
+    except DecodeError as error:
+        raise RequestError(400, _INVALID_GRPC) from error
+
+
+def _go_json_error(body: bytes | bytearray) -> str:
+    """Return what Go's JSON reader says of a body that is no JSON object.
+
+    The reference hands these words to clients, who may look for them. Only what is wrong at the body's
+    beginning or end is told as Go tells it; of anything else, our own reader's words are as good.
+    """
+    text = bytes(body).strip(_SPACE)
+    first = text[:1]
+    if not first:
+        return _ENDED
+    if first in _LITERALS:
+        literal = _LITERALS[first]
+        for at, letter in enumerate(literal):
+            if at >= len(text):
+                return _ENDED
+            if text[at] != letter:
+                found, expected = _quoted(text[at]), _quoted(letter)
+                return f"invalid character {found} in literal {literal.decode()} (expecting {expected})"
+    elif first not in b'{["-0123456789':
+        return f"invalid character {_quoted(text[0])} looking for beginning of value"
+    try:
+        msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, api.broken + go_json_error(data, str(error))) from error
-    if not isinstance(body, dict):
-        raise RequestError(400, api.broken + go_json_error(data, ""))
-    prompt = api.prompt(body)
-    if api.kind is _COMPLETIONS:
-        body["prompt"] = prompt
-    # SGLang's name for what keeps caches apart is another.
-    model, salt = body.get("model"), body.get("cache_salt", body.get("extra_key"))
-    return replace(
-        request,
-        model=model if isinstance(model, str) and model else None,
-        body=body,
-        cache_salt=salt if isinstance(salt, str) and salt else None,
-    )
+        return _ENDED if "truncated" in str(error) else str(error)
+    return f"json: cannot unmarshal {_KINDS.get(first, 'number')} into {_TARGET}"
 
 
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+def _quoted(byte: int) -> str:
+    if byte == ord("'"):
+        return "'\\''"
+    if byte == ord('"'):
+        return "'\"'"
+    return repr(chr(byte)) if byte != ord("\\") else "'\\\\'"

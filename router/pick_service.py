@@ -6,6 +6,7 @@ Translates proto/kvroute/v1/endpoint_picker.proto to RouteRequest and Decision, 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from random import getrandbits
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from router._pb import endpoint_picker_pb2 as pb
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.gateway_pick import GatewayPick
+from router.gateway_pick import GatewayPick, grpc_code
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
@@ -27,12 +28,6 @@ _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
 # A gateway tries few of them; /debug/decisions has all.
 _ENDPOINTS_MAX = 16
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
 _ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
 _READ = pb.PickEndpointRequest.FromString
 _CHAT, _COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
@@ -41,14 +36,14 @@ _CHAT_OPTIONS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
 class PickDoor:
     """kvroute.v1.EndpointPicker."""
 
-    def __init__(self, picks: GatewayPick, outcomes: Outcomes, metrics: RouterMetrics, pods: PodSet) -> None:
-        self._picks = picks
-        self._outcomes = outcomes
-        self._metrics = metrics
-        self._pods = pods
+    picks: GatewayPick
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    pods: PodSet
 
     def add_to(self, server: grpc.Server) -> None:
         """Registers the service; picks are serialised here."""
@@ -62,30 +57,28 @@ class PickDoor:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
 
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
-        """Answers the endpoints in the order in which they should be tried."""
-        with self._metrics.inside(_DOOR):
+        with self.metrics.inside(_DOOR):
             try:
                 asked = route_request(*sized)
             except RequestError as error:
-                _abort(context, self._picks.refused(error))
+                _abort(context, self.picks.refused(error))
             try:
-                decision = self._picks.decide(asked, context.is_active)
+                decision = self.picks.decide(asked, context.is_active)
             except RequestError as error:
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX
-            return answer(decision, self._pods.snapshot(), limit).SerializeToString()
+            return answer(decision, self.pods.snapshot(), limit).SerializeToString()
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
-        """Takes note of how a picked request went on."""
         request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
-        known = self._outcomes.remembers(request_id)
+        known = self.outcomes.remembers(request_id)
         pod = request.address or None
         if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
-            self._outcomes.first_token(request_id, REPORT, now_s, pod=pod)
+            self.outcomes.first_token(request_id, REPORT, now_s, pod=pod)
         elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
-            self._outcomes.ended(
+            self.outcomes.ended(
                 request_id,
                 REPORT,
                 now_s,
@@ -207,5 +200,5 @@ def _json(text: bytes, field: str, decoder: msgspec.json.Decoder[Any] = _ANY) ->
 def _abort(context: grpc.ServicerContext, error: RequestError) -> NoReturn:
     if error.dropped_reason is not None:
         context.set_trailing_metadata(((DROPPED_REASON_HEADER, error.dropped_reason),))
-    context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+    context.abort(grpc_code(error), str(error))
     raise AssertionError("abort raises")

@@ -17,11 +17,10 @@ from threading import Lock, Thread
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.engine_watch import EngineWatch
-from router.metrics_page import DEFAULT_PATH, metrics_page
 from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
 from router.pods_source import PodsSource
-from router.probe import Asked, Prober, ProbeResult
+from router.probe import Prober, ProbeResult
+from router.reconcile import EngineWatch
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
+# Stands for the source among those there are news of.
+_SOURCE = ""
 
 
 @dataclass(slots=True)
@@ -50,35 +51,15 @@ class _Watched:
     task: asyncio.Task[None] | None = None
 
 
-@dataclass(slots=True)
-class _News:
-    suspects: dict[str, str] = field(default_factory=dict)
-    urgent: set[str] = field(default_factory=set)
-    declared: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.suspects or self.urgent or self.declared)
-
-
-def _ignore(_pods: Collection[str], _anew: Collection[str]) -> None:
-    """For those who do not care who is declared."""
-
-
 class PodWatch:
     """Watches the pods until closed.
 
     Args:
-        source: Where the declared pods come from.
         pods: The set to keep; only this object writes to it.
-        prober: How a pod is asked.
         follow: Told the full set of event streams whenever it changes, always by the same thread.
         engines: Holds what pods tell against the views of their caches; None: nobody does.
         declared: Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
         interval_s: Mean time between two probes of a pod.
-        metrics_path: Where pods tell their load, unless their labels say so.
-
-    Attributes:
-        listed: Whether the source has told who there is.
     """
 
     def __init__(
@@ -90,9 +71,9 @@ class PodWatch:
         *,
         interval_s: float,
         engines: EngineWatch | None = None,
-        declared: Callable[[Collection[str], Collection[str]], None] = _ignore,
-        metrics_path: str = DEFAULT_PATH,
+        declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None,
     ) -> None:
+        # Whether the source has told who there is.
         self.listed = False
         self._source = source
         self._pods = pods
@@ -100,13 +81,13 @@ class PodWatch:
         self._follow = follow
         self._engines = engines
         self._declared = declared
-        self._metrics_path = metrics_path
         self._interval_s = interval_s
         self._random = Random()
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
         self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
-        self._news = _News()
+        # By address why the pod is suspect; "": it is only to be probed at once.
+        self._news: dict[str, str] = {}
         self._lock = Lock()
         self._closing = False
         self._loop = asyncio.new_event_loop()
@@ -120,7 +101,6 @@ class PodWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; idempotent."""
         with self._lock:
             self._closing = True
             if not self._loop.is_closed():
@@ -136,26 +116,23 @@ class PodWatch:
 
     def link(self, pod: str, up: bool) -> None:
         """The pod's event stream connected or broke; never blocks."""
-        if up:
-            self._tell(lambda news: news.urgent.add(pod))
-        else:
-            self.distrust(pod, "its event stream's connection broke")
+        self._tell(pod, "" if up else "its event stream's connection broke")
 
     def look(self) -> None:
         """The source has news; never blocks."""
-        self._tell(lambda news: setattr(news, "declared", True))
+        self._tell(_SOURCE, "")
 
     def distrust(self, pod: str, why: str) -> None:
         """Takes a pod out until a probe succeeds, and probes it at once; never blocks."""
-        self._tell(lambda news: news.suspects.update({pod: why}))
+        self._tell(pod, why)
 
-    def _tell(self, change: Callable[[_News], object]) -> None:
+    def _tell(self, pod: str, why: str) -> None:
         with self._lock:
             if self._closing:
                 return
             if not self._news:
                 self._loop.call_soon_threadsafe(self._changed.set)
-            change(self._news)
+            self._news[pod] = why or self._news.get(pod, "")
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._main())
@@ -170,9 +147,10 @@ class PodWatch:
                 wake.cancel()
                 self._changed.clear()
                 with self._lock:
-                    news, self._news = self._news, _News()
-                self._apply(news)
-                if news.declared or self._loop.time() >= reload_s:
+                    news, self._news = self._news, {}
+                for address, why in news.items():
+                    self._apply(address, why)
+                if _SOURCE in news or self._loop.time() >= reload_s:
                     reload_s = self._loop.time() + self._interval_s
                     if (anew := self._declare()) is not None:
                         self._watch_declared(anew)
@@ -212,36 +190,27 @@ class PodWatch:
         self._declared(pods.keys(), anew)
         self._follow_streams()
 
-    def _apply(self, news: _News) -> None:
-        for address, why in news.suspects.items():
-            if self._pods.suspect(address, why):
-                _log.warning("pod %s is not ready: %s", address, why)
-            if watched := self._watched.get(address):
+    def _apply(self, address: str, why: str) -> None:
+        if why and self._pods.suspect(address, why):
+            _log.warning("pod %s is not ready: %s", address, why)
+        if watched := self._watched.get(address):
+            if why:
                 watched.void = watched.running
-                watched.poke.set()
-        for address in news.urgent:
-            if watched := self._watched.get(address):
-                watched.poke.set()
+            watched.poke.set()
 
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probes one pod until cancelled."""
         while True:
             pod = self._pods.snapshot()[address]
             now_s = self._loop.time()
-            asked = Asked(
-                models=not pod.ready or pod.models is None or now_s >= watched.models_due_s,
-                sources=pod.entry.events.asks and pod.sources is None,
-                rank=pod.entry.events.rank,
-                metrics=metrics_page(pod.entry, self._metrics_path),
-                admin=pod.entry.admin,
-            )
-            if asked.models:
+            asks_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
+            if asks_models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
                 answered_tokens = 0 if self._engines is None else self._engines.asked(address)
-                result = await self._probe(address, asked)
+                result = await self._probe(pod, asks_models)
                 watched.running = False
             self._hold_against(pod, result, answered_tokens)
             self._take(result, watched)
@@ -258,12 +227,13 @@ class PodWatch:
         if self._engines is not None and result.reading is not None and one_engine:
             self._engines.told(pod.address, result.reading, answered_tokens)
 
-    async def _probe(self, address: str, asked: Asked) -> ProbeResult:
+    async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
+        asks_sources = pod.entry.events.asks and pod.sources is None
         try:
-            return await self._prober.probe(address, asked)
+            return await self._prober.probe(pod.entry, models=asks_models, sources=asks_sources)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
-            _log.exception("probe of %s", address)
-            return ProbeResult(address, False, why=f"probe failed: {error!r}")
+            _log.exception("probe of %s", pod.address)
+            return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
     def _take(self, result: ProbeResult, watched: _Watched) -> None:
         pod = self._pods.snapshot()[result.address]

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from indexer.pod_entry import PodEntry
+from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, pod_address
 from router.board import PodBoard
-from router.event_sources import EventSources
 from router.scrape import EngineLoad
+
+DEFAULT_METRICS_PATH = "/metrics"
+
+# The first that a pod has counts.
+_ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+# trtllm-serve's /metrics is JSON, and whoever reads it takes it away from others.
+_ENGINE_PATHS = {"trtllm-serve": "/prometheus/metrics"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,6 @@ class ServedModels:
     """What a pod serves, as its /v1/models says.
 
     Attributes:
-        base: Name of the base model.
         aliases: All names of the base model, `base` included.
         adapters: Names of the loaded LoRA adapters.
         max_model_len: Longest prompt plus answer in tokens; None if not told.
@@ -32,8 +37,26 @@ class ServedModels:
     max_model_len: int | None = None
 
     def serves(self, model: str) -> bool:
-        """Whether a request for `model` can be answered."""
         return model in self.aliases or model in self.adapters
+
+
+@dataclass(frozen=True, slots=True)
+class EventSources:
+    """Where an engine says that it publishes its KV events.
+
+    Attributes:
+        told: Whether it has such a page.
+        off: Whether it says that it publishes nothing.
+        labels: The same as labels of a pods file say it; without a replay port it answers no replays.
+    """
+
+    told: bool = False
+    off: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+NOT_TOLD = EventSources()
+"""Of an engine without such a page, or with one that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +191,17 @@ def _standing(pod: Pod) -> tuple[object, ...]:
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:
     return entry.namespace, entry.name, entry.life
+
+
+def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str, str]:
+    """Address and path of the pod's metrics: as its labels say, else as its engine has them.
+
+    Args:
+        path: Of engines of which nothing else is known.
+    """
+    labels = entry.labels
+    engine = next((labels[name] for name in _ENGINE_LABELS if name in labels), "")
+    # The labels were checked by who read them.
+    port = int(labels.get(METRICS_PORT_LABEL, entry.port))
+    path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, path)
+    return pod_address(entry.address, port), path

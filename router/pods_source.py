@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
 from indexer.pod_entry import PodEntry
@@ -24,8 +24,16 @@ _FILE_BYTES_MAX = 1 << 20
 _Stamp = tuple[int, int, int]
 
 
-class PodsSource(Protocol):
+class PodsSource:
     """Tells which pods there are."""
+
+    def changed(self) -> tuple[PodEntry, ...] | None:
+        """All declared pods if they are others than the last time; None if not, or not known yet."""
+        raise NotImplementedError
+
+    def shown(self, now_s: float) -> Any:
+        """What /debug/discovery shows."""
+        raise NotImplementedError
 
     def start(self, news: Callable[[], None]) -> None:
         """Begins; `news` is to be called from any thread when there is something new, and never blocks."""
@@ -33,20 +41,15 @@ class PodsSource(Protocol):
     def close(self) -> None:
         """Ends it; idempotent."""
 
-    def changed(self) -> tuple[PodEntry, ...] | None:
-        """All declared pods if they are others than the last time; None if not, or not known yet."""
-
     def waits_for(self) -> Sequence[str]:
         """What is missing before it is known which pods there are."""
+        return ()
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
         """Compares what was declared with what was found; called now and then."""
 
-    def shown(self, now_s: float, /) -> Any:
-        """What /debug/discovery shows."""
 
-
-class PodsFile:
+class PodsFile(PodsSource):
     """A pods file in the reference's file-discovery form.
 
     Args:
@@ -63,21 +66,8 @@ class PodsFile:
         self._complaint = ""
         self._first: tuple[PodEntry, ...] | None = self._read()
 
-    def start(self, news: Callable[[], None]) -> None:
-        """Nothing: who asks learns what is new."""
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-    def waits_for(self) -> Sequence[str]:
-        """Nothing: the file was read when this was made."""
-        return ()
-
-    def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        """Nothing: a file is believed."""
-
-    def shown(self, _now_s: float) -> Any:
-        """Which file it is, and what is wrong with it."""
+    def shown(self, now_s: float) -> Any:
+        del now_s
         return {"source": "file", "path": str(self._path), "watched": self._watch, "problem": self._complaint}
 
     def changed(self) -> tuple[PodEntry, ...] | None:
@@ -103,7 +93,7 @@ class PodsFile:
         """Reads the file.
 
         Raises:
-            ConfigError: It cannot be read, or is wrong; names file, line and field.
+            ConfigError: Names file, line and field.
         """
         try:
             self._stamp = self._stamp_now()

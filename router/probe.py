@@ -1,4 +1,4 @@
-"""One pod asked over HTTP how it is: an address in, health, served models and load out.
+"""One pod asked over HTTP how it is: its declaration in, health, served models, load and event sources out.
 
 Every exchange has the deadline, from connecting to the last byte. Decides nothing.
 """
@@ -6,21 +6,31 @@ Every exchange has the deadline, from connecting to the last byte. Decides nothi
 from __future__ import annotations
 
 import errno
+import re
 import time
 from dataclasses import dataclass
 
 import msgspec
 
+from indexer.config import RANKS_MAX
+from indexer.pod_entry import (
+    EVENTS_PORT_LABEL,
+    RANKS_LABEL,
+    REPLAY_PORT_LABEL,
+    TOPIC_LABEL,
+    PodEntry,
+    label_problem,
+)
 from indexer.reconcile import EngineReading
-from router.engine_page import engine_reading, is_asleep
-from router.event_sources import NOT_TOLD, EventSources, event_sources
 from router.http_get import ConnectTimeoutError, HttpGetError, HttpGetter
-from router.metrics_page import MetricsPage
-from router.pods import ServedModels
-from router.scrape import EngineLoad, engine_load
+from router.pods import DEFAULT_METRICS_PATH, NOT_TOLD, EventSources, ServedModels, metrics_page
+from router.scrape import EngineLoad, EnginePage
 
 _PAGE_BYTES_MAX = 4 << 20
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+_SOURCES_PATH = "/kv_event_sources"
+_PORTS = 65_536
+_ENDPOINT = re.compile(r"tcp://[^\s/]*:([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,44 +65,30 @@ class ProbeResult:
     asleep: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a pod is asked besides its health and load.
-
-    Attributes:
-        models: Whether for its models.
-        sources: Whether for where it publishes its events.
-        rank: Which engine stands behind the port; None: all that the pod has.
-        metrics: Where its metrics are; None: at its own address.
-        admin: "ip:port" of its administration, which alone is sent the token; None: its own address.
-    """
-
-    models: bool = False
-    sources: bool = False
-    rank: int | None = None
-    metrics: MetricsPage | None = None
-    admin: str | None = None
-
-
 class Prober:
     """Keeps connections to pods alive between probes; to be used by one asyncio loop.
 
     Args:
         timeout_s: Deadline of one HTTP exchange.
         admin_token: Bearer secret for pods' administration ports; None: they ask for none.
+        metrics_path: Where pods tell their load, unless their labels say so.
     """
 
-    def __init__(self, *, timeout_s: float, admin_token: str | None = None) -> None:
+    def __init__(
+        self, *, timeout_s: float, admin_token: str | None = None, metrics_path: str = DEFAULT_METRICS_PATH
+    ) -> None:
         self._timeout_s = timeout_s
         self._admin_token = admin_token
+        self._metrics_path = metrics_path
         # By pod, where they are not at its own address: whose connection ends with the pod.
         self._metrics_addresses: dict[str, str] = {}
-        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX)
+        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=timeout_s)
 
-    async def probe(self, address: str, asked: Asked) -> ProbeResult:
-        """Asks one pod."""
+    async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
+        """Asks one pod, also for its models and where it publishes its events if so told."""
+        address = entry.pod
         try:
-            status, _ = await self._get(address, "/health")
+            status, _ = await self._http.get(address, "/health")
         except ConnectTimeoutError:
             why = f"/health: no connection within {self._timeout_s:g} s"
             return ProbeResult(address, False, True, why, unreachable=True)
@@ -110,20 +106,29 @@ class Prober:
         # An engine without such a page is asked in vain, but it answers.
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
-        models = await self._page(address, "/v1/models") if asked.models else None
-        sources = await self._admin_page(address, asked, "/kv_event_sources") if asked.sources else None
+        served, _ = await self._page(address, "/v1/models") if models else (None, "")
+        told = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
-        metrics, problem = await self._metrics(address, asked.metrics or MetricsPage(address))
-        load = engine_load(metrics, time.monotonic(), asked_s) if metrics is not None else None
+        metrics_address, path = metrics_page(entry, self._metrics_path)
+        self._keep_metrics_address(address, metrics_address)
+        metrics, why_no_load = await self._page(metrics_address, path)
+        load, reading, asleep = None, None, None
+        if metrics is not None:
+            page = EnginePage(metrics)
+            load, reading = page.load(time.monotonic(), asked_s), page.reading(asked_s)
+            asleep = page.is_asleep
+            if load is None:
+                url = f"http://{metrics_address}{path}"
+                why_no_load = f"{url} has no metrics of an engine that is known, or senseless ones"
         return ProbeResult(
             address,
             True,
-            models=served_models(models) if models is not None else None,
+            models=served_models(served) if served is not None else None,
             load=load,
-            reading=engine_reading(metrics, asked_s) if metrics is not None else None,
-            sources=_sources(sources, asked),
-            why_no_load=problem if load is None else "",
-            asleep=is_asleep(metrics) if metrics is not None else None,
+            reading=reading,
+            sources=told,
+            why_no_load=why_no_load,
+            asleep=asleep,
         )
 
     def forget(self, address: str) -> None:
@@ -133,50 +138,36 @@ class Prober:
             self._http.forget(metrics_address)
 
     def close(self) -> None:
-        """Drops all connections."""
         self._http.close()
 
-    async def _metrics(self, pod: str, page: MetricsPage) -> tuple[bytes | None, str]:
-        """The page, and what is wrong with it if it tells no load."""
-        if (former := self._metrics_addresses.get(pod, pod)) != page.address:
+    def _keep_metrics_address(self, pod: str, address: str) -> None:
+        if (former := self._metrics_addresses.get(pod, pod)) != address:
             if former != pod:
                 self._http.forget(former)
-            self._metrics_addresses[pod] = page.address
-        url = f"http://{page.address}{page.path}"
+            self._metrics_addresses[pod] = address
+
+    async def _sources(self, entry: PodEntry) -> EventSources:
+        if entry.admin is None:
+            page, _ = await self._page(entry.pod, _SOURCES_PATH)
+        else:
+            # Of all addresses this alone is sent the token.
+            try:
+                page, _ = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
+            finally:
+                # Seldom asked: the connection is not worth keeping.
+                self._http.forget(entry.admin)
+        return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
+
+    async def _page(self, address: str, path: str, bearer: str | None = None) -> tuple[bytes | None, str]:
+        """A page, or why there is none."""
+        url = f"http://{address}{path}"
         try:
-            status, body = await self._get(page.address, page.path)
+            status, body = await self._http.get(address, path, bearer)
         except TimeoutError:
             return None, f"{url} not answered within {self._timeout_s:g} s"
         except (OSError, HttpGetError) as error:
             return None, f"{url}: {error}"
-        if status != 200:
-            return None, f"{url} answered {status}"
-        return body, f"{url} has no metrics of an engine that is known, or senseless ones"
-
-    async def _admin_page(self, address: str, asked: Asked, path: str) -> bytes | None:
-        if asked.admin is None:
-            return await self._page(address, path)
-        try:
-            return await self._page(asked.admin, path, self._admin_token)
-        finally:
-            # Seldom asked: the connection is not worth keeping.
-            self._http.forget(asked.admin)
-
-    async def _page(self, address: str, path: str, bearer: str | None = None) -> bytes | None:
-        try:
-            status, body = await self._get(address, path, bearer)
-        except (OSError, HttpGetError):
-            return None
-        return body if status == 200 else None
-
-    async def _get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
-        return await self._http.get(address, path, bearer, timeout_s=self._timeout_s)
-
-
-def _sources(page: bytes | None, asked: Asked) -> EventSources | None:
-    if not asked.sources:
-        return None
-    return NOT_TOLD if page is None else event_sources(page, asked.rank)
+        return (body, "") if status == 200 else (None, f"{url} answered {status}")
 
 
 def served_models(page: bytes) -> ServedModels | None:
@@ -208,3 +199,57 @@ class _Card(msgspec.Struct):
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
+
+
+def event_sources(page: bytes, rank: int | None) -> EventSources:
+    """Reads /kv_event_sources, which tells vLLM's KVEventsConfig by data-parallel rank.
+
+    Args:
+        rank: Which engine stands behind the port that was asked; None: all that it tells of.
+    """
+    try:
+        told = msgspec.json.decode(page, type=dict[int, _Source])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return NOT_TOLD
+    ranks = sorted(told)
+    if not ranks or len(ranks) > RANKS_MAX:
+        return NOT_TOLD
+    if not any(source.publishes for source in told.values()):
+        return EventSources(told=True, off=True)
+    # An engine that tells of itself alone may count itself as 0.
+    own = ranks if rank is None or len(ranks) == 1 else [rank]
+    if not told.keys() >= set(own):
+        return NOT_TOLD
+    ports = [_port(told[each].endpoint) for each in own]
+    first = ports[0]
+    if first is None:
+        return NOT_TOLD
+    count = len(own) if ports == list(range(first, first + len(own))) else 1
+    labels = {EVENTS_PORT_LABEL: str(first), RANKS_LABEL: str(count)}
+    replay = _port(told[own[0]].replay_endpoint)
+    if max(first, replay or 0) + count > _PORTS:
+        return NOT_TOLD
+    if replay is not None:
+        labels[REPLAY_PORT_LABEL] = str(replay)
+    if topic := told[own[0]].topic:
+        labels[TOPIC_LABEL] = topic
+    if any(label_problem(name, value) for name, value in labels.items()):
+        return NOT_TOLD
+    return EventSources(told=True, labels=labels)
+
+
+class _Source(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str | None = None
+
+    @property
+    def publishes(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher in (None, "zmq")
+
+
+def _port(endpoint: str | None) -> int | None:
+    found = _ENDPOINT.fullmatch(endpoint or "")
+    return int(found[1]) if found is not None else None

@@ -21,7 +21,7 @@ from indexer.pod_entry import is_path
 from router.config_fields import Count, Duration, Settings, Share, Text
 from router.config_file import PickerConfig
 from router.kube.config import KubeConfig
-from router.metrics_page import DEFAULT_PATH
+from router.pods import DEFAULT_METRICS_PATH
 
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _TOKENS = ("token-producer", "tokenizer")
@@ -197,7 +197,7 @@ def metrics_path_of(picker: PickerConfig) -> str:
     Raises:
         ConfigError: Something is not understood; names the place.
     """
-    path = DEFAULT_PATH
+    path = DEFAULT_METRICS_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
             path = entry.told.read(MetricsSettings).path or path

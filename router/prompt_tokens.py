@@ -1,12 +1,16 @@
 """What is known of a request's prompts: a request and a tokenizer in, ids, a count and reasons out.
 
-Knows no deadlines.
+Images, sounds and films within given ids are told as in vLLM's token-in-token-out protocol
+(MultiModalFeatures of entrypoints/scale_out/token_in_token_out/protocol.py in 0.32; the fields that are read
+have been the same since 0.18). Knows no deadlines.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,7 +18,6 @@ from msgspec.structs import replace
 
 from indexer.extras import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
-from router.prompt_media import MediaFeatures, PromptMedia, known_part
 from router.request import RequestKind, RouteRequest
 from tokenization import (
     MediaPromptError,
@@ -56,6 +59,10 @@ _AS_CHAT = (RequestKind.MESSAGES, RequestKind.RESPONSES)
 _BYTES_PER_TOKEN = 4
 # What media and the text behind count for where their true number is not known: about one image.
 _MEDIA_TOKENS = 1000
+
+
+# What the placeholders within one prompt stand for, in its order.
+PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -234,3 +241,49 @@ def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptT
     except ValueError:
         # The engine will refuse it, and say so better.
         return unknown(request, "unsupported_prompt")
+
+
+class _Place(msgspec.Struct):
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class MediaFeatures(msgspec.Struct):
+    """By modality the hashes of its items and their places, in the same order."""
+
+    mm_hashes: dict[str, list[str]] | None = None
+    mm_placeholders: dict[str, list[_Place]] | None = None
+
+
+def known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
+    """A prompt's ids as far as they are known, and the items within them.
+
+    Placeholders are the same for every image; the hashes, which are in the engine's events too, tell them
+    apart. Where there are none, or where items lie within one another (a film and its sound, of which events
+    do not name both in every block), the prompt is known up to its first item.
+
+    Raises:
+        ValueError: What is told of the items cannot be.
+    """
+    features = features or MediaFeatures()
+    items = tuple(sorted(_items(features), key=lambda item: item.offset))
+    if items and max(item.offset + item.length for item in items) > len(ids):
+        raise ValueError(f"mm_placeholders: an item is not within the prompt's {len(ids)} tokens")
+    nested = any(second.offset < first.offset + first.length for first, second in pairwise(items))
+    if items and (features.mm_hashes is None or nested):
+        # A view would keep all of them where this is kept.
+        return ids[: items[0].offset].copy(), ()
+    return ids, items
+
+
+def _items(features: MediaFeatures) -> Iterator[MultimodalItem]:
+    """The items, with empty hashes where none are told."""
+    places, hashes = features.mm_placeholders or {}, features.mm_hashes
+    if hashes is None:
+        hashes = {modality: [""] * len(items) for modality, items in places.items()}
+    told = [{modality: len(items) for modality, items in side.items()} for side in (places, hashes)]
+    if told[0] != told[1]:
+        raise ValueError("mm_hashes and mm_placeholders: must have as many items of the same modalities")
+    for modality, items in places.items():
+        for identifier, place in zip(hashes[modality], items, strict=True):
+            yield MultimodalItem(identifier, place.offset, place.length)

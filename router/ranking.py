@@ -137,7 +137,6 @@ class Ranking(Sequence[Candidate]):
         return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
     def cost_s(self, at: int) -> float:
-        """The cost of the candidate of this rank."""
         cost_s: float = self.prices.item(self.order.item(at))[0]
         return cost_s
 
@@ -184,3 +183,37 @@ class Ranking(Sequence[Candidate]):
     def _view(self, pod: str) -> str:
         """Of a pod whose stream was not opened."""
         return self._matches[0].state(pod) if self._matches else StreamState.STALE
+
+
+def reason_for(
+    ranked: Ranking, prompt_tokens: int, degraded: str | None, session_pod: str | None = None
+) -> str:
+    """One sentence for a person: why the first of `ranked`."""
+    best = ranked.best
+    if degraded is not None:
+        return f"by load alone ({degraded}): {_queue(best)}"
+    if len(ranked) == 1:
+        return f"the only candidate: {_cached(best, prompt_tokens)}"
+    longest, (holders, first) = ranked.most_cached_tokens, ranked.holders_of_most
+    if best.cached_tokens < longest:
+        holder = ranked[first]
+        return (
+            f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
+            f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
+        )
+    if holders == 1:
+        return f"longest cached prefix: {_cached(best, prompt_tokens)}"
+    if best.cost_s == ranked.cost_s(1):
+        chosen = "its session's pod" if best.pod == session_pod else "by chance"
+        return f"{chosen} among equals: {_cached(best, prompt_tokens)}"
+    return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
+
+
+def _cached(candidate: Candidate, prompt_tokens: int) -> str:
+    return f"{candidate.cached_tokens} of {prompt_tokens} tokens cached"
+
+
+def _queue(candidate: Candidate) -> str:
+    if not candidate.awaiting:
+        return "nobody queues there"
+    return f"{candidate.awaiting} queued there ({candidate.queued_prefill_s:.3f} s)"

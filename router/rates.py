@@ -1,9 +1,9 @@
 """How fast each pod prefills, in tokens per second: observed prefills in, one robust estimate per pod out.
 
-Of a pod on which nothing decodes; by how much decoding slows it is learnt beside, see `decode_slowdown`.
-Pure. Only requests that found an empty queue are to be observed: their time is their own prefill's and
-nobody else's; and only those of which it is known what the pod had to compute, or at most had to, see
-`Lesson`. The estimates are kept on the board, where pricing reads them.
+Of a pod on which nothing decodes: by what decoding slows it, see DECODE_SLOWDOWN, is taken out. Only requests
+that found an empty queue are to be observed: their time is their own prefill's and nobody else's; and only
+those of which it is known what the pod had to compute, or at most had to, see `Lesson`. The estimates are
+kept on the board, where pricing reads them. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from router.board import PodBoard
-from router.decode_slowdown import Beside, DecodeSlowdowns, SlowdownParameters
+from router.cost import DECODE_SLOWDOWN
 
 # A smaller change of the fleet's median is not worth estimating every pod anew.
 _FLEET_CHANGE = 0.02
@@ -79,7 +79,6 @@ class PrefillRates:
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
         self._board = board or PodBoard()
-        self._slowdowns = DecodeSlowdowns(SlowdownParameters())
         self._observed: dict[str, deque[_Prefill]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
@@ -88,12 +87,7 @@ class PrefillRates:
         self._board.learnt({}, self._fleet)
 
     def tokens_per_s(self, pod: str) -> float:
-        """The pod's speed as far as is known."""
         return self._board.prefill_tokens_per_s(pod)
-
-    def decode_slowdown(self, pod: str) -> float:
-        """By how much of itself a prefill there gets slower per decoding request, as far as is known."""
-        return self._slowdowns.of(pod)
 
     @property
     def fleet_tokens_per_s(self) -> float:
@@ -121,17 +115,14 @@ class PrefillRates:
         if lesson is Lesson.NOTHING or tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
-            slowdown = 1.0 + self._slowdowns.of(pod) * decoding
-            speed = tokens / seconds
+            speed = tokens / seconds * (1.0 + DECODE_SLOWDOWN * decoding)
             if lesson is Lesson.AT_MOST:
                 # The fleet may have been learnt slow by the same means, and must be able to recover.
                 unobserved = self._board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
-                speed = min(speed, unobserved / slowdown)
-            else:
-                self._slowdowns.observe(pod, Beside(now_s, seconds / tokens, decoding))
+                speed = min(speed, unobserved)
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
             self._observations += 1
-            observed.append(_Prefill(now_s, self._observations, speed * slowdown, speed, decoding))
+            observed.append(_Prefill(now_s, self._observations, speed))
             if len(observed) >= known.observations_min:
                 self._medians[pod] = self._median(pod)
                 self._tell([pod])
@@ -139,21 +130,17 @@ class PrefillRates:
     def review(self, now_s: float) -> None:
         """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet.
 
-        Judges anew by how much decoding slows the pods. To be called every few seconds.
+        To be called every few seconds.
         """
         oldest_s = now_s - self._parameters.life_s
         changed, unknown = [], []
         with self._lock:
-            slowdowns = self._slowdowns.review(now_s)
-            self._board.slowed(slowdowns)
-            for pod in slowdowns:
-                self._judge_anew(pod)
             oldest = self._observations - self._parameters.window * len(self._observed)
             for pod, observed in self._observed.items():
                 known = len(observed)
                 while observed and (observed[0].ended_s < oldest_s or observed[0].number <= oldest):
                     observed.popleft()
-                if pod not in self._medians or (len(observed) == known and pod not in slowdowns):
+                if pod not in self._medians or len(observed) == known:
                     continue
                 if len(observed) >= self._parameters.observations_min:
                     self._medians[pod] = self._median(pod)
@@ -169,26 +156,17 @@ class PrefillRates:
                 self._tell(changed)
 
     def keep(self, pods: Collection[str]) -> None:
-        """Forgets every pod but these."""
         with self._lock:
             gone = self._observed.keys() - set(pods)
             for pod in gone:
                 del self._observed[pod]
                 self._medians.pop(pod, None)
             if gone:
-                self._slowdowns.forget(gone)
-                self._board.slowed(dict.fromkeys(gone, 0.0))
                 self._unlearn(gone)
 
     def _unlearn(self, pods: Collection[str]) -> None:
         self._board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
         self._tell(self._medians)
-
-    def _judge_anew(self, pod: str) -> None:
-        """The pod's speeds beside none, after its slowdown changed."""
-        observed, slowdown = self._observed[pod], self._slowdowns.of(pod)
-        for at, (ended_s, number, _, speed, decoding) in enumerate(observed):
-            observed[at] = _Prefill(ended_s, number, speed * (1.0 + slowdown * decoding), speed, decoding)
 
     def _tell(self, pods: Iterable[str]) -> None:
         # What was believed before, at first what is configured, counts as one more where there is but one.
@@ -202,7 +180,7 @@ class PrefillRates:
 
     def _estimate(self, pod: str) -> float:
         """The pod's speed; 0: nothing is known against what is believed of it."""
-        speeds = sorted(one.alone_tokens_per_s for one in self._observed[pod])
+        speeds = sorted(one.tokens_per_s for one in self._observed[pod])
         observations = len(speeds)
         belief = self._board.told_tokens_per_s(pod) or self._fleet
         # As many lie below the true median as coins show heads: with these bounds it is between them.
@@ -215,7 +193,7 @@ class PrefillRates:
     def _median(self, pod: str) -> float:
         prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound
-        own = median([one.alone_tokens_per_s for one in self._observed[pod]])
+        own = median([one.tokens_per_s for one in self._observed[pod]])
         return min(max(own, prior / bound), prior * bound)
 
 
@@ -224,13 +202,9 @@ class _Prefill(NamedTuple):
 
     Attributes:
         number: Of the fleet's observations, counted from 1.
-        alone_tokens_per_s: As fast as it would have been beside nobody.
-        tokens_per_s: As fast as it was.
-        decoding: Requests that decoded beside it.
+        tokens_per_s: As fast as it would have been beside nobody.
     """
 
     ended_s: float
     number: int
-    alone_tokens_per_s: float
     tokens_per_s: float
-    decoding: float

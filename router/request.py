@@ -1,14 +1,12 @@
-"""What a client asks for: path and body bytes in, a typed RouteRequest out.
+"""A request to be routed, and the fields of the OpenAI and Anthropic APIs that routing needs.
 
-Knows the fields of the OpenAI and Anthropic APIs that routing needs and leaves the rest alone; knows no gRPC,
-tokens or pods.
+Which API a path speaks, the parsers say. Knows no gRPC, tokens or pods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +22,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 class RequestKind(StrEnum):
-    """Which API a request speaks, as far as routing cares."""
+    """APIs, as far as routing cares."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -57,34 +55,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     candidates: frozenset[str] | None = None
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None
-
-
-def http_request(
-    request_id: str,
-    path: str,
-    body: bytes | bytearray,
-    candidates: frozenset[str] | None = None,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> RouteRequest:
-    """Reads an HTTP request.
-
-    Args:
-        path: With or without a query string; the longest known suffix decides the API.
-        body: The whole body; not read where the API is not known.
-
-    Raises:
-        RequestError: 400, when a known API's body is not what that API allows.
-    """
-    kind = request_kind(path)
-    if kind is RequestKind.PASSTHROUGH:
-        return RouteRequest(request_id, kind, body_bytes=len(body), candidates=candidates, headers=headers)
-    try:
-        fields = read_fields(kind, body)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, "the request body must be a JSON object") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the request body is not valid JSON: {error}") from error
-    return api_request(request_id, kind, fields, len(body), candidates, headers)
 
 
 def read_fields(kind: RequestKind, body: bytes | bytearray) -> dict[str, Any]:
@@ -126,21 +96,6 @@ def api_request(
     if stream is not None and not isinstance(stream, bool):
         raise RequestError(400, "stream must be true or false", "stream")
     return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
-
-
-@lru_cache(maxsize=16)
-def request_kind(path: str) -> RequestKind:
-    """The API that a path speaks, by its longest known suffix."""
-    plain = path.partition("?")[0].rstrip("/")
-    if plain.endswith("/chat/completions"):
-        return RequestKind.CHAT
-    if plain.endswith("/completions"):
-        return RequestKind.COMPLETIONS
-    if plain.endswith("/v1/messages"):
-        return RequestKind.MESSAGES
-    if plain.endswith("/v1/responses"):
-        return RequestKind.RESPONSES
-    return RequestKind.PASSTHROUGH
 
 
 def too_large(limit_bytes: int) -> RequestError:

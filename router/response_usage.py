@@ -39,7 +39,6 @@ class UsageReader:
         return msgspec.json.encode(self._told) if self._told else None
 
     def feed(self, chunk: bytes) -> None:
-        """Takes the next bytes."""
         if self._is_event_stream:
             text = self._kept + chunk if self._kept else chunk
             end = text.rfind(b"\n") + 1
@@ -54,7 +53,6 @@ class UsageReader:
             self._kept, self._lost = b"", True
 
     def end(self) -> None:
-        """The response is complete."""
         if self._is_event_stream:
             self._event_line(self._kept)
         elif not self._lost:

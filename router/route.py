@@ -7,23 +7,21 @@ into the ledger are one short critical section, so that concurrent picks see eac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from indexer import PodMatches, TokenError
-from indexer.dispatched import DispatchedPrompt, DispatchKey
-from indexer.keys import Keys, Tokens
+from indexer.keys import Keys
 from router.admission import Admission
 from router.cache_use import CACHE_NOT_READ, reads_cache
-from router.candidates import Candidates
+from router.candidates import Candidates, Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.flow import FlowControl
-from router.lineup import Lineup, Lineups
 from router.pods import PodSet
 from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
 from router.request import RouteRequest
@@ -31,42 +29,9 @@ from router.schedule import Prompted, Scheduler
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
 from router.traces import RequestTrace, Traces
 
-
-class Index(Protocol):
-    """What routing needs of the indexer; see indexer.KvIndexer."""
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of one block."""
-
-    def block_keys(
-        self,
-        model: str,
-        token_ids: Tokens,
-        *,
-        lora_name: str | None,
-        cache_salt: str | None,
-        extras: Sequence[bytes] = (),
-    ) -> Keys:
-        """Keys of the full blocks of a prompt; `extras` as `extras_of_prompt` gives them."""
-
-    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None) -> PodMatches:
-        """How much of `keys` each pod holds."""
-
-    def speculate(
-        self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None, /
-    ) -> None:
-        """Assumes that the pod will soon hold `keys`."""
-
-
-class DecisionSink(Protocol):
-    """Is told of every decision and every refusal."""
-
-    def decided(self, decision: Decision, displaced: Sequence[Dispatch], took_s: float) -> None:
-        """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
-
-    def refused(self, error: RequestError, took_s: float) -> None:
-        """No pod was picked."""
+if TYPE_CHECKING:
+    from indexer import KvIndexer
+    from router.outcomes import Outcomes
 
 
 class Router:
@@ -83,10 +48,10 @@ class Router:
         *,
         pods: PodSet,
         tokenizers: TokenizerRegistry,
-        index: Index,
+        index: KvIndexer,
         admission: Admission,
         scheduler: Scheduler,
-        sink: DecisionSink,
+        sink: Outcomes,
         flow: FlowControl | None = None,
         traces: Traces | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -125,18 +90,15 @@ class Router:
                     waited_s = self._clock() - started_s
                     begun_s = started_s + waited_s
                     decision, displaced = self._routed(request, begun_s, now_s + waited_s, trace)
-        except RequestError as error:
-            self._sink.refused(error, self._clock() - started_s)
-            if trace is not None:
-                trace.refused(error)
-            raise
         except Exception as error:
+            if isinstance(error, RequestError):
+                self._sink.refused(error, self._clock() - started_s)
             if trace is not None:
-                trace.refused(error)
+                trace.ended(error)
             raise
         self._sink.decided(decision, displaced, self._clock() - started_s)
         if trace is not None:
-            trace.decided(decision)
+            trace.ended(decision)
         return decision
 
     def _routed(
@@ -162,10 +124,7 @@ class Router:
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
         prompts = tokens.prompts if keys else ()
-        base, lora = candidates.base_model, candidates.lora_name
-        return Prompted(
-            request, tokens.total, prompts, keys, degraded, priority, base, lora, partial=tokens.partial
-        )
+        return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
@@ -181,11 +140,6 @@ class Router:
             return [], LONGER_THAN_CONTEXT
         base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
         try:
-            if not tokens.media:
-                return [
-                    self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt)
-                    for ids in tokens.prompts
-                ], None
             return [
                 self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
                 for ids, extras in zip(tokens.prompts, tokens.extras(self._index.block_tokens), strict=True)
@@ -211,7 +165,7 @@ class Router:
         if keys := prompted.keys:
             key, pod = decision.key, decision.ranked.best.pod
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
-            prompt = prompted.sent_to(pod, matches[0]) if len(keys) == 1 else None
+            prompt = prompted.sent_to(pod, lineup, matches[0]) if len(keys) == 1 else None
             self._index.speculate(key, pod, _coming_to(pod, keys, matches), decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
                 self._index.speculate(key, prefill, _coming_to(prefill, keys, matches), decided_s, None)

@@ -7,7 +7,8 @@ no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,24 +22,29 @@ from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import AdapterParameters, adapter_s
 from router.board import PodBoard
 from router.cache_use import usage_tells_all
-from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, price
-from router.decision import Decision
+from router.candidates import Lineup
+from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
+from router.decision import Decision, Situation
 from router.dispatch import Dispatch
 from router.ledger import Ledger
-from router.lineup import Lineup
-from router.pick import least_cost_first
 from router.pods import PodSnapshot
 from router.ranking import Candidate, Ranking
 from router.rates import Lesson
 from router.request import RouteRequest
-from router.routing import Ranker, Routing, Situation
 from router.sessions import Sessions, session_of
+
+if TYPE_CHECKING:
+    from router.plugins.pipeline import Pipeline
 
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
 _NO_EXTRA, _NOBODY = np.zeros(0), np.zeros(0, np.int64)
-# The blocks, blocks by tier and strides of no match.
-_NOTHING_HELD = np.zeros(0, np.int32), np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
+# What candidates hold of a prompt: the first arguments of `add_credit`.
+_Held = tuple[
+    NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], int
+]
+_NO_BLOCKS = np.zeros(0, np.int32)
+_NOTHING_HELD: _Held = _NO_BLOCKS, np.zeros((0, 1), np.int32), _NO_BLOCKS, _NOBODY, _NOBODY, 0
 # An enum's members take ten times as long to look up, and every pick would.
 _EXACT = StreamState.EXACT.value
 # Copies and adapters that take longer than this share of a prefill would be learnt as a slow one.
@@ -55,8 +61,6 @@ class Prompted(msgspec.Struct, frozen=True):
         degraded: Why the cache's view is not used; None when it is.
         partial: Why `prompts` are only the beginnings of the true ones; None when they are whole.
         priority: Of the request.
-        base_model: Roots the keys; None when degraded.
-        lora_name: The adapter's name; None for the base model.
     """
 
     request: RouteRequest
@@ -65,22 +69,18 @@ class Prompted(msgspec.Struct, frozen=True):
     keys: Sequence[Keys]
     degraded: str | None
     priority: int = 0
-    base_model: str | None = None
-    lora_name: str | None = None
     partial: str | None = None
 
-    def sent_to(self, pod: str, matches: PodMatches) -> DispatchedPrompt | None:
+    def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
-        if self.base_model is None:
+        base_model, lora_name = lineup.candidates.base_model, lineup.candidates.lora_name
+        if base_model is None:
             return None
-        table = matches.table
-        row = table.rows[pod]
-        cached_blocks: int = table.blocks.item(row)
-        assumed_blocks: int = table.blocks_by_tier.item(row, table.tiers.number(SPECULATIVE_TIER))
+        row = matches.rows[pod]
+        cached_blocks: int = matches.cached_blocks.item(row)
+        assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
-        return DispatchedPrompt(
-            self.base_model, self.lora_name, salt, self.prompts[0], cached_blocks, held_blocks
-        )
+        return DispatchedPrompt(base_model, lora_name, salt, self.prompts[0], cached_blocks, held_blocks)
 
 
 class Scheduler:
@@ -101,22 +101,24 @@ class Scheduler:
         block_tokens: int,
         cost: CostParameters | None = None,
         adapters: AdapterParameters | None = None,
-        ranker: Ranker | None = None,
+        ranker: Pipeline | None = None,
     ) -> None:
         self._board = board
         self._ledger = ledger
         self._draw = random.bit_generator.random_raw
         self._block_tokens = block_tokens
-        # An array costs a kernel's caller less than a named tuple.
         cost = cost or CostParameters()
-        self._constants = np.array(cost)
+        self._parameters = cost.record()
         self._load_age_max_s = cost.load_age_max_s
         self._adapters = adapters or AdapterParameters()
         self._sessions = Sessions()
         self._ranker = ranker
         self._tiers: Tiers | None = None
-        self._device_tiers = np.zeros(0, np.int64)
-        self._compile(board)
+        self._device_tiers = _NOBODY
+        # Compiles the kernels (or loads them from their cache), so that the first request need not wait.
+        nothing, none = (*_NOTHING_HELD, block_tokens, np.zeros(0, CREDIT)), (_NOBODY, _NO_EXTRA)
+        add_credit(*nothing)
+        _weighed(*nothing, board.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
 
     def schedule(
         self,
@@ -146,7 +148,8 @@ class Scheduler:
             order = _session_first(order, prices["cost_s"], lineup, session_pod)
         routing = None
         if self._ranker is not None:
-            order, routing = self._rank(self._ranker, prompted, lineup, pods, used, prices, credits, now_s)
+            situation = self._situation(prompted, lineup, pods, used, prices, credits, now_s)
+            order, routing = self._ranker.rank(situation)
         block_tokens, addresses = self._block_tokens, lineup.addresses
         # By place, not by name: that costs half as much.
         decision = Decision(
@@ -171,9 +174,8 @@ class Scheduler:
             self._sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
 
-    def _rank(
+    def _situation(
         self,
-        ranker: Ranker,
         prompted: Prompted,
         lineup: Lineup,
         pods: PodSnapshot,
@@ -181,24 +183,20 @@ class Scheduler:
         prices: NDArray[Any],
         credits: NDArray[Any],
         now_s: float,
-    ) -> tuple[NDArray[np.int64], Routing]:
-        with self._board.lock:
-            known = self._board.pods[lineup.rows]
-        return ranker.rank(
-            Situation(
-                request=prompted.request,
-                priority=prompted.priority,
-                prompt_tokens=prompted.prompt_tokens,
-                prompt_blocks=sum(map(len, prompted.keys)) if matches else 0,
-                candidates=lineup.candidates.pods,
-                addresses=lineup.addresses,
-                pods=pods,
-                matches=matches,
-                prices=prices,
-                credits=credits,
-                known=known,
-                now_s=now_s,
-            )
+    ) -> Situation:
+        return Situation(
+            request=prompted.request,
+            priority=prompted.priority,
+            prompt_tokens=prompted.prompt_tokens,
+            prompt_blocks=sum(map(len, prompted.keys)) if matches else 0,
+            candidates=lineup.candidates.pods,
+            addresses=lineup.addresses,
+            pods=pods,
+            matches=matches,
+            prices=prices,
+            credits=credits,
+            known=self._board.known(lineup.rows),
+            now_s=now_s,
         )
 
     def _weigh(
@@ -211,46 +209,34 @@ class Scheduler:
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
         """Credits, prices, their order, and the most cached tokens."""
         credits = np.zeros(len(lineup.rows), CREDIT)
-        held, places, servable_tokens = _NOTHING_HELD, _NOBODY, 0
-        for at, match in enumerate(matches):
-            if at:
-                device_tiers, block_tokens = self._device_tiers, self._block_tokens
-                add_credit(*held, device_tiers, places, servable_tokens, block_tokens, credits)
-            table, servable_tokens = match.table, len(prompted.prompts[at])
-            held, places = (table.blocks, table.blocks_by_tier, table.strides), lineup.places(table.rows)
-            if table.tiers is not self._tiers:
-                self._tiers = table.tiers
-                self._device_tiers = np.array([table.tiers.number(tier) for tier in _DEVICE_TIERS])
-        board = self._board
+        block_tokens, board = self._block_tokens, self._board
+        held = list(map(self._held, matches, prompted.prompts, repeat(lineup))) or [_NOTHING_HELD]
+        for further in held[1:]:
+            add_credit(*further, block_tokens, credits)
         with board.lock:
             prices, order, most_cached_tokens = _weighed(
-                *held,
-                self._device_tiers,
-                places,
-                servable_tokens,
-                self._block_tokens,
+                *held[0],
+                block_tokens,
                 credits,
                 board.pods,
-                board.waiting,
                 lineup.rows,
                 extra_s,
                 float(prompted.prompt_tokens),
                 float(now_s),
                 float(board.fleet_tokens_per_s),
                 float(board.mean_tokens),
-                self._constants,
+                self._parameters,
                 self._draw() >> 1,
             )
         return credits, prices, order, most_cached_tokens
 
-    def _compile(self, board: PodBoard) -> None:
-        """Compiles the kernels (or loads them from their cache), so that the first request need not wait."""
-        credits = np.zeros(0, CREDIT)
-        served = (*_NOTHING_HELD, _NOBODY, _NOBODY, 0, self._block_tokens, credits)
-        add_credit(*served)
-        with board.lock:
-            pods, waiting, constants = board.pods, board.waiting, self._constants
-            _weighed(*served, pods, waiting, _NOBODY, _NO_EXTRA, 0.0, 0.0, 1.0, 0.0, constants, 1)
+    def _held(self, match: PodMatches, prompt: NDArray[np.uint32], lineup: Lineup) -> _Held:
+        """What each candidate holds of a prompt, as `add_credit` takes it."""
+        if match.tiers is not self._tiers:
+            self._tiers = match.tiers
+            self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
+        held = match.cached_blocks, match.blocks_by_tier, match.strides
+        return *held, self._device_tiers, lineup.places(match.rows), len(prompt)
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
@@ -299,6 +285,8 @@ class Scheduler:
                 works.decoding,
                 prefill,
                 lineup.candidates.lora_name,
+                # Where another pod prefills, the destination's cache tells what was transferred, too.
+                works.cached_tokens if works.view == _EXACT and prefill is None else 0,
             ),
             brought,
         )
@@ -321,37 +309,25 @@ def _weighed(
     block_tokens: int,
     credits: NDArray[Any],
     pods: NDArray[Any],
-    waiting: NDArray[Any],
     rows: NDArray[np.int64],
     extra_s: NDArray[np.float64],
     prompt_tokens: float,
     now_s: float,
     fleet_tokens_per_s: float,
     mean_tokens: float,
-    constants: NDArray[np.float64],
+    parameters: NDArray[Any],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
     """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
 
     Args:
-        constants: float64 [fields of CostParameters].
+        parameters: One record of CostParameters'.
     """
     facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
-    parameters = CostParameters(
-        constants[0],
-        constants[1],
-        constants[2],
-        constants[3],
-        constants[4],
-        constants[5],
-        constants[6],
-        constants[7],
-        constants[8],
-    )
     add_credit(
         cached_blocks, blocks_by_tier, strides, device_tiers, places, servable_tokens, block_tokens, credits
     )
-    prices = price(pods, waiting, rows, credits, extra_s, facts, parameters)
+    prices = price(pods, rows, credits, extra_s, facts, parameters[0])
     most_cached_tokens = 0
     for credit in credits["cached_tokens"]:
         most_cached_tokens = max(most_cached_tokens, credit)
@@ -398,6 +374,6 @@ def _confirm_key(
     """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
-    table = matches[0].table
+    match = matches[0]
     # A pod that does not read its cache announces all blocks again.
-    return keys[0].item(-1) if not is_read or table.blocks.item(table.rows[pod]) < blocks else None
+    return keys[0].item(-1) if not is_read or match.cached_blocks.item(match.rows[pod]) < blocks else None

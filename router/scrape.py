@@ -1,23 +1,30 @@
-"""A model server's metrics page in, its load out.
+"""A model server's metrics page in; its load, and what it tells of its life, out.
 
-Looks for the few series that picking consumes, under the names of vLLM, SGLang, TensorRT-LLM and Triton, and
-never reads the rest of the page.
+Looks for the few series that are used, under the names of vLLM, SGLang, TensorRT-LLM and Triton, and never
+reads the rest of the page.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from router.metric_lines import MetricLines, UnusableError, parse_labels, parse_number, parse_whole
+from indexer.reconcile import EngineReading
 
+_SERIES_MAX = 1024
+# Timestamps are the largest numbers of a load that make sense; counters may have grown larger.
+_NUMBER_MAX = 1e10
 _ADAPTERS_MAX = 1024
 _CAPACITY_TOKENS_MAX = 10**12
 _SPEED_MAX = 1e9
 
 # Without these nothing is told of a load.
 _FIGURES = ("waiting", "running", "kv_usage")
+
+_LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_WHOLE = re.compile(rb"[0-9]{1,12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,6 @@ class EngineLoad:
         scraped_s: When it was read, on the router's monotonic clock.
         asked_s: When it was asked for; -infinity: not known.
         prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        ordered_step_tokens: Tokens of one step of an engine that announces the "aged" prefill order, see
-            `queue_order`; 0: it does not, or does not say how many.
         lora: None if not told.
     """
 
@@ -60,7 +65,6 @@ class EngineLoad:
     kv_capacity_tokens: int | None
     scraped_s: float
     prefill_tokens_per_s: float | None = None
-    ordered_step_tokens: int = 0
     lora: LoraLoad | None = None
     asked_s: float = -math.inf
 
@@ -77,19 +81,16 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Where an engine tells a value: a metric, of a certain label value if it has several."""
+    """Where an engine tells a value.
+
+    Attributes:
+        label: Of a metric with several series that of the value, with its text.
+        number: The label that holds the value; None: it is the series' own value.
+    """
 
     name: bytes
     label: tuple[bytes, bytes] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """A metric whose labels tell the KV cache's block size and number of blocks."""
-
-    name: bytes
-    block_tokens: bytes
-    blocks: bytes
+    number: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +101,21 @@ class _Engine:
         apart: Labels that tell several engines on one page apart, whose loads add up. Series that differ in
             other labels only say the same again: ranks that compute the same requests together, or parts of
             a total that is there, too.
-        cache_config: None where the engine has no such metric.
-        block_tokens, blocks: Metrics of what `cache_config` tells, where it is not there.
+        sizes: Where the tokens of a block and the number of blocks are told; the first that is there counts.
         lora, speed: None where the engine has no such metric.
     """
 
     waiting: _Series
     running: _Series
     kv_usage: _Series
+    sizes: tuple[tuple[_Series, _Series], ...]
     apart: tuple[bytes, ...] = ()
-    cache_config: _Config | None = None
-    block_tokens: _Series | None = None
-    blocks: _Series | None = None
     lora: bytes | None = None
     speed: _Series | None = None
 
 
+_VLLM_CONFIG = b"vllm:cache_config_info"
+_SGLANG_CONFIG = b"sglang:cache_config_info"
 _TRITON_REQUESTS = b"nv_trt_llm_request_metrics"
 _TRITON_BLOCKS = b"nv_trt_llm_kv_cache_block_metrics"
 _ENGINES = (
@@ -124,8 +124,8 @@ _ENGINES = (
         waiting=_Series(b"vllm:num_requests_waiting"),
         running=_Series(b"vllm:num_requests_running"),
         kv_usage=_Series(b"vllm:kv_cache_usage_perc"),
+        sizes=((_Series(_VLLM_CONFIG, None, b"block_size"), _Series(_VLLM_CONFIG, None, b"num_gpu_blocks")),),
         apart=(b"engine",),
-        cache_config=_Config(b"vllm:cache_config_info", b"block_size", b"num_gpu_blocks"),
         lora=b"vllm:lora_requests_info",
         speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
     ),
@@ -135,131 +135,207 @@ _ENGINES = (
         waiting=_Series(b"sglang:num_queue_reqs"),
         running=_Series(b"sglang:num_running_reqs"),
         kv_usage=_Series(b"sglang:token_usage"),
+        sizes=(
+            (_Series(_SGLANG_CONFIG, None, b"page_size"), _Series(_SGLANG_CONFIG, None, b"num_pages")),
+            # From 0.5.11 on.
+            (_Series(b"sglang:page_size"), _Series(b"sglang:num_pages")),
+        ),
         apart=(b"dp_rank",),
-        cache_config=_Config(b"sglang:cache_config_info", b"page_size", b"num_pages"),
-        # From 0.5.11 on.
-        block_tokens=_Series(b"sglang:page_size"),
-        blocks=_Series(b"sglang:num_pages"),
     ),
     # One engine behind each server.
     _Engine(
         waiting=_Series(b"trtllm_num_requests_waiting"),
         running=_Series(b"trtllm_num_requests_running"),
         kv_usage=_Series(b"trtllm_kv_cache_utilization"),
-        block_tokens=_Series(b"trtllm_kv_cache_tokens_per_block"),
-        blocks=_Series(b"trtllm_kv_cache_max_blocks"),
+        sizes=((_Series(b"trtllm_kv_cache_tokens_per_block"), _Series(b"trtllm_kv_cache_max_blocks")),),
     ),
     _Engine(
         waiting=_Series(_TRITON_REQUESTS, (b"request_type", b"waiting")),
         running=_Series(_TRITON_REQUESTS, (b"request_type", b"scheduled")),
         kv_usage=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"fraction")),
+        sizes=(
+            (
+                _Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"tokens_per")),
+                _Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"max")),
+            ),
+        ),
         apart=(b"model", b"version"),
-        block_tokens=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"tokens_per")),
-        blocks=_Series(_TRITON_BLOCKS, (b"kv_cache_block_type", b"max")),
     ),
 )
 
 
-def engine_load(page: bytes, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
-    """Reads a metrics page; several engines on one page (data parallel ranks) are added up.
+_SLEEP = b"vllm:engine_sleep_state"
+# States in which the KV cache is gone.
+_DROPPED = (b"weights_offloaded", b"discard_all")
 
-    A series that is there twice counts once, the last time. A figure with a senseless value is not told; the
-    others are.
 
-    Returns:
-        None when the page tells no usable load.
-    """
-    lines = MetricLines(page)
+class _UnusableError(Exception):
+    """The page is senseless."""
+
+
+class EnginePage:
+    """A metrics page in the text format."""
+
+    def __init__(self, page: bytes) -> None:
+        self._page = b"\n" + page
+
+    def load(self, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
+        """Return the load; several engines on one page (data parallel ranks) are added up.
+
+        A series that is there twice counts once, the last time. A figure with a senseless value is not told;
+        the others are. None when the page tells no usable load.
+        """
+        try:
+            engine = next((engine for engine in _ENGINES if self.values(engine.kv_usage.name)), None)
+            load = _load(self, engine, now_s, asked_s) if engine is not None else None
+        except _UnusableError:
+            return None
+        return load if load is not None and load.untold != _FIGURES else None
+
+    def reading(self, asked_s: float | None = None) -> EngineReading | None:
+        """Return what is held against the view of the engine's cache, see `indexer.reconcile`.
+
+        By vLLM's names, which the model server has too; of other engines only the process's start is known.
+
+        Args:
+            asked_s: When the page was asked for, on a monotonic clock.
+
+        Returns:
+            None where it tells of several engines, whose sums say nothing of one view, or of too much.
+        """
+        try:
+            configs = self.labels(_VLLM_CONFIG)
+            if len(configs) > 1:
+                return None
+            awake = self._sleep_states(b"awake")
+            dropped = [self._sleep_states(state) for state in _DROPPED]
+            return EngineReading(
+                started_s=self._sum(b"process_start_time_seconds"),
+                capacity_blocks=_whole(configs[0].get(b"num_gpu_blocks")) or None if configs else None,
+                prompt_tokens=self._sum(b"vllm:prompt_tokens_total"),
+                query_tokens=self._sum(b"vllm:prefix_cache_queries_total"),
+                hit_tokens=self._sum(b"vllm:prefix_cache_hits_total"),
+                # vLLM at sleep level 0 is in neither state, and keeps its cache.
+                asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
+                asked_s=asked_s,
+            )
+        except _UnusableError:
+            return None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether all engines that the page tells of sleep: requests wait until somebody wakes them."""
+        try:
+            awake = self._sleep_states(b"awake")
+        except _UnusableError:
+            return False
+        return bool(awake) and not any(awake)
+
+    def values(self, name: bytes) -> dict[bytes, bytes]:
+        """Values of a metric by labels, as they are written.
+
+        Raises:
+            _UnusableError: There are too many.
+        """
+        page, needle, found = self._page, b"\n" + name, {}
+        at = page.find(needle)
+        while at >= 0:
+            end = page.find(b"\n", at + 1)
+            rest = page[at + len(needle) : end if end >= 0 else len(page)]
+            if rest[:1] in (b"{", b" ", b"\t"):
+                labels, _, tail = rest.rpartition(b"}")
+                found[labels] = (tail.split(maxsplit=1) or [b""])[0]
+                if len(found) > _SERIES_MAX:
+                    raise _UnusableError
+            at = page.find(needle, at + len(needle))
+        return found
+
+    def labels(self, name: bytes) -> list[dict[bytes, bytes]]:
+        return list(map(_labels, self.values(name)))
+
+    def _sleep_states(self, state: bytes) -> list[bool]:
+        """Whether each engine is in this state; none where that is not told."""
+        told = [(_labels(text), _number(value)) for text, value in self.values(_SLEEP).items()]
+        return [value != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
+
+    def _sum(self, name: bytes) -> float | None:
+        """Sum of a counter's series; None where there is none, or one is no count."""
+        values = list(map(_number, self.values(name).values()))
+        return sum(values) if values and all(map(math.isfinite, values)) else None
+
+
+def _labels(text: bytes) -> dict[bytes, bytes]:
+    return dict(_LABEL.findall(text))
+
+
+def _number(text: bytes) -> float:
+    """Return a value that is a count, a share or a time; NaN if it is none."""
     try:
-        for engine in _ENGINES:
-            if lines.values(engine.kv_usage.name):
-                load = replace(_load(lines, engine, now_s), asked_s=asked_s)
-                return load if load.untold != _FIGURES else None
-    except UnusableError:
-        pass
-    return None
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if 0.0 <= value < math.inf else math.nan
 
 
-def _load(lines: MetricLines, engine: _Engine, now_s: float) -> EngineLoad:
-    waiting, running = _figures(lines, engine, engine.waiting), _figures(lines, engine, engine.running)
-    usages = [min(usage, 1.0) for usage in _figures(lines, engine, engine.kv_usage).values()]
-    config = _configs(lines, engine)
-    speed = sum(_figures(lines, engine, engine.speed).values())
+def _whole(text: bytes | None) -> int:
+    """Return a label's value that is a whole number; 0 where it is none."""
+    return int(text) if text is not None and _WHOLE.fullmatch(text) else 0
+
+
+def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> EngineLoad:
+    waiting, running = _figures(page, engine, engine.waiting), _figures(page, engine, engine.running)
+    usages = [min(usage, 1.0) for usage in _figures(page, engine, engine.kv_usage).values()]
+    speed = sum(_figures(page, engine, engine.speed).values())
     return EngineLoad(
         waiting=int(sum(waiting.values())) if waiting else None,
         running=int(sum(running.values())) if running else None,
         # The mean, which with the sum of their sizes gives the tokens that they hold together: an engine of
         # several ranks sends a request itself to one that has room.
         kv_usage=sum(usages) / len(usages) if usages else None,
-        kv_capacity_tokens=_capacity_tokens(lines, engine, config),
+        kv_capacity_tokens=_capacity_tokens(page, engine),
         scraped_s=now_s,
         prefill_tokens_per_s=speed if 0.0 < speed <= _SPEED_MAX else None,
-        ordered_step_tokens=_ordered_step_tokens(config),
-        lora=_lora(lines, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
+        lora=_lora(page, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
+        asked_s=asked_s,
     )
 
 
-def _figures(lines: MetricLines, engine: _Engine, series: _Series | None) -> dict[tuple[bytes, ...], float]:
+def _figures(page: EnginePage, engine: _Engine, series: _Series | None) -> dict[tuple[bytes, ...], float]:
     """One value of each engine; none where one of them is senseless, or there is no such series."""
     figures: dict[tuple[bytes, ...], float] = {}
     if series is None:
         return figures
-    for text, value in lines.values(series.name).items():
-        labels = parse_labels(text)
+    for text, value in page.values(series.name).items():
+        labels = _labels(text)
         if series.label is not None and labels.get(series.label[0]) != series.label[1]:
             continue
-        try:
-            number = parse_number(value)
-        except UnusableError:
+        number = _number(value if series.number is None else labels.get(series.number, b""))
+        if not number <= _NUMBER_MAX:
             return {}
-        which = _which(engine, labels)
+        which = tuple(labels.get(name, b"") for name in engine.apart)
         figures[which] = max(number, figures.get(which, 0.0))
     return figures
 
 
-def _configs(lines: MetricLines, engine: _Engine) -> list[dict[bytes, bytes]]:
-    """What each engine tells of its cache's settings."""
-    told = lines.labels(engine.cache_config.name) if engine.cache_config else []
-    return list({_which(engine, labels): labels for labels in told}.values())
+def _capacity_tokens(page: EnginePage, engine: _Engine) -> int | None:
+    for block_tokens, blocks in engine.sizes:
+        sizes, counts = _figures(page, engine, block_tokens), _figures(page, engine, blocks)
+        tokens = sum(int(sizes.get(which, 0.0) * count) for which, count in counts.items())
+        if 0 < tokens <= _CAPACITY_TOKENS_MAX:
+            return tokens
+    return None
 
 
-def _which(engine: _Engine, labels: dict[bytes, bytes]) -> tuple[bytes, ...]:
-    return tuple(labels.get(name, b"") for name in engine.apart)
-
-
-def _capacity_tokens(lines: MetricLines, engine: _Engine, config: list[dict[bytes, bytes]]) -> int | None:
-    names = engine.cache_config
-    if names is not None and config:
-        tokens = sum(
-            parse_whole(labels.get(names.block_tokens)) * parse_whole(labels.get(names.blocks))
-            for labels in config
-        )
-    else:
-        blocks = _figures(lines, engine, engine.blocks)
-        sizes = _figures(lines, engine, engine.block_tokens)
-        tokens = sum(int(sizes.get(which, 0.0) * count) for which, count in blocks.items())
-    return tokens if 0 < tokens <= _CAPACITY_TOKENS_MAX else None
-
-
-def _ordered_step_tokens(config: list[dict[bytes, bytes]]) -> int:
-    orders = [labels for labels in config if labels.get(b"prefill_order") == b"aged"]
-    return sum(parse_whole(labels.get(b"max_num_batched_tokens")) for labels in orders)
-
-
-def _lora(lines: MetricLines, name: bytes, engines: int) -> LoraLoad | None:
+def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
     """The series with each engine's newest timestamp: an engine leaves those of former adapters on its page.
 
     vLLM's do not name their engine; then as many of the newest count as there are engines.
     """
-    try:
-        newest_first = sorted(
-            lines.values(name).items(), key=lambda item: parse_number(item[1]), reverse=True
-        )
-    except UnusableError:
+    stamped = [(_number(value), _labels(text)) for text, value in page.values(name).items()]
+    if not all(stamp <= _NUMBER_MAX for stamp, _ in stamped):
         return None
     accounts: dict[object, dict[bytes, bytes]] = {}
-    for place, (text, _) in enumerate(newest_first):
-        labels = parse_labels(text)
+    for place, (_, labels) in enumerate(sorted(stamped, key=lambda one: one[0], reverse=True)):
         accounts.setdefault(labels.get(b"engine", place), labels)
         if len(accounts) >= engines:
             break
@@ -269,7 +345,7 @@ def _lora(lines: MetricLines, name: bytes, engines: int) -> LoraLoad | None:
     return LoraLoad(
         running=frozenset().union(*(_names(labels.get(b"running_lora_adapters", b"")) for labels in told)),
         waiting=frozenset().union(*(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in told)),
-        places=sum(parse_whole(labels.get(b"max_lora")) for labels in told),
+        places=sum(_whole(labels.get(b"max_lora")) for labels in told),
     )
 
 

@@ -14,36 +14,47 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer
-from indexer.dispatched import DispatchKey
+from indexer.peer_service import PEER_SERVICE
 from indexer.subscribe import raise_open_files
-from router.assembly import entrance, may_wait, plugin_states, ranker, scheduler
+from router.access_log import AccessLogDoor
+from router.assembly import connector_sign, entrance, may_wait, open_source, plugin_states, ranker, scheduler
+from router.body_guard import BodyGuard
+from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
-from router.discovery import open_source
-from router.doors import DoorParts, Doors, check_ports
-from router.engine_watch import EngineWatch
+from router.doors import Service, check_ports, listen_grpc, listen_health, listen_metrics
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
-from router.health import Health
-from router.kv_connector import connector_sign
+from router.ext_proc import ExtProcDoor, ExtProcOptions
+from router.ext_proc_forms import OwnForm, llmd_form
+from router.flags import told_in_vain
+from router.gateway_pick import GatewayPick
+from router.health import (
+    ACCESS_LOG_SERVICE,
+    CHECK_SERVICE,
+    EXT_PROC_SERVICE,
+    PICK_SERVICE,
+    Health,
+)
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
-from router.metric_twins import MetricTwins
-from router.metrics import RouterMetrics, StateCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector
 from router.outcomes import Outcomes
+from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import Reconciler
-from router.reference_flags import told_in_vain
+from router.reconcile import EngineWatch, Reconciler
 from router.replicas.fleet import Fleet
+from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stop_signals import StopSignals
+from router.stream_metrics import StreamMetrics
 from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces
@@ -87,8 +98,14 @@ class RouterServer:
         if config.compat != "off":
             registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
+        # The index is made after those who call it: it calls them, too.
         self._outcomes = Outcomes(
-            self._ledger, self._rates, self.explain, self._metrics, self._settle, self._drop
+            self._ledger,
+            self._rates,
+            self.explain,
+            self._metrics,
+            lambda request, now_s: self.index.settle(request, now_s),
+            lambda request: self.index.dropped(request),
         )
         self._reconciler = Reconciler(self._outcomes)
         self.health = Health()
@@ -106,7 +123,7 @@ class RouterServer:
     @property
     def ports(self) -> dict[str, int]:
         """The bound ports by flag."""
-        return self._doors.ports
+        return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
     @property
     def requests_in_flight(self) -> int:
@@ -114,21 +131,21 @@ class RouterServer:
         return len(self._ledger)
 
     def start(self) -> None:
-        """Begins to follow pods and to serve."""
         self.index.start()
         self.watch.start()
         self._source.start(self.watch.look)
         self._housekeeper.start()
         if self._flow is not None:
             self._flow.start()
-        self._doors.start()
+        for listener in (self._grpc, self._grpc_health, self._debug):
+            listener.start()
         self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     def drain(self) -> None:
         """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
         self._stop_housekeeping()
-        self._doors.drain()
+        self._grpc.drain()
         deadline_s = time.monotonic() + self._config.drain_timeout_s
         while self._metrics.requests_inside and time.monotonic() < deadline_s:
             time.sleep(_HOUSEKEEPING_S)
@@ -153,7 +170,11 @@ class RouterServer:
         if self._traces is not None:
             opened.callback(self._traces.close)
         self.index = KvIndexer(
-            config.index, registry=registry, on_stored=self._outcomes.stored, on_link=self._link
+            config.index,
+            registry=registry,
+            on_stored=self._outcomes.stored,
+            # Likewise made after the index.
+            on_link=lambda pod, up: self.watch.link(pod, up),
         )
         opened.callback(self.index.close)
         self._fleet = Fleet(
@@ -166,12 +187,15 @@ class RouterServer:
         self.watch = PodWatch(
             self._source,
             self.pods,
-            Prober(timeout_s=_PROBE_TIMEOUT_S, admin_token=config.index.admin_token),
+            Prober(
+                timeout_s=_PROBE_TIMEOUT_S,
+                admin_token=config.index.admin_token,
+                metrics_path=config.metrics_path,
+            ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._outcomes.promises, self.index.observe),
+            engines=EngineWatch(self._ledger, self.index.observe),
             declared=self._forget_others,
-            metrics_path=config.metrics_path,
         )
         opened.callback(self.watch.close)
         self.router = Router(
@@ -184,42 +208,57 @@ class RouterServer:
             flow=self._flow,
             traces=self._traces,
         )
-        self._doors = self._made_doors(registry)
-        opened.callback(self._doors.close)
+        self._debug = listen_metrics(config, registry, self._pages())
+        opened.callback(self._debug.close)
+        self._grpc_health = listen_health(config, self.health)
+        opened.callback(self._grpc_health.close)
+        waits = may_wait(config, self._flow, self._tokenizers)
+        self._grpc = listen_grpc(config, self._services(registry), may_wait=waits)
+        opened.callback(self._grpc.close)
         if self._flow is not None:
             # Before the doors: whoever waits in it waits in them.
             opened.callback(self._flow.close)
 
-    def _made_doors(self, registry: CollectorRegistry) -> Doors:
-        pages = DebugPages(
-            self._source,
-            self.pods,
-            self.index,
-            self._ledger,
-            self._rates,
-            self.explain,
-            self.health,
-            lambda: plugin_states(self._ranker, self._flow),
-            self._fleet.shown,
+    def _pages(self) -> DebugPages:
+        return DebugPages(
+            source=self._source,
+            pods=self.pods,
+            index=self.index,
+            ledger=self._ledger,
+            rates=self._rates,
+            explain=self.explain,
+            health=self.health,
+            plugins=lambda: plugin_states(self._ranker, self._flow),
+            routers=self._fleet.shown,
         )
-        return Doors(
-            self._config,
-            DoorParts(
-                router=self.router,
-                outcomes=self._outcomes,
-                metrics=self._metrics,
-                pods=self.pods,
-                health=self.health,
-                rewrites=self._rewrites,
-                distrust=self.watch.distrust,
-                registry=registry,
-                pages=pages,
-                peers=self.index.exports,
-                ledger=self._fleet.door,
-                may_wait=may_wait(self._config, self._flow, self._tokenizers),
-                evictions=self._flow.evictions if self._flow is not None else None,
-            ),
+
+    def _services(self, registry: CollectorRegistry) -> dict[str, Service]:
+        """Make the services of the gRPC port, by their full names."""
+        config, outcomes, metrics = self._config, self._outcomes, self._metrics
+        guard = BodyGuard(
+            config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
         )
+        gateway = GatewayPick(self.router, metrics, guard=guard)
+        ext_proc = self._ext_proc(gateway)
+        opened = StreamMetrics(registry).opened if config.stream_metrics else None
+        return {
+            EXT_PROC_SERVICE: lambda server: ext_proc.add_to(server, opened),
+            CHECK_SERVICE: CheckDoor(gateway, metrics, config.max_request_bytes).add_to,
+            PICK_SERVICE: PickDoor(gateway, outcomes, metrics, self.pods).add_to,
+            ACCESS_LOG_SERVICE: AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
+            PEER_SERVICE: self.index.exports.add_to,
+            LEDGER_SERVICE: self._fleet.door.add_to,
+            "grpc.health.v1.Health": self.health.add_to,
+        }
+
+    def _ext_proc(self, picks: GatewayPick) -> ExtProcDoor:
+        config, metrics = self._config, self._metrics
+        options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
+        if config.compat == "off":
+            return ExtProcDoor(OwnForm(picks=picks, metrics=metrics), self._outcomes, options)
+        form = llmd_form(config, self._rewrites, picks, metrics, self.pods)
+        evictions = self._flow.evictions if self._flow is not None else None
+        return ExtProcDoor(form, self._outcomes, options, evictions)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -285,22 +324,11 @@ class RouterServer:
         self._admission.replace(dict(self._config.priorities) | dict(resources.priorities))
         self._rewrites.replace(resources.rules)
 
-    # The index is made after those who call it: it calls them, too.
-    def _settle(self, request: DispatchKey, now_s: float) -> None:
-        self.index.settle(request, now_s)
-
-    def _drop(self, request: DispatchKey) -> None:
-        self.index.dropped(request)
-
-    # Likewise the watch, which the index tells of links.
-    def _link(self, pod: str, up: bool) -> None:
-        self.watch.link(pod, up)
-
     def _forget_others(self, pods: Collection[str], anew: Collection[str]) -> None:
         # What begins anew may be another machine.
         self._rates.keep(set(pods).difference(anew))
         self._metrics.keep(pods)
-        self._outcomes.promises.keep(pods)
+        self._ledger.keep(pods)
 
 
 def _all_refuse(pods: Collection[Pod]) -> bool:

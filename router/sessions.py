@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from threading import Lock
 
-from router.agent_headers import agent_session
-
 SESSION_ID_HEADER = "x-session-id"
+# In these agents name their session; the first that a request carries counts.
+_AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 _ID_CHARS_MAX = 256
 
 
@@ -43,7 +43,6 @@ class Sessions:
             return pod
 
     def moved(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
-        """The session's request for this base model was sent to this pod."""
         key = (model, session)
         with self._lock:
             self._pods[key] = (pod, now_s)
@@ -68,3 +67,8 @@ def cookie_value(header: str, name: str) -> str:
         if equals and key == name:
             return value.strip('"')
     return ""
+
+
+def agent_session(headers: Mapping[str, str]) -> str | None:
+    """Return the id of an agent's session; None: the request is no agent's."""
+    return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)

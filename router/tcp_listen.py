@@ -49,7 +49,6 @@ class TcpListener:
         self._thread = threading.Thread(target=self._accept, name=f"{name}-{self.port}", daemon=True)
 
     def start(self) -> None:
-        """Begins to accept."""
         self._thread.start()
 
     def close(self) -> None:
@@ -89,23 +88,19 @@ def bound_socket(flag: str, host: str, port: int) -> socket.socket:
         ListenError: The address is in use or not ours.
     """
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise _cannot_listen(flag, host, port, error) from error
+        raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def check_free(flag: str, host: str, port: int) -> None:
-    """Tries an address before anything is built for it; gRPC's own complaint is long and names no flag.
+    """Try an address before anything is built for it.
 
     Raises:
         ListenError: The address is in use or not ours.
     """
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise _cannot_listen(flag, host, port, error) from error
+    bound_socket(flag, host, port).close()
 
 
 def prepare(connection: socket.socket, wait_s: int) -> None:
@@ -119,11 +114,3 @@ def prepare(connection: socket.socket, wait_s: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _cannot_listen(flag: str, host: str, port: int, error: OSError) -> ListenError:
-    return ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}")

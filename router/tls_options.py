@@ -1,14 +1,13 @@
-"""TLS flags and what they mean: flags in, checked options out. Opens no port and makes no certificate."""
+"""TLS of the router's ports: flags in, checked options out. Opens no port and makes no certificate."""
 
 from __future__ import annotations
 
 import argparse
 import ssl
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from indexer.flags import flag
+from indexer.flags import flag, said
 from router.errors import ConfigError
 from router.flags import names, switch
 
@@ -40,51 +39,17 @@ _VERSIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFlags:
-    """Which ports have TLS, and with which certificates."""
+def _version(name: str) -> ssl.TLSVersion:
+    if name not in _VERSIONS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not understood; there are {', '.join(_VERSIONS)}")
+    return _VERSIONS[name]
 
-    secure_serving: bool = switch(
-        TLS,
-        "--secure-serving",
-        False,
-        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
-        "at start and signed by itself",
-    )
-    cert_path: Path | None = flag(
-        TLS, "--cert-path", Path, None, "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
-    )
-    enable_cert_reload: bool = switch(
-        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
-    )
-    tls_min_version: str = flag(
-        TLS,
-        "--tls-min-version",
-        str,
-        "VersionTLS12",
-        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: %(default)s)",
-        metavar="VERSION",
-    )
-    tls_cipher_suites: tuple[str, ...] = flag(
-        TLS,
-        "--tls-cipher-suites",
-        names,
-        (),
-        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
-        "(default: OpenSSL's own choice)",
-        metavar="NAME,...",
-    )
-    metrics_cert_dir: Path | None = flag(
-        TLS, "--metrics-cert-dir", Path, None, "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
-    )
-    metrics_client_ca_file: Path | None = flag(
-        TLS,
-        "--metrics-client-ca-file",
-        Path,
-        None,
-        "PEM: whoever reads the metrics port must show a certificate of this authority",
-        metavar="PATH",
-    )
+
+def _suites(text: str) -> tuple[str, ...]:
+    unknown = [name for name in names(text) if name not in _SUITES and name not in _SUITES_13]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not understood; there are {', '.join(_SUITES)}")
+    return tuple(_SUITES[name] for name in names(text) if name in _SUITES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +58,32 @@ class TlsOptions:
 
     Attributes:
         cert_dir: Holds tls.crt and tls.key; None: a certificate is made, signed by itself.
-        reloads: Whether changed files are taken over.
-        least_version: Clients that speak only older ones are refused.
         suites: OpenSSL's names of the suites of TLS 1.2 that are taken; empty: OpenSSL's own choice.
     """
 
-    cert_dir: Path | None = None
-    reloads: bool = True
-    least_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
-    suites: tuple[str, ...] = ()
+    cert_dir: Path | None = flag(
+        TLS, "--cert-path", Path, None, "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
+    )
+    reloads: bool = switch(
+        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
+    )
+    least_version: ssl.TLSVersion = flag(
+        TLS,
+        "--tls-min-version",
+        _version,
+        ssl.TLSVersion.TLSv1_2,
+        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: VersionTLS12)",
+        metavar="VERSION",
+    )
+    suites: tuple[str, ...] = flag(
+        TLS,
+        "--tls-cipher-suites",
+        _suites,
+        (),
+        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
+        "(default: OpenSSL's own choice)",
+        metavar="NAME,...",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,43 +99,40 @@ class MetricsTlsOptions:
     client_ca: Path | None = None
 
 
-def tls_options(flags: argparse.Namespace) -> TlsOptions | None:
-    """TLS of the gRPC port; None: plaintext.
+@dataclass(frozen=True, slots=True)
+class TlsFlags:
+    """Which ports have TLS."""
+
+    secure_serving: bool = switch(
+        TLS,
+        "--secure-serving",
+        False,
+        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
+        "at start and signed by itself",
+    )
+    metrics_cert_dir: Path | None = flag(
+        TLS, "--metrics-cert-dir", Path, None, "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+    )
+    metrics_client_ca: Path | None = flag(
+        TLS,
+        "--metrics-client-ca-file",
+        Path,
+        None,
+        "PEM: whoever reads the metrics port must show a certificate of this authority",
+        metavar="PATH",
+    )
+
+
+def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTlsOptions | None]:
+    """Return TLS of the gRPC port and of the metrics port; None: plaintext.
 
     Raises:
-        ConfigError: A version or suite that is not known, or files without TLS.
+        ConfigError: Files are named for a port that is to have no TLS.
     """
-    least, suites = _version(flags.tls_min_version), _suites(flags.tls_cipher_suites)
-    if not flags.secure_serving:
-        if flags.cert_path is not None:
-            raise ConfigError("--cert-path: needs --secure-serving")
-        return None
-    return TlsOptions(flags.cert_path, flags.enable_cert_reload, least, suites)
-
-
-def metrics_tls_options(flags: argparse.Namespace) -> MetricsTlsOptions | None:
-    """TLS of the metrics port; None: plaintext.
-
-    Raises:
-        ConfigError: Clients shall show certificates, and there is none of the server's.
-    """
-    if flags.metrics_cert_dir is None:
-        if flags.metrics_client_ca_file is not None:
-            raise ConfigError("--metrics-client-ca-file: needs --metrics-cert-dir")
-        return None
-    return MetricsTlsOptions(flags.metrics_cert_dir, flags.metrics_client_ca_file)
-
-
-def _version(name: str) -> ssl.TLSVersion:
-    if name not in _VERSIONS:
-        raise ConfigError(f"--tls-min-version: {name!r} is not understood; there are {', '.join(_VERSIONS)}")
-    return _VERSIONS[name]
-
-
-def _suites(names: Sequence[str]) -> tuple[str, ...]:
-    unknown = [name for name in names if name not in _SUITES and name not in _SUITES_13]
-    if unknown:
-        raise ConfigError(
-            f"--tls-cipher-suites: {unknown[0]!r} is not understood; there are {', '.join(_SUITES)}"
-        )
-    return tuple(_SUITES[name] for name in names if name in _SUITES)
+    options = TlsOptions(**said(TlsOptions, flags))
+    if options.cert_dir is not None and not flags.secure_serving:
+        raise ConfigError("--cert-path: needs --secure-serving")
+    if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
+        raise ConfigError("--metrics-client-ca-file: needs --metrics-cert-dir")
+    metrics = flags.metrics_cert_dir and MetricsTlsOptions(flags.metrics_cert_dir, flags.metrics_client_ca)
+    return options if flags.secure_serving else None, metrics

@@ -11,16 +11,18 @@ import hashlib
 import itertools
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import urllib3
 from cachetools import TTLCache
 
 from router.errors import TokenizerUnavailableError
 from router.pods import Pod
-from router.prompt_tokens import PromptTokens, unknown
-from router.rendered_prompts import read_rendered
+from router.prompt_tokens import MediaFeatures, PromptTokens, known_part, known_parts, unknown
 from router.request import RequestKind, RouteRequest
 
 _PATHS = {
@@ -42,15 +44,12 @@ _POOLS = 256
 
 
 class RenderTokenizer:
-    """Asks for one model's tokens; safe to share between threads.
+    """Asks for one base model's tokens; safe to share between threads.
 
     Args:
-        model: The base model's name.
         url: Of a server that renders; None asks the model's pods in turn.
         clock: Seconds, by which answers grow old.
     """
-
-    keeps_deadline = False
 
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
@@ -65,15 +64,12 @@ class RenderTokenizer:
         self._lock = threading.Lock()
         self._kept: TTLCache[bytes, PromptTokens] = TTLCache(_KEPT_BYTES, _KEPT_S, clock, _size_bytes)
 
-    def prompt_tokens(
-        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
-    ) -> PromptTokens:
-        """Has a request rendered; may take far longer than `timeout_s`.
+    def prompt_tokens(self, request: RouteRequest, pods: Sequence[Pod]) -> PromptTokens:
+        """Has a request rendered; may take far longer than a pick may wait.
 
         Raises:
             TokenizerUnavailableError: No pod, no answer, or none that can be read.
         """
-        del context_tokens, timeout_s
         body = msgspec.json.encode({**request.body, "stream": False, "return_mm_kwargs": False})
         key = hashlib.blake2b(request.kind.encode() + body, digest_size=16).digest()
         with self._lock:
@@ -86,7 +82,6 @@ class RenderTokenizer:
         return kept
 
     def close(self) -> None:
-        """Closes idle connections."""
         self._http.clear()
 
     def _ask(self, request: RouteRequest, body: bytes, pods: Sequence[Pod]) -> PromptTokens:
@@ -118,6 +113,30 @@ class RenderTokenizer:
         if not pods:
             raise TokenizerUnavailableError(f"no pod of {self._model} can be asked")
         return f"http://{pods[next(self._turn) % len(pods)].address}"
+
+
+class _Rendered(msgspec.Struct):
+    """What is read of a rendered prompt; one without ids is none."""
+
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    features: MediaFeatures | None = None
+
+
+def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
+    """Reads a render endpoint's answer, vLLM's GenerateRequest: a list for completions, else one prompt.
+
+    Raises:
+        ValueError: It is no such answer, or what it tells of media items cannot be.
+        OverflowError: A token id is out of range.
+        RecursionError: It is nested too deeply.
+    """
+    several = kind is RequestKind.COMPLETIONS
+    form: Any = list[_Rendered] if several else _Rendered
+    answer = msgspec.json.decode(data, type=form)
+    rendered: list[_Rendered] = answer if several else [answer]
+    prompts = [np.frombuffer(array("I", prompt.token_ids), np.uint32) for prompt in rendered]
+    parts = [known_part(ids, prompt.features) for ids, prompt in zip(prompts, rendered, strict=True)]
+    return known_parts(parts, sum(map(len, prompts)))
 
 
 def _prompts_of(request: RouteRequest) -> int:

@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from indexer.flags import CommandParser
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.prompt_media import PromptMedia
-from router.request import RequestKind, RouteRequest, read_fields
+from router.flags import model_source
+from router.prompt_tokens import PromptMedia
+from router.request import RouteRequest, read_fields
+from router.tokenizer_sidecar import APIS
 from router.tokens import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
 
 SERVICE = "kvroute.v1.Tokenizer"
 
-_KINDS = {
-    tokenizer_pb2.API_CHAT: RequestKind.CHAT,
-    tokenizer_pb2.API_COMPLETIONS: RequestKind.COMPLETIONS,
-    tokenizer_pb2.API_RESPONSES: RequestKind.RESPONSES,
-    tokenizer_pb2.API_MESSAGES: RequestKind.MESSAGES,
-}
+_KINDS = {api: kind for kind, api in APIS.items()}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BODY_BYTES_MAX = 64 << 20
 # The caller has its own deadline; this one only ends what nobody can be waiting for any more.
@@ -49,7 +47,7 @@ class TokenizerServer:
 
     Args:
         path: Of the socket; one that a dead process has left there is replaced.
-        sources: Tokenizer by base model, see `tokenizer_sources`.
+        sources: Tokenizer by base model, see `router.tokens`.
         threads: Calls at once; four times as many may wait, beyond that they are refused.
 
     Raises:
@@ -83,7 +81,6 @@ class TokenizerServer:
             raise ListenError(f"--socket {path}: cannot listen: {error}") from error
 
     def start(self) -> None:
-        """Begins to serve."""
         self._server.start()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -97,7 +94,6 @@ class TokenizerServer:
     def Tokenize(  # noqa: N802  (gRPC calls it by the name in the protocol file)
         self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Tokenizes one request."""
         if message.model not in self._models:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for the model {message.model!r} here")
         if message.api not in _KINDS:
@@ -125,12 +121,8 @@ class TokenizerServer:
 
 
 def _media(items: PromptMedia) -> tokenizer_pb2.PromptMedia:
-    return tokenizer_pb2.PromptMedia(
-        items=[
-            tokenizer_pb2.MediaItem(identifier=item.identifier, offset=item.offset, length=item.length)
-            for item in items
-        ]
-    )
+    # The fields have the same names.
+    return tokenizer_pb2.PromptMedia(items=[tokenizer_pb2.MediaItem(**asdict(item)) for item in items])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--model",
-        type=_model_source,
+        type=model_source,
         action="append",
         required=True,
         metavar="NAME=SOURCE",
@@ -175,13 +167,6 @@ def _parser() -> argparse.ArgumentParser:
         help="requests tokenized at once (default: one per processor)",
     )
     return parser
-
-
-def _model_source(text: str) -> tuple[str, str]:
-    model, equals, source = text.partition("=")
-    if not (model and equals and source):
-        raise argparse.ArgumentTypeError(f"must be NAME=SOURCE, not {text!r}")
-    return model, source
 
 
 def _threads(text: str) -> int:

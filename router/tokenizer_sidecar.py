@@ -6,7 +6,6 @@ their tokens, no more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -16,16 +15,17 @@ import numpy as np
 from indexer.extras import MultimodalItem
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import RequestError, TokenizerUnavailableError
-from router.pods import Pod
 from router.prompt_tokens import PromptTokens, unknown
 from router.request import RequestKind, RouteRequest
 
-_APIS = {
+APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
     RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
     RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
     RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
 }
+"""The API of a request, as `Tokenize` is told it."""
+
 # 4 bytes each of 16 million tokens.
 _ANSWER_BYTES_MAX = 64 << 20
 
@@ -37,8 +37,6 @@ class SidecarTokenizer:
         model: The base model, as the other process names it.
         socket: Path of its socket, which need not exist yet.
     """
-
-    keeps_deadline = True
 
     def __init__(self, model: str, socket: str) -> None:
         self._model = model
@@ -61,7 +59,7 @@ class SidecarTokenizer:
         self._tokenize = stub(self._channel).Tokenize
 
     def prompt_tokens(
-        self, request: RouteRequest, context_tokens: int | None, pods: Sequence[Pod], timeout_s: float
+        self, request: RouteRequest, context_tokens: int | None, timeout_s: float
     ) -> PromptTokens:
         """Tokenizes a request there.
 
@@ -70,10 +68,9 @@ class SidecarTokenizer:
             TokenizerUnavailableError: The process is not there, or does not serve the model.
             TimeoutError: No answer in time.
         """
-        del pods
         message = tokenizer_pb2.TokenizeRequest(
             model=self._model,
-            api=_APIS[request.kind],
+            api=APIS[request.kind],
             body=msgspec.json.encode(request.body),
             context_tokens=context_tokens or 0,
             reads_media=True,
@@ -94,7 +91,6 @@ class SidecarTokenizer:
         return PromptTokens(prompts, answer.total, partial=answer.partial or None, media=media)
 
     def close(self) -> None:
-        """Closes the connection."""
         self._channel.close()
 
     def _no_answer(self, request: RouteRequest, error: grpc.RpcError) -> PromptTokens:

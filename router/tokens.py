@@ -2,20 +2,31 @@
 
 Knows which model has which tokenizer and how long a pick may wait for it; knows nothing of pods or keys.
 Never fails a request for its own lack: routing then goes by load alone, and says why.
+
+SOURCE of `--tokenizer MODEL=SOURCE` is one of
+
+    DIR                       a directory that holds a tokenizer.json
+    hf:OWNER/NAME@REVISION    the same, from the Hugging Face Hub (or its cache) at a pinned revision
+    unix:PATH                 a `kvroute tokenizer` behind a Unix socket
+    http://HOST:PORT          a server with vLLM's render endpoints
+    pods                      the render endpoints of the model's own pods
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from router.errors import RequestError, TokenizerUnavailableError
+from router.errors import ConfigError, RequestError, TokenizerUnavailableError
 from router.pods import Pod
 from router.prompt_tokens import (
     LONGER_THAN_CONTEXT,
@@ -27,15 +38,21 @@ from router.prompt_tokens import (
     unknown,
 )
 from router.request import RequestKind, RouteRequest
-from router.tokenizer_pool import PoolFullError, TokenizerPool
-from router.tokenizer_sources import RemoteTokenizer, open_source
-from tokenization import PromptError, PromptTokenizer
+from router.tokenizer_render import RenderTokenizer
+from router.tokenizer_sidecar import SidecarTokenizer
+from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
 from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
+from tokenization.hub import hub_directory
 from tokenization.openai_prompts import PromptLimits
 
 __all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
 
 _log = logging.getLogger(__name__)
+
+_PODS = "pods"
+_HUB = "hf:"
+_SOCKET = "unix:"
+_URLS = ("http://", "https://")
 
 # Bodies that are read, rendered and encoded in a millisecond or two, by the library alone in three.
 _INLINE_BODY_BYTES = 128 << 10
@@ -44,6 +61,8 @@ _INLINE_LIBRARY_BODY_BYTES = 8 << 10
 _ANY_ID = 1 << 31
 # What is turned into a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
+
+_Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,61 +80,52 @@ class TokenizeOptions:
     waiting_max: int = 64
 
 
-class TokenizerRegistry:
-    """Tokenizers by base model; safe to call from any thread.
+class _QueueFullError(Exception):
+    """As many prompts wait for a thread as may."""
 
-    Args:
-        tokenizers: Those in this process.
-        remotes: Those elsewhere.
-        options: Deadline and bounds.
-    """
+
+class TokenizerRegistry:
+    """Tokenizers by base model, in this process and elsewhere; safe to call from any thread."""
 
     def __init__(
         self,
-        tokenizers: Mapping[str, PromptTokenizer],
-        remotes: Mapping[str, RemoteTokenizer] | None = None,
+        tokenizers: Mapping[str, _Tokenizer],
         options: TokenizeOptions | None = None,
     ) -> None:
         self._tokenizers = dict(tokenizers)
-        self._remotes = dict(remotes or {})
         self._options = options or TokenizeOptions()
-        self._pool = TokenizerPool(self._options.threads, self._options.waiting_max)
+        self._threads = ThreadPoolExecutor(self._options.threads, "tokenize")
+        self._places = threading.BoundedSemaphore(self._options.threads + self._options.waiting_max)
         self._missed: set[str] = set()
 
     @classmethod
     def load(
         cls, sources: Mapping[str, Path | str], options: TokenizeOptions | None = None
     ) -> TokenizerRegistry:
-        """Opens the tokenizer of every base model; see `tokenizer_sources` for what may be named.
+        """Opens the tokenizer of every base model, see SOURCE above.
 
         Raises:
             ConfigError: A source is misspelled or cannot be used.
         """
-        tokenizers: dict[str, PromptTokenizer] = {}
-        remotes: dict[str, RemoteTokenizer] = {}
-        for model, source in sources.items():
-            opened = open_source(model, str(source))
-            if isinstance(opened, PromptTokenizer):
-                tokenizers[model] = opened
-            else:
-                remotes[model] = opened
-        return cls(tokenizers, remotes, options)
+        return cls({model: _open_source(model, str(source)) for model, source in sources.items()}, options)
 
     @property
     def asks_others(self) -> bool:
         """Whether a model's tokens come from another process."""
-        return bool(self._remotes)
+        return len(self.local) < len(self._tokenizers)
 
     @property
     def local(self) -> Mapping[str, PromptTokenizer]:
         """Those in this process, by base model."""
-        return self._tokenizers
+        tokenizers = self._tokenizers.items()
+        return {model: one for model, one in tokenizers if isinstance(one, PromptTokenizer)}
 
     def close(self) -> None:
-        """Ends threads and connections."""
-        self._pool.close()
-        for remote in self._remotes.values():
-            remote.close()
+        # What waits is dropped, what runs ends by itself.
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for tokenizer in self._tokenizers.values():
+            if not isinstance(tokenizer, PromptTokenizer):
+                tokenizer.close()
 
     def prompt_tokens(
         self,
@@ -127,7 +137,6 @@ class TokenizerRegistry:
         """Tokenizes a request, or tells within the deadline why not.
 
         Args:
-            request: The request.
             base_model: The base of the request's model, whose tokenizer its adapters share.
             context_tokens: Longest prompt that any pod takes; longer text is not encoded. None: unknown.
             pods: Pods that serve the model, which may be asked for its tokens.
@@ -139,14 +148,17 @@ class TokenizerRegistry:
             return unknown(request, "passthrough")
         if (known := too_much(request, context_tokens) or given(request)) is not None:
             return known
-        tokenizer, remote = self._tokenizers.get(base_model or ""), self._remotes.get(base_model or "")
-        if tokenizer is None and remote is None:
+        tokenizer = self._tokenizers.get(base_model or "")
+        if tokenizer is None:
             return unknown(request, "no_tokenizer")
         try:
-            if tokenizer is not None:
+            if isinstance(tokenizer, PromptTokenizer):
                 return self._local(request, tokenizer, context_tokens)
-            assert remote is not None
-            tokens = self._remote(request, remote, context_tokens, pods)
+            timeout_s = self._options.deadline_s
+            if isinstance(tokenizer, SidecarTokenizer):
+                tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
+            else:
+                tokens = self._on_a_thread(partial(tokenizer.prompt_tokens, request, pods), timeout_s)
             self._missed.discard(base_model or "")
             return tokens
         except PromptError as error:
@@ -155,7 +167,7 @@ class TokenizerRegistry:
             raise
         except TimeoutError:
             return unknown(request, "tokenize_deadline")
-        except PoolFullError:
+        except _QueueFullError:
             return unknown(request, "tokenize_queue_full")
         except TokenizerUnavailableError as error:
             self._miss(base_model or "", error)
@@ -178,21 +190,25 @@ class TokenizerRegistry:
             except ManyItemsError:
                 pass  # a chat's messages are text still: how many they are is seen when they are read
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
-        return self._pool.run(partial(known_prompts, request, tokenizer, limits), max(0.0, left_s))
+        return self._on_a_thread(partial(known_prompts, request, tokenizer, limits), max(0.0, left_s))
 
-    def _remote(
-        self,
-        request: RouteRequest,
-        remote: RemoteTokenizer,
-        context_tokens: int | None,
-        pods: Sequence[Pod],
-    ) -> PromptTokens:
-        timeout_s = self._options.deadline_s
-        if remote.keeps_deadline:
-            return remote.prompt_tokens(request, context_tokens, pods, timeout_s)
-        return self._pool.run(
-            lambda: remote.prompt_tokens(request, context_tokens, pods, timeout_s), timeout_s
-        )
+    def _on_a_thread(self, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
+        """Tokenizes on a thread.
+
+        Raises:
+            TimeoutError: It takes longer; it is not stopped.
+            _QueueFullError: It has not begun, also where this is closed.
+        """
+        if not self._places.acquire(blocking=False):
+            raise _QueueFullError
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError as error:
+            self._places.release()
+            raise _QueueFullError from error
+        # Also called for what is cancelled before it ran.
+        future.add_done_callback(lambda _: self._places.release())
+        return future.result(timeout_s)
 
     def _miss(self, model: str, error: TokenizerUnavailableError) -> None:
         """Tells of the first of several requests that get no answer; all are counted by their reason."""
@@ -201,6 +217,39 @@ class TokenizerRegistry:
             _log.warning(
                 "no tokens for the model %s, its requests are picked by load alone: %s", model, error
             )
+
+
+def _open_source(model: str, source: str) -> _Tokenizer:
+    """Opens a tokenizer; those in other processes are not asked yet.
+
+    Raises:
+        ConfigError: The source is misspelled, or a local one cannot be loaded; names the flag.
+    """
+
+    def checked(found: bool, form: str) -> None:
+        if not found:
+            raise ConfigError(f"--tokenizer {model}={source}: must have the form {form}")
+
+    if source == _PODS:
+        return RenderTokenizer(model, None)
+    if source.startswith(_URLS):
+        checked(len(source.partition("://")[2].strip("/")) > 0, "http://HOST:PORT")
+        return RenderTokenizer(model, source.rstrip("/"))
+    if source.startswith(_SOCKET):
+        checked(len(source) > len(_SOCKET), "unix:PATH")
+        return SidecarTokenizer(model, source.removeprefix(_SOCKET))
+    if source.startswith(_HUB):
+        repository, _, revision = source.removeprefix(_HUB).partition("@")
+        checked(repository.count("/") == 1 and bool(revision), "hf:OWNER/NAME@REVISION")
+        return _loaded(model, source, lambda: hub_directory(repository, revision))
+    return _loaded(model, source, lambda: Path(source))
+
+
+def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTokenizer:
+    try:
+        return PromptTokenizer.from_directory(directory())
+    except TokenizerLoadError as error:
+        raise ConfigError(f"--tokenizer {model}={source}: {error}") from error
 
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:

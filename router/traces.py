@@ -33,6 +33,9 @@ class Traces:
     Args:
         provider: An OpenTelemetry TracerProvider.
         exporter: The SpanExporter that it sends with.
+
+    Attributes:
+        failed: The status of a span that failed.
     """
 
     def __init__(self, provider: Any, exporter: Any) -> None:
@@ -44,7 +47,7 @@ class Traces:
         self._tracer = provider.get_tracer(_SERVICE)
         self._propagator = TraceContextTextMapPropagator()
         self._within = set_span_in_context
-        self._failed = Status(StatusCode.ERROR)
+        self.failed = Status(StatusCode.ERROR)
 
     @classmethod
     def to_collector(cls) -> Traces:
@@ -70,7 +73,6 @@ class Traces:
         return cls(provider, exporter)
 
     def begin(self, request: RouteRequest) -> RequestTrace:
-        """A request came."""
         return RequestTrace(self, request)
 
     def close(self, limit_s: float = 3.0) -> None:
@@ -82,17 +84,11 @@ class Traces:
         self._provider.shutdown()
         limit.cancel()
 
-    def start_root(self, name: str, headers: Mapping[str, str], start_ns: int) -> Any:
-        """Starts the span whose parent is named in the W3C headers, if one is."""
-        return self._tracer.start_span(name, self._propagator.extract(headers), start_time=start_ns)
-
-    def start(self, name: str, parent: Any, start_ns: int) -> Any:
-        """Starts a span within another."""
-        return self._tracer.start_span(name, self._within(parent), start_time=start_ns)
-
-    def fail(self, span: Any) -> None:
-        """Marks a span as failed."""
-        span.set_status(self._failed)
+    def start(self, name: str, start_ns: int, parent: Any) -> Any:
+        """Starts a span within another, or within the one that W3C headers name, if they do."""
+        is_root = isinstance(parent, Mapping)
+        within = self._propagator.extract(parent) if is_root else self._within(parent)
+        return self._tracer.start_span(name, within, start_time=start_ns)
 
     def _give_up(self, after_s: float) -> None:
         _log.warning("the collector did not take the last spans within %g s: they are lost", after_s)
@@ -100,7 +96,7 @@ class Traces:
 
 
 class RequestTrace:
-    """The steps of one request, as they are over."""
+    """The steps of one request, as they are over; its spans are made at its end."""
 
     __slots__ = ("_began_ns", "_filtered_ns", "_matched_ns", "_request", "_traces")
 
@@ -118,50 +114,42 @@ class RequestTrace:
         """It is known who holds what of it."""
         self._matched_ns = time.time_ns()
 
-    def refused(self, error: Exception) -> None:
-        """It was not routed; an error that is no RequestError is one of ours."""
-        ended_ns = time.time_ns()
-        request, orchestration = self._outer()
-        self._step("filter_endpoints", orchestration, self._began_ns, self._filtered_ns or ended_ns)
-        status = error.status if isinstance(error, RequestError) else 500
-        for span in (orchestration, request):
-            span.set_attribute("http.response.status_code", status)
-            self._traces.fail(span)
-            span.end(ended_ns)
-
-    def decided(self, decision: Decision) -> None:
-        """It was routed."""
-        ended_ns = time.time_ns()
-        request, orchestration = self._outer()
+    def ended(self, outcome: Decision | Exception) -> None:
+        """It was routed, or not; an error that is no RequestError is one of ours."""
+        start, began_ns, ended_ns = self._traces.start, self._began_ns, time.time_ns()
+        filtered_ns = self._filtered_ns or ended_ns
+        request = start("gateway.request", began_ns, self._request.headers)
         if not request.is_recording():
             return
-        self._step("filter_endpoints", orchestration, self._began_ns, self._filtered_ns)
-        self._step("produce_precise_prefix_cache", orchestration, self._filtered_ns, self._matched_ns)
-        profile = self._traces.start("run_scheduler_profile", orchestration, self._matched_ns)
-        self._step("llm_d.epp.scoring", profile, self._matched_ns, ended_ns)
-        profile.end(ended_ns)
+        orchestration = start("gateway.request_orchestration", began_ns, request)
+        start("filter_endpoints", began_ns, orchestration).end(filtered_ns)
+        if isinstance(outcome, Exception):
+            status = outcome.status if isinstance(outcome, RequestError) else 500
+            for span in (orchestration, request):
+                span.set_attribute("http.response.status_code", status)
+                span.set_status(self._traces.failed)
+        else:
+            start("produce_precise_prefix_cache", filtered_ns, orchestration).end(self._matched_ns)
+            profile = start("run_scheduler_profile", self._matched_ns, orchestration)
+            start("llm_d.epp.scoring", self._matched_ns, profile).end(ended_ns)
+            profile.end(ended_ns)
+            request.set_attributes(_told(outcome))
         orchestration.end(ended_ns)
-        best = decision.primary
-        request.set_attributes(
-            {
-                "server.address": best.pod,
-                "gen_ai.request.model": decision.model or "",
-                "kvroute.request_id": decision.request_id,
-                "kvroute.candidates": len(decision.ranked),
-                "kvroute.prompt_tokens": decision.prompt_tokens,
-                "kvroute.cached_tokens": best.cached_tokens,
-                "kvroute.cost_s": best.cost_s,
-                "kvroute.degraded": decision.degraded or "",
-            }
-        )
         request.end(ended_ns)
 
-    def _outer(self) -> tuple[Any, Any]:
-        request = self._traces.start_root("gateway.request", self._request.headers, self._began_ns)
-        return request, self._traces.start("gateway.request_orchestration", request, self._began_ns)
 
-    def _step(self, name: str, parent: Any, start_ns: int, end_ns: int) -> None:
-        self._traces.start(name, parent, start_ns).end(end_ns)
+def _told(decision: Decision) -> Mapping[str, str | int | float]:
+    best = decision.primary
+    return {
+        "server.address": best.pod,
+        "gen_ai.request.model": decision.model or "",
+        "kvroute.request_id": decision.request_id,
+        "kvroute.candidates": len(decision.ranked),
+        "kvroute.prompt_tokens": decision.prompt_tokens,
+        "kvroute.cached_tokens": best.cached_tokens,
+        "kvroute.cost_s": best.cost_s,
+        "kvroute.degraded": decision.degraded or "",
+    }
 
 
 def _sampler() -> Any:

@@ -1,5 +1,6 @@
 """Text to token ids exactly as engines do it, and back; shared by router, indexer and model server."""
 
+from tokenization.encoder import TokenIds
 from tokenization.errors import (
     MediaPromptError,
     PromptError,
@@ -8,7 +9,6 @@ from tokenization.errors import (
     TokenizerLoadError,
     UnsupportedPromptError,
 )
-from tokenization.fast_encoder import TokenIds
 from tokenization.incremental import IncrementalDecoder
 from tokenization.tokenizer import TINY_DIRECTORY, PromptTokenizer
 

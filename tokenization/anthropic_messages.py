@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tokenization.chat_messages import BILLING, objects
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
 
-# Changes with every request; vLLM takes it out of system prompts.
-_BILLING = "x-anthropic-billing-header"
 _TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
 _IMAGE = "image"
 
@@ -36,7 +35,7 @@ def messages_as_chat(body: Body, effort_without_thinking: str = "none") -> dict[
     chat["messages"] = messages
     if (tools := body.get("tools")) is not None:
         # A tool choice changes the grammar, not the prompt; only "none" would, which this API has not.
-        chat["tools"] = [_tool(tool) for tool in _objects(tools, "tools")]
+        chat["tools"] = [_tool(tool) for tool in objects(tools, "tools")]
         kwargs = chat.get("chat_template_kwargs", {})
         if not tools and isinstance(kwargs, dict) and kwargs.get("tools") in (None, "auto"):
             # Other than a chat's, an empty list is seen by the template.
@@ -56,20 +55,20 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
     if isinstance(system, str):
         yield {"role": "system", "content": system}
         return
-    texts = [_text(block, "system") for block in _objects(system, "system") if block.get("type") == "text"]
-    if text := "".join(text for text in texts if not text.startswith(_BILLING)):
+    texts = [_text(block, "system") for block in objects(system, "system") if block.get("type") == "text"]
+    if text := "".join(text for text in texts if not text.startswith(BILLING)):
         yield {"role": "system", "content": text}
 
 
 def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[str, Any]]:
-    for at, message in enumerate(_objects(messages, "messages")):
+    for at, message in enumerate(objects(messages, "messages")):
         if (plain := _plain(message)) is not None:
             yield plain
             continue
         role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
         if role == "system":
             text = _only_text(content)
-            if at == 0 and may_begin_with_system and text and not text.startswith(_BILLING):
+            if at == 0 and may_begin_with_system and text and not text.startswith(BILLING):
                 # In its place, merged into the system's field or folded: in every release it is the system's.
                 yield {"role": "system", "content": text}
                 continue
@@ -81,7 +80,7 @@ def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[st
         if isinstance(content, str):
             yield {"role": role, "content": content}
         else:
-            yield from _turn(role, _objects(content, f"{where}.content"), where)
+            yield from _turn(role, objects(content, f"{where}.content"), where)
 
 
 def _plain(message: Body) -> dict[str, Any] | None:
@@ -140,7 +139,7 @@ def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
     images: list[dict[str, Any]] = []
     if isinstance(content, list):
         texts = []
-        for item in _objects(content, f"{where}.content"):
+        for item in objects(content, f"{where}.content"):
             if item.get("type") == "text":
                 texts.append(_text(item, where))
             elif item.get("type") == _IMAGE:
@@ -194,9 +193,3 @@ def _text(block: Body, where: str, name: str = "text") -> str:
     if not isinstance(text, str):
         raise PromptError(f"{where}: {name} must be a string", where)
     return text
-
-
-def _objects(value: object, where: str) -> Sequence[Body]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise PromptError(f"{where} must be a list of objects", where)
-    return value

@@ -1,17 +1,17 @@
-"""OpenAI messages, checked and brought into the form that vLLM's server hands to chat templates.
+"""OpenAI messages and tools, checked and brought into the form that vLLM's server hands to chat templates.
 
 Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenization.chat_tools import developer_tools, tool_calls
 from tokenization.errors import MediaPromptError, PromptError, UnsupportedPromptError
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -38,7 +38,7 @@ _PART_FIELDS = frozenset(
 # Parts that are known by such a field where they have no type, but have no form here.
 _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
 # A client adds it to the system's text for its bill; it changes with every request.
-_BILLING = "x-anthropic-billing-header"
+BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
 # Fields of a message that are lists.
 _LISTS = ("content", "tool_calls")
@@ -132,7 +132,7 @@ def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
     role, content = message.get("role"), message.get("content")
     if type(role) is not str or type(content) is not str:
         return None
-    if role == "developer" or (role == "system" and content.startswith(_BILLING)):
+    if role == "developer" or (role == "system" and content.startswith(BILLING)):
         return None
     if wants_parts and role != "tool":
         return {"role": role, "content": [{"type": "text", "text": content}]}
@@ -206,14 +206,14 @@ def _extra_fields(part: object, wants_parts: bool) -> Mapping[str, Any]:
 def _without_billing(content: object) -> object:
     """A system's content, of which each text that begins with the client's billing has lost that line."""
     if isinstance(content, str):
-        return (content.partition("\n")[2] or None) if content.startswith(_BILLING) else content
+        return (content.partition("\n")[2] or None) if content.startswith(BILLING) else content
     if not isinstance(content, list):
         return content
     kept: list[object] = []
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part.get("text") if is_text else part
-        if not isinstance(text, str) or not text.startswith(_BILLING):
+        if not isinstance(text, str) or not text.startswith(BILLING):
             kept.append(part)
         elif rest := text.partition("\n")[2]:
             kept.append({**part, "text": rest} if is_text else rest)
@@ -251,3 +251,102 @@ def _inner_items(message: Any) -> int:
     # Another API's results have parts of their own.
     inner = [part.get("content") for part in chain.from_iterable(lists) if type(part) is dict]
     return sum(map(len, lists)) + sum([len(parts) for parts in inner if type(parts) is list])
+
+
+_CALL_FIELDS = ("id", "function", "type")
+_CALLED_FIELDS = ("arguments", "name")
+_OWN_TOOL_FIELDS = ("function", "type")
+_OWN_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+# Shown where they are given; a tool's other fields are dropped.
+_OPTIONAL_FIELDS = ("strict", "defer_loading")
+
+
+class CallsInOrder(list[Any]):
+    """Calls whose fields stand as vLLM shows them, where that is not the order of a chat's calls."""
+
+
+def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
+    """Checks tool definitions: what is not given is there as null, what vLLM does not know is gone.
+
+    Raises:
+        PromptError: `tools` is no list of functions.
+    """
+    if tools is None or tools == []:
+        return None
+    return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(tools, "tools"))]
+
+
+def objects(value: object, where: str, param: str | None = None) -> list[dict[str, Any]]:
+    """The list of objects that a value has to be; `param` names the request's field, if not `where`."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise PromptError(f"{where} must be a list of objects", param or where)
+    return value
+
+
+def developer_tools(tools: object) -> object:
+    """The tools in a developer's message, of which only the order of fields is changed."""
+    if not isinstance(tools, list):
+        return tools
+    return [_own_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
+
+
+def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Checks an assistant's calls; the JSON text of their arguments becomes an object."""
+    if not isinstance(calls, list):
+        raise PromptError(f"{where} must be a list", where)
+    known = []
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise PromptError(f"{where}[{at}].function must be an object", where)
+        arguments = _arguments(function.get("arguments"), where)
+        called = {**function, "arguments": arguments}
+        if not isinstance(calls, CallsInOrder):
+            called = _ordered(called, _CALLED_FIELDS)
+        known.append(_ordered({**call, "function": called}, _CALL_FIELDS))
+    return known
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PromptError(f"{where}.function must be an object with a name", "tools")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    shown = {"type": "function", "function": known}
+    deferred = tool.get("defer_loading")
+    for name in _OPTIONAL_FIELDS:
+        value = function.get(name)
+        if value is None and name == "defer_loading":
+            value = deferred
+        if value is not None:
+            known[name] = value
+    return shown if deferred is None else {**shown, "defer_loading": deferred}
+
+
+def _own_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if isinstance(function, dict):
+        tool = {**tool, "function": _ordered(function, _OWN_FUNCTION_FIELDS)}
+    return _ordered(tool, _OWN_TOOL_FIELDS)
+
+
+def _ordered(fields: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:
+    """The same fields, the named ones in front."""
+    return {name: fields[name] for name in first if name in fields} | fields
+
+
+def _arguments(arguments: object, where: str) -> dict[str, Any]:
+    """A call's arguments as an object; what is none counts as empty, so that the conversation can go on."""
+    if isinstance(arguments, str):
+        escapes = "\\u" in arguments
+        try:
+            arguments = json.loads(arguments)
+            if escapes:
+                # The body is UTF-8, but this is JSON of its own, which may name what has no UTF-8 form.
+                json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            # Engines refuse it only if the template shows it.
+            raise UnsupportedPromptError(f"{where} holds half of a surrogate pair", where) from error
+        except (ValueError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from tokenizers import Tokenizer
 
 from tokenization.image_rules import ImageRule, always, by_pixels, in_rows
+from tokenization.template_files import token_text_of
 
 Settings: TypeAlias = Mapping[str, Any]
 
@@ -26,14 +27,7 @@ _LLAVA_VISION = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """What a model's directory says of its images; empty for a file that is not there.
-
-    Attributes:
-        config: Of config.json.
-        preprocessor: Of preprocessor_config.json.
-        processor: Of processor_config.json, which newer models have all in.
-        tokenizer: Of tokenizer_config.json.
-    """
+    """What config.json and the files like it say of a model's images; empty for one that is not there."""
 
     config: Settings
     preprocessor: Settings
@@ -184,10 +178,7 @@ def _dict(settings: Settings, name: str) -> Settings:
 
 def _token(settings: Settings, name: str) -> str | None:
     """A special token's text: of its own, or among the extra ones."""
-    value = settings.get(name, _dict(settings, "extra_special_tokens").get(name))
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+    return token_text_of(settings.get(name, _dict(settings, "extra_special_tokens").get(name)))
 
 
 def _id(tokenizer: Tokenizer, text: object) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenization.fast_encoder import TokenIds
+from tokenization.encoder import TokenIds
 from tokenization.image_headers import ImageSize
 
 _ASPECT_MAX = 200

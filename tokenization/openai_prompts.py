@@ -9,19 +9,25 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 
-from tokenization.chat_messages import ManyItemsError, MediaForm, chat_messages, decoded, items_of
-from tokenization.chat_tools import chat_tools
+from tokenization.chat_messages import (
+    ManyItemsError,
+    MediaForm,
+    chat_messages,
+    chat_tools,
+    decoded,
+    items_of,
+    objects,
+)
+from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
-from tokenization.fast_encoder import TokenIds
-from tokenization.image_parts import image_parts
-from tokenization.image_prompts import ExpandedPrompt, expanded
+from tokenization.image_prompts import ExpandedPrompt, expanded, image_parts
 from tokenization.tokenizer import PromptTokenizer
-from tokenization.truncation import WHOLE, Truncation, truncation_of
 
 Body = Mapping[str, Any]
 
@@ -125,8 +131,8 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> TokenIds:
     # No text holds it by chance, so where it is first seen the first media part stands.
     mark = secrets.token_hex(16)
     rendered, special = _rendered_media(body, decoded(body.get("messages")), tokenizer, MediaForm(mark, mark))
-    text = tokenizer.closed_prefix(rendered.partition(mark)[0])
-    if special and tokenizer.affix_tokens[1]:
+    text = tokenizer.encoder.closed_prefix(rendered.partition(mark)[0])
+    if special and tokenizer.encoder.affix_tokens[1]:
         raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
     return tokenizer.token_ids(text, add_special_tokens=special)
 
@@ -174,10 +180,8 @@ def _template_options(body: Body) -> dict[str, Any]:
     kwargs = _template_kwargs(body)
     tools = _given_tools(kwargs.pop("tools", None))
     documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
-    if documents is not None and not (
-        isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
-    ):
-        raise PromptError("documents must be a list of objects", "documents")
+    if documents is not None:
+        objects(documents, "documents")
     return {
         "tools": chat_tools(body.get("tools")) if tools is None else tools,
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),
@@ -225,7 +229,7 @@ def _encoded(
 ) -> TokenIds:
     _check_length(len(text), param, truncation, limits)
     ids = tokenizer.token_ids(text, add_special_tokens=special)
-    return truncation.apply(ids, *(tokenizer.affix_tokens if special else (0, 0)))
+    return truncation.apply(ids, *(tokenizer.encoder.affix_tokens if special else (0, 0)))
 
 
 def _check_length(chars: int, param: str, truncation: Truncation, limits: PromptLimits) -> None:
@@ -258,3 +262,74 @@ def _checked_ids(ids: list[object], below: int) -> TokenIds:
             # Not shown: it may be anything, and nested too deeply to be shown.
             raise PromptError(f"token ids must be integers from 0 to {below - 1}", "prompt")
     return np.frombuffer(array("I", cast("list[int]", ids)), np.uint32)
+
+
+_TRUNCATE = "truncate_prompt_tokens"
+_TO_CONTEXT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens of a prompt stay where `truncate_prompt_tokens` wants it cut, as vLLM's server grants it.
+
+    Attributes:
+        tokens_max: Most tokens; None keeps all.
+        keeps_end: Whether the last ones stay; else the first.
+        keeps_affixes: Whether what post-processing adds stays in any case.
+    """
+
+    tokens_max: int | None = None
+    keeps_end: bool = True
+    keeps_affixes: bool = True
+
+    def apply(self, ids: TokenIds, head_tokens: int, tail_tokens: int) -> TokenIds:
+        """Cuts a prompt of which so many tokens at either end come from post-processing.
+
+        Raises:
+            PromptError: What post-processing adds is alone longer than the limit.
+        """
+        if self.tokens_max is None or len(ids) <= self.tokens_max:
+            return ids
+        if not self.keeps_affixes or self.tokens_max == 0:
+            head_tokens = tail_tokens = 0
+        room = self.tokens_max - head_tokens - tail_tokens
+        if room < 0:
+            raise PromptError(
+                f"{_TRUNCATE} leaves no room for the {head_tokens + tail_tokens} special tokens", _TRUNCATE
+            )
+        end = len(ids) - tail_tokens
+        kept = ids[end - room : end] if self.keeps_end else ids[head_tokens : head_tokens + room]
+        return np.concatenate((ids[:head_tokens], kept, ids[end:]))
+
+
+WHOLE = Truncation()
+
+
+def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_tokens: int) -> Truncation:
+    """Reads the fields of a request.
+
+    Args:
+        body: The decoded JSON.
+        context_tokens: The most that may be asked for; -1 leaves one of them to the answer. None: not known.
+        output_tokens: The most that the answer may have; 0 where none is asked for.
+
+    Raises:
+        PromptError: A field has the wrong type or is out of range.
+        UnsupportedPromptError: The prompt is to be cut to a context that is not known.
+    """
+    wanted = body.get(_TRUNCATE)
+    if wanted is None:
+        return WHOLE
+    if type(wanted) is not int or wanted < _TO_CONTEXT:
+        raise PromptError(f"{_TRUNCATE} must be a whole number of at least {_TO_CONTEXT}", _TRUNCATE)
+    side = body.get("truncation_side")
+    if side not in (None, "left", "right"):
+        raise PromptError("truncation_side must be left or right", "truncation_side")
+    if context_tokens is None:
+        if wanted == _TO_CONTEXT:
+            raise UnsupportedPromptError("the model's context is not known", _TRUNCATE)
+    elif wanted > context_tokens:
+        raise PromptError(f"{_TRUNCATE} is more than the {context_tokens} tokens of the context", _TRUNCATE)
+    elif wanted == _TO_CONTEXT:
+        wanted = context_tokens - (1 if output_tokens else 0)
+    return Truncation(wanted, keeps_end=side != "right", keeps_affixes=side is None)

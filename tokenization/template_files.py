@@ -1,13 +1,16 @@
-"""Which chat templates a model brings: its directory and settings in, sources out, as engines choose them.
+"""Which of a model's files engines read its chats and prompts by: its directory and settings in, sources out.
 
-Knows the files that `transformers` reads, and the models whose chats vLLM's server writes by code of its own.
-Compiles and renders nothing.
+Knows the files that `transformers` reads, the models whose chats vLLM's server writes by code of its own, and
+vLLM's rule for `mistral-common`: the directory holds Mistral's own form of the tokenizer and of the weights.
+Chats then have no template, and a special token's text within a prompt is text. Compiles and renders nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +37,7 @@ _OWN_ARCHITECTURES = frozenset(
 
 
 class TemplateSources(NamedTuple):
-    """Jinja sources.
-
-    Attributes:
-        default: For most chats; None: there is none.
-        tools: For chats with tools; None: the same.
-    """
+    """Jinja sources: of most chats (None: there is none), and of chats with tools (None: the same)."""
 
     default: str | None
     tools: str | None
@@ -80,15 +78,30 @@ def template_sources(
     return TemplateSources(default, tools)
 
 
-def _processors_template(directory: Path) -> str | None:
-    path = directory / _PROCESSORS_TEMPLATE
-    if not path.is_file() or not any((directory / name).is_file() for name in _PROCESSORS):
-        return None
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an optional JSON object."""
+    if not path.is_file():
+        return {}
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
-    source = told.get("chat_template") if isinstance(told, dict) else None
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path}: must hold a JSON object")
+    return value
+
+
+def token_text_of(value: object) -> str | None:
+    """A special token is written as its text, or as an AddedToken's dict."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _processors_template(directory: Path) -> str | None:
+    if not any((directory / name).is_file() for name in _PROCESSORS):
+        return None
+    source = read_json(directory / _PROCESSORS_TEMPLATE).get("chat_template")
     return source if isinstance(source, str) else None
 
 
@@ -98,3 +111,43 @@ def _is_written_by_code(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == _OWN_MODEL_TYPE or any(
         isinstance(name, str) and name in _OWN_ARCHITECTURES for name in names
     )
+
+
+_TEKKEN, _SENTENCEPIECE = "tekken.json", "tokenizer.model.v*"
+_OWN_WEIGHTS, _WEIGHTS = "consolidated*.safetensors", "*.safetensors"
+_ANY_TEXT = re.compile("")
+
+
+class MistralForm(Enum):
+    """A tokenizer of Mistral's own."""
+
+    TEKKEN = "tekken"
+    SENTENCEPIECE = "sentencepiece"
+
+    def read_otherwise(self, special_tokens: Iterable[str]) -> re.Pattern[str]:
+        """What is in every text that `tokenizer.json` may turn into other ids than this form does.
+
+        Args:
+            special_tokens: The texts of those in tokenizer.json.
+        """
+        if self is MistralForm.SENTENCEPIECE:
+            return _ANY_TEXT
+        texts = [re.escape(text) for text in special_tokens]
+        # A pattern of nothing would be found everywhere.
+        return re.compile("|".join(texts) if texts else "(?!)")
+
+
+def mistral_form(directory: Path) -> MistralForm | None:
+    """The form that engines take for this model; None: they take `tokenizer.json`.
+
+    Without any weights the directory does not tell, and Mistral's tokenizer is taken for the engines' own:
+    rather no ids than wrong ones.
+    """
+    if (directory / _TEKKEN).is_file():
+        form = MistralForm.TEKKEN
+    elif any(directory.glob(_SENTENCEPIECE)):
+        form = MistralForm.SENTENCEPIECE
+    else:
+        return None
+    is_told = any(directory.glob(_OWN_WEIGHTS)) or not any(directory.glob(_WEIGHTS))
+    return form if is_told else None

@@ -5,7 +5,6 @@ Reads a Hugging Face directory: tokenizer.json and what lies beside it. Knows no
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
-from tokenization.encoder import TextEncoder
+from tokenization.encoder import EncodingFacts, TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.fast_encoder import EncodingFacts, TokenIds
 from tokenization.image_families import ImageFiles, image_rule
 from tokenization.image_rules import ImageRule
 from tokenization.incremental import OwnTexts, own_texts
-from tokenization.mistral_files import mistral_form
-from tokenization.template_files import TemplateSources, template_sources
+from tokenization.template_files import (
+    TemplateSources,
+    mistral_form,
+    read_json,
+    template_sources,
+    token_text_of,
+)
 
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 """Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
@@ -39,6 +42,7 @@ class PromptTokenizer:
         special_token_ids: Ids that decoding leaves out unless it is told not to.
         chat_template: None for a model that has no chat template, or whose engines use none.
         image_rule: What images become in its prompts; None where that is not known.
+        encoder: Encodes texts.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class PromptTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
-        self._encoder = TextEncoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
@@ -88,9 +92,9 @@ class PromptTokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of broken file
             raise TokenizerLoadError(f"{path}: {error}") from error
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         special = {
-            name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
+            name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
         }
         mistral = mistral_form(directory) if mistral_common else None
         sources, read_otherwise, images = TemplateSources(None, None), None, None
@@ -109,23 +113,13 @@ class PromptTokenizer:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
     @property
-    def affix_tokens(self) -> tuple[int, int]:
-        """How many tokens `add_special_tokens` adds before and behind a text."""
-        return self._encoder.affix_tokens
-
-    @property
     def is_library_known(self) -> bool:
         """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
         return self._read_otherwise is None
 
     @property
     def encoding_facts(self) -> EncodingFacts:
-        """How texts are encoded so far."""
-        return self._encoder.facts
-
-    def closed_prefix(self, text: str) -> str:
-        """The part of a text whose ids are the same whatever follows it."""
-        return self._encoder.closed_prefix(text)
+        return self.encoder.facts
 
     def template_for(self, tools: object) -> ChatTemplate | None:
         """The template of chats with these tools (None: without any); None where there is none."""
@@ -143,7 +137,7 @@ class PromptTokenizer:
         """
         if self._read_otherwise is not None and self._read_otherwise.search(text):
             raise UnsupportedPromptError("this model's engines read this text by mistral-common", "prompt")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes text to a list; as `token_ids`."""
@@ -160,7 +154,6 @@ class PromptTokenizer:
         return self._own_texts[skip_special_tokens]
 
     def to_json(self) -> str:
-        """The content of the tokenizer.json that it stands for."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -184,42 +177,22 @@ class PromptTokenizer:
 
 def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
     names = ("config.json", "preprocessor_config.json", "processor_config.json")
-    config, preprocessor, processor = (_read_json(directory / name) for name in names)
+    config, preprocessor, processor = (read_json(directory / name) for name in names)
     return ImageFiles(config, preprocessor, processor, settings)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Reads an optional JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{path}: must hold a JSON object")
-    return value
-
-
-def _token_text(value: object) -> str | None:
-    """A special token is written as its text, or as an AddedToken's dict."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens of a model's own, by the names under which its template knows them."""
     extra = settings.get("extra_special_tokens")
     named = extra.items() if isinstance(extra, dict) else ()
-    return {name: text for name, value in named if (text := _token_text(value)) is not None}
+    return {name: text for name, value in named if (text := token_text_of(value)) is not None}
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
     """generation_config.json's ids (may be several), else config.json's; always the tokenizer's own too."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
+        value = read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
             break

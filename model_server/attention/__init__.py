@@ -1,7 +1,4 @@
-"""Attention over the paged KV pool: one interface, two backends.
-
-In: a model's shape and the pool's layout. Out: an `Attention`. A backend joins by a file beside `sdpa`.
-"""
+"""Attention over the paged KV pool: one interface, two backends; another joins by a file beside `sdpa`."""
 
 import logging
 from functools import cache
@@ -27,15 +24,7 @@ _ROUNDING = {torch.bfloat16: 2.0**-4, torch.float32: 1e-4}
 def new_attention(
     shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device, *, fp8: bool = False
 ) -> Attention:
-    """Make the KV pool and choose what attends over it.
-
-    Args:
-        shape: Of the model.
-        layout: Of the pool.
-        dtype: What the model computes in.
-        device: Where the pool goes.
-        fp8: Keep keys and values in 8-bit floats.
-    """
+    """Make the KV pool and choose what attends over it."""
     if fp8:
         return SdpaAttention(shape, layout, dtype, device, fp8=True)
     if device.type != "cuda":

@@ -1,7 +1,4 @@
-"""What the engine, the models and the attention backends say to each other.
-
-In and out: plain descriptions of one step. It computes nothing.
-"""
+"""What the engine, the models and the attention backends say to each other: plain descriptions of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,16 +63,11 @@ class View:
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
-class StepMeta(Protocol):
-    """One step as a backend has laid it out; the same for all layers.
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """One step as a backend has laid it out; the same for all layers."""
 
-    Attributes:
-        positions: int64 [tokens], each token's place in its sequence.
-    """
-
-    @property
-    def positions(self) -> Tensor:
-        """See above."""
+    positions: Tensor  # int64 [tokens], each token's place in its sequence
 
 
 class Attention(Protocol):
@@ -93,10 +85,8 @@ class Attention(Protocol):
         """Write the KV of all tokens of the step; must come before `attend` of the same layer.
 
         Args:
-            layer: Index of the layer.
             key: [tokens, kv_heads, head_dim], rotated.
             value: The same shape.
-            meta: Of this step.
         """
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
@@ -104,8 +94,6 @@ class Attention(Protocol):
 
         Args:
             query: [tokens, heads, head_dim], rotated.
-            layer: Index of the layer.
-            meta: Of this step.
 
         Returns:
             [tokens, heads * head_dim].
@@ -121,14 +109,7 @@ def positions_of(spans: Sequence[Span]) -> Numbers:
 
 
 def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens: int) -> Numbers:
-    """Return where the KV of each token goes: block * block_tokens + offset, int64 [tokens].
-
-    Args:
-        spans: Of the step.
-        positions: Their tokens' places, as `positions_of` tells them.
-        group: KV group.
-        block_tokens: Tokens in one block.
-    """
+    """Return where the KV of each token goes: block * block_tokens + offset, int64 [tokens]."""
     blocks: list[int] = []
     for span in spans:
         table = span.block_tables[group]
@@ -140,16 +121,10 @@ def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens
 
 
 def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return what single tokens read.
+    """Return the blocks that spans of one token read, [spans, most blocks] padded with block 0, and bounds.
 
-    Args:
-        view: Of the layers.
-        spans: Of one token each.
-        block_tokens: Tokens in one block.
-
-    Returns:
-        Their blocks [spans, most blocks], padded with block 0; and the first position that each sees and the
-        one behind its last, [spans], counted from its first block.
+    The bounds are the first position that each sees and the one behind its last, [spans], counted from its
+    first block.
     """
     first_seen = [view.first_position(span.start) for span in spans]
     first = [position // block_tokens for position in first_seen]

@@ -1,7 +1,6 @@
 """The KV pool: keys and values by plane, block, head, token and element; as they are, or as 8-bit floats.
 
-In: keys and values with the slots they go to. Out: whole blocks. A slot is block * block_tokens + offset. It
-knows neither sequences nor layers; a plane serves one layer of each group.
+A slot is block * block_tokens + offset; a plane serves one layer of each group.
 """
 
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class KvPool:
         return self._content[plane], self._content[self._num_planes + plane]
 
     def plan_write(self, slots: Numbers) -> Write:
-        """Lay out the writes of one step."""
         block, offset = np.divmod(slots, self._block_tokens)
         rows = (block[:, None] * self._kv_heads + np.arange(self._kv_heads)) * self._block_tokens
         return Write(to_device((rows + offset[:, None]).ravel(), self._device))
@@ -81,7 +79,6 @@ class KvPool:
         return self._read(plane, rows), self._read(self._num_planes + plane, rows)
 
     def block_tensors(self) -> list[Tensor]:
-        """Return all that is kept, [planes, blocks, ...] each."""
         return [self._content]
 
     def _write(self, row: int, new: Tensor, plan: Write) -> None:
@@ -119,7 +116,6 @@ class Fp8KvPool(KvPool):
         return Fp8Write(super().plan_write(slots).rows, *places)
 
     def block_tensors(self) -> list[Tensor]:
-        """Return all that is kept, [planes, blocks, ...] each."""
         return [self._content, self._scales]
 
     def _write(self, row: int, new: Tensor, plan: Write) -> None:

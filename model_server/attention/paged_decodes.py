@@ -35,48 +35,32 @@ _LANES, _PART = 16, 32
 
 
 class Job(ctypes.Structure):
-    """One layer's attention; several threads may work on it.
-
-    Attributes:
-        ticket: Parts that somebody has begun; 0 at first.
-        keys: Address of the layer's keys, [blocks, kv_heads, block_tokens, head_dim].
-        values: Address of its values, likewise.
-        queries: Address of [tokens, query_rows, head_dim], of whose rows the first are the query heads.
-        output: Address of [tokens, kv_heads * group, head_dim].
-        tables: Address of int32 [sequences, width]: blocks; the longest sequences should come last.
-        rows: Address of int64 [sequences]: each sequence's token.
-        begins: Address of int64 [sequences]: the first position that is read, counted from the first block.
-        stops: Address of int64 [sequences]: the position after the last.
-        sequences: How many.
-        width: Of the block tables.
-        kv_heads: Key and value heads.
-        heads_at_once: KV heads that are one part of the work, 1 or all. All of a block's are read in one go.
-        group: Query heads of a KV head.
-        head_dim: Elements of a head, a multiple of 32.
-        block_tokens: Tokens in a block.
-        query_rows: Of a token.
-        scale: Of the exponents of 2 that scores are.
-    """
+    """One layer's attention; several threads may work on it."""
 
     _fields_ = (
-        ("ticket", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("values", ctypes.c_int64),
-        ("queries", ctypes.c_int64),
-        ("output", ctypes.c_int64),
-        ("tables", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("begins", ctypes.c_int64),
-        ("stops", ctypes.c_int64),
-        ("sequences", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("heads_at_once", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_tokens", ctypes.c_int64),
-        ("query_rows", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "ticket",  # parts that somebody has begun; 0 at first
+                "keys",  # address of the layer's keys, [blocks, kv_heads, block_tokens, head_dim]
+                "values",  # address of its values, likewise
+                "queries",  # address of [tokens, query_rows, head_dim]; the first rows are the query heads
+                "output",  # address of [tokens, kv_heads * group, head_dim]
+                "tables",  # address of int32 [sequences, width]: blocks; the longest should come last
+                "rows",  # address of int64 [sequences]: each sequence's token
+                "begins",  # address of int64 [sequences]: first position read, counted from the first block
+                "stops",  # address of int64 [sequences]: the position after the last
+                "sequences",
+                "width",  # of the block tables
+                "kv_heads",
+                "heads_at_once",  # KV heads that are one part of the work, 1 or all: these are read in one go
+                "group",  # query heads of a KV head
+                "head_dim",  # a multiple of 32
+                "block_tokens",
+                "query_rows",  # of a token
+            )
+        ),
+        ("scale", ctypes.c_float),  # of the exponents of 2 that scores are
     )
 
 
@@ -89,11 +73,7 @@ class PagedPlan:
 
 
 class PagedDecodes:
-    """Attends single tokens to the keys and values of a pool.
-
-    Raises:
-        ValueError: The kernel cannot serve the model here; see `paged_fault`.
-    """
+    """Attends single tokens to the keys and values of a pool; a ValueError for what `paged_fault` tells."""
 
     def __init__(self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, pool: KvPool) -> None:
         if (fault := paged_fault(shape, dtype, torch.device("cpu"))) is not None:
@@ -108,13 +88,7 @@ class PagedDecodes:
         self._whole_fits = _scratch_bytes(shape.heads, shape.head_dim) <= _STACK_BYTES
 
     def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> PagedPlan:
-        """Lay out one step.
-
-        Args:
-            view: Of the layers.
-            spans: Of one token each.
-            rows: Where each is in the flat batch.
-        """
+        """Lay out one step of spans of one token each, at these rows of the flat batch."""
         table, begins, stops = reads_of(view, spans, self._block_tokens)
         arrays = table.astype(np.int32), np.array(rows, np.int64), begins, stops
         names = "tables", "rows", "begins", "stops"
@@ -137,8 +111,6 @@ class PagedDecodes:
 
         Args:
             query: [tokens, heads, head_dim]; what lies between two tokens' heads is a whole number of heads.
-            plane: Of the layer.
-            plan: Of the step.
             output: [tokens, heads, head_dim], contiguous.
         """
         if query.stride()[1:] != (self._shape.head_dim, 1) or query.stride(0) % self._shape.head_dim:
@@ -154,13 +126,7 @@ class PagedDecodes:
 
 
 def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernel cannot serve a model here, or None if it can.
-
-    Args:
-        shape: Of the model.
-        dtype: Of queries, keys and values.
-        device: Where they are.
-    """
+    """Return why the kernel cannot serve a model here, or None if it can."""
     if device.type != "cpu":
         return f"it runs on the CPU alone, not on {device.type}"
     if dtype not in SEEN_AS:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from compiled.jit import callback, inlined
 from model_server.attention.lanes import (
     LANES,
+    PART,
     at,
     larger,
     largest_of,
@@ -22,6 +23,8 @@ from model_server.attention.lanes import (
     plus,
     pointer,
     power_of_two,
+    prefetch,
+    read,
     splat,
     stack,
     store,
@@ -30,9 +33,9 @@ from model_server.attention.lanes import (
     take_ticket,
     times,
     times_plus,
+    write,
 )
 from model_server.attention.paged_decodes import SCORES, TILE_TOKENS, Job
-from model_server.attention.rows import PART, prefetch, read, write
 
 _NOTHING = np.float32("-inf")
 _ANY = 1 << 40  # rows: how many there are is not checked

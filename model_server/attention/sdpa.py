@@ -1,8 +1,6 @@
 """Attention with plain torch on any device: gather blocks, mask, softmax.
 
-In: queries, keys and values of a flat token batch, and where each sequence's blocks are. Out: attention
-outputs. Knows neither requests nor weights. On a CPU single tokens can be left to a compiled kernel, which
-must compute what this does.
+On a CPU single tokens can be left to a compiled kernel, which must compute what this does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,7 @@ from torch.nn import functional
 from model_server.attention.batch import (
     KvLayout,
     Span,
+    StepMeta,
     View,
     positions_of,
     reads_of,
@@ -28,8 +27,9 @@ from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
-# Blocks that are gathered in one call for single tokens, so that their copies stay small.
-_GATHERED_BLOCKS = 1024
+# Keys that are gathered in one call for single tokens: on a CPU they should still be in its cache when they
+# are read, on a GPU calls should be few.
+_GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
@@ -62,10 +62,9 @@ class _Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class SdpaMeta:
-    """Where the tokens of one step are; the same for all layers."""
+class SdpaMeta(StepMeta):
+    """Where the tokens of one step are."""
 
-    positions: Tensor  # int64 [tokens], each token's place in its sequence
     writes: Sequence[Write]  # per group, where the KV goes
     reads: Sequence[_Reads]  # per view
 
@@ -74,11 +73,6 @@ class SdpaAttention:
     """The KV pool of all layers, and attention over it; see `Attention` for the methods.
 
     Args:
-        shape: Of the model.
-        layout: Of the pool.
-        dtype: What the model computes in.
-        device: Where the pool goes.
-        fp8: Keep keys and values in 8-bit floats.
         paged: Have the blocks of single tokens read where they lie, where `paged_fault` finds none.
 
     Raises:
@@ -102,13 +96,17 @@ class SdpaAttention:
         self._shape = shape
         self._layout = layout
         self._device = device
+        # On a CPU torch multiplies float16 so slowly that making float32 of it first takes less time.
+        is_slow = dtype == torch.float16 and device.type == "cpu"
+        self._multiplied_dtype = torch.float32 if is_slow else dtype
+        block_bytes = shape.kv_heads * layout.block_tokens * shape.head_dim * self._multiplied_dtype.itemsize
+        self._gathered_blocks = _GATHERED_BYTES[device.type] // block_bytes
         self._places = layout.places()
         layer_views = [View(self._places[layer][0], window) for layer, window in enumerate(shape.windows)]
         self._views = list(dict.fromkeys(layer_views))
         self._view_of = [self._views.index(view) for view in layer_views]
 
     def prepare(self, spans: Sequence[Span]) -> SdpaMeta:
-        """Lay out one step."""
         positions = positions_of(spans)
         slots = [
             slots_of(spans, positions, group, self._layout.block_tokens)
@@ -121,12 +119,10 @@ class SdpaAttention:
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: SdpaMeta) -> None:
-        """Write the KV of all tokens of the step."""
         group, plane = self._places[layer]
         self._pool.write(plane, key, value, meta.writes[group])
 
     def attend(self, query: Tensor, layer: int, meta: SdpaMeta) -> Tensor:
-        """Attend causally, each token to its own sequence and within the layer's window."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         plane, reads = self._places[layer][1], meta.reads[self._view_of[layer]]
         window = self._shape.windows[layer]
@@ -140,17 +136,19 @@ class SdpaAttention:
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
         return self._pool.block_tensors()
 
     def _attend_singles(self, query: Tensor, plane: int, call: _Singles, output: Tensor) -> None:
         kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
         # Heads that share a KV head become rows of one query: expanding K and V takes ten times as long.
         rows = query.index_select(0, call.rows).reshape(len(call.rows) * kv_heads, -1, head_dim)
-        key, value = (part.view(len(rows), -1, head_dim) for part in self._pool.read(plane, call.blocks))
+        rows, key, value = (
+            part.view(len(rows), -1, head_dim).to(self._multiplied_dtype)
+            for part in (rows, *self._pool.read(plane, call.blocks))
+        )
         scores = torch.bmm(rows, key.transpose(1, 2)).unflatten(0, (-1, kv_heads))
-        weights = torch.add(call.mask, scores, alpha=self._shape.scale).softmax(dim=-1).to(query.dtype)
-        sums = torch.bmm(weights.flatten(0, 1), value)
+        weights = torch.add(call.mask, scores, alpha=self._shape.scale).softmax(dim=-1).to(value.dtype)
+        sums = torch.bmm(weights.flatten(0, 1), value).to(query.dtype)
         output.index_copy_(0, call.rows, sums.view(len(call.rows), -1, head_dim))
 
     def _attend_prefill(
@@ -196,7 +194,10 @@ class SdpaAttention:
         while first < len(spans):
             # As many as one call has room for; they come by rising context, so that little is padded.
             stop = first + 1
-            while stop < len(spans) and (stop + 1 - first) * self._blocks_of(spans[stop]) <= _GATHERED_BLOCKS:
+            while (
+                stop < len(spans)
+                and (stop + 1 - first) * self._blocks_of(spans[stop]) <= self._gathered_blocks
+            ):
                 stop += 1
             table, begins, stops = reads_of(view, spans[first:stop], block_tokens)
             read = np.arange(table.shape[1] * block_tokens)

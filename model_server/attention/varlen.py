@@ -1,7 +1,6 @@
 """Attention on CUDA through torch's variable-length kernel, which reads the blocks where they lie.
 
-In: queries, keys and values of a flat token batch, and where each sequence's blocks are. Out: attention
-outputs. One call a layer for prefills and decodes together. Knows neither requests nor weights.
+One call a layer for prefills and decodes together.
 """
 
 from collections.abc import Sequence
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_server.attention.batch import KvLayout, Span, positions_of, slots_of, to_device
+from model_server.attention.batch import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
 from model_server.shapes import AttentionShape, undivided
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenMeta:
-    """Where the tokens of one step are; the same for all layers."""
+class VarlenMeta(StepMeta):
+    """Where the tokens of one step are."""
 
-    positions: Tensor  # int64 [tokens], each token's place in its sequence
     slots: Sequence[Tensor]  # per group, int64 [tokens]: block * block_tokens + offset
     block_tables: Sequence[Tensor]  # per group, int32 [sequences, blocks], padded with block 0
     query_starts: Tensor  # int32 [sequences + 1], first row of each sequence, and the end
@@ -47,7 +45,6 @@ class VarlenAttention:
         self._places = layout.places()
 
     def prepare(self, spans: Sequence[Span]) -> VarlenMeta:
-        """Lay out one step."""
         block_tokens, groups = self._layout.block_tokens, range(len(self._layout.groups))
         widths = [-(-span.stop // block_tokens) for span in spans]
         positions = positions_of(spans)
@@ -71,13 +68,11 @@ class VarlenAttention:
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: VarlenMeta) -> None:
-        """Write the KV of all tokens of the step."""
         group, plane = self._places[layer]
         for pool, new in ((self._keys[plane], key), (self._values[plane], value)):
             pool.flatten(0, 1).index_copy_(0, meta.slots[group], new)
 
     def attend(self, query: Tensor, layer: int, meta: VarlenMeta) -> Tensor:
-        """Attend causally, each token to its own sequence and within the layer's window."""
         group, plane = self._places[layer]
         window = self._shape.windows[layer]
         attended = varlen_attn(
@@ -99,7 +94,6 @@ class VarlenAttention:
         return attended.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return everything that the pool keeps, [planes, num_blocks, ...] each."""
         return [self._pool]
 
     def _indices(self, numbers: object, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -111,11 +105,7 @@ def varlen_fault(
 ) -> str | None:
     """Return why the kernel cannot serve a model here, or None if it can; runs it once to know.
 
-    Args:
-        shape: Of the model.
-        block_tokens: Tokens in one block; some versions of the kernel take multiples of 256 alone.
-        dtype: Of queries, keys and values.
-        device: Where it would run.
+    Some versions of the kernel take blocks of multiples of 256 tokens alone.
     """
     if device.type != "cuda":
         return f"it runs on CUDA alone, not on {device.type}"

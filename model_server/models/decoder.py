@@ -1,11 +1,11 @@
 """The decoder that all architectures share: attention with rotary positions, RMS norms, gated MLP.
 
-In: a flat batch of token ids with its attention metadata. Out: logits of the chosen rows. It owns the
-weights, names them as Hugging Face checkpoints do, and knows neither requests nor blocks. One of several
-ranks owns some heads of every layer, some of the MLP's columns and some tokens of the vocabulary: projections
-that these are the outputs of need nobody else, those that they are the inputs of are summed over all ranks.
+It names its weights as Hugging Face checkpoints do. One of several ranks owns some heads of every layer, some
+of the MLP's columns and some tokens of the vocabulary: projections that these are the outputs of need nobody
+else, those that they are the inputs of are summed over all ranks.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -14,24 +14,80 @@ from torch.nn import functional
 
 from model_server.attention import Attention, StepMeta
 from model_server.lora import LoraBatch
-from model_server.models.layer import DecoderLayer, ProjectionPart, Weight, projection_parts
-from model_server.models.linear import Linear
-from model_server.models.rope import frequencies, rotate, rotation
+from model_server.models.layer import DecoderLayer, Linear, ProjectionPart, Weight, projection_parts
 from model_server.parallel.ranks import Ranks
-from model_server.shapes import DecoderShape, KvGroupSpec, Rope, Share, kv_groups
+from model_server.shapes import (
+    DecoderShape,
+    KvGroupSpec,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    Share,
+    YarnScaling,
+    kv_groups,
+)
 
 _ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
 
-class Decoder:
-    """A decoder whose weights are yet to be written into `weights()`.
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Return the angle per position of each pair, float32 [head_dim / 2]."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    match rope.scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _stretch_llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _stretch_yarn(plain, scaling)
+    return plain
 
-    Args:
-        shape: Of the whole model.
-        dtype: Of weights and activations.
-        device: Where the weights are.
-        ranks: Who computes it; None for this process alone.
-    """
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and signed sines of one step, each [tokens, 1, head_dim], for `rotate`."""
+    angles = positions[:, None, None].float() * frequencies
+    cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
+    return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate [tokens, heads, head_dim] by each token's angles."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosine + torch.cat((second, first), dim=-1) * sine
+
+
+def _stretch_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_context * plain / (2 * math.pi)  # within the original context
+    # 1 keeps a frequency, 0 divides it by the factor, between them it is interpolated.
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return _interpolate(plain, scaling.factor, keep)
+
+
+def _stretch_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
+    pairs = len(plain)
+
+    def pair_of(turns: float) -> float:
+        """Return the (fractional) pair that turns so often within the original context."""
+        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(scaling.theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)
+    return _interpolate(plain, scaling.factor, 1.0 - ramp)
+
+
+def _interpolate(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
+    """Divide frequencies by the factor where `keep` is 0 or less, leave them where it is 1 or more."""
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / factor
+
+
+class Decoder:
+    """A decoder whose weights are yet to be written into `weights()`."""
 
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
@@ -56,7 +112,6 @@ class Decoder:
 
     @property
     def kv_groups(self) -> tuple[KvGroupSpec, ...]:
-        """The groups of layers that can share a block table."""
         return kv_groups(self.shape.windows)
 
     def weights(self) -> dict[str, Weight]:
@@ -97,9 +152,6 @@ class Decoder:
         Args:
             token_ids: int64 [tokens], all sequences one after the other.
             rows: int64, the tokens whose next one is wanted.
-            attention: The KV pool.
-            meta: Of this step.
-            lora: The rows that adapters change.
 
         Returns:
             float32 logits [rows, vocab_size]; on ranks but the first, of no use.
@@ -161,7 +213,6 @@ class Decoder:
         return added
 
     def _mlp(self, hidden: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
-        """Return what a layer's MLP adds to the residual stream."""
         layer = self._layers[index]
         gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
         gate, up = gate_up.chunk(2, dim=-1)

@@ -1,16 +1,56 @@
-"""The weights of one decoder layer; projections that share an input are one matrix.
-
-In: a shape and which part of it is computed here. Out: empty tensors, under their checkpoint names and under
-the model's own. It computes nothing.
-"""
+"""The weights of one decoder layer; projections that share an input are one matrix."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from model_server.models.linear import Linear
 from model_server.shapes import DecoderShape, Division, Share
+
+# What the packed order is made for; it serves any number of rows. Were it made for few, a single row would be
+# computed by another kernel, which rounds differently.
+_PACKED_FOR_ROWS = 2048
+
+
+class Linear:
+    """A projection without its bias."""
+
+    __slots__ = ("_packed", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [outputs, inputs]; of no use once packed
+        self._packed: Tensor | None = None
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return inputs @ weight.T + bias, [rows, outputs]."""
+        if self._packed is None:
+            return functional.linear(inputs, self.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
+
+    def pack(self) -> None:
+        """Let go of the plain weight for one in the order that oneDNN reads, where that helps.
+
+        Else oneDNN reorders all of it in every call, which for 8 rows takes as long as the multiplication.
+        """
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _can_pack():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
+            self.weight = self.weight.new_empty(0)
+
+
+@cache
+def _can_pack() -> bool:
+    """Tell whether packing works here; runs it once to know, for the operators are private to torch."""
+    inputs, weight = torch.ones((1, 8), dtype=torch.bfloat16), torch.ones((8, 8), dtype=torch.bfloat16)
+    trial = Linear(weight)
+    try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        trial._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        return torch.equal(trial(inputs), functional.linear(inputs, weight))  # sums of ones are exact
+    except (AttributeError, RuntimeError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +62,6 @@ class Weight:
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> "Weight":
-        """Return a tensor that is kept whole."""
         return cls(tensor, tuple(Share.all_of(length) for length in tensor.shape))
 
     @property
@@ -31,7 +70,6 @@ class Weight:
         return tuple(share.whole for share in self.shares)
 
     def write(self, whole: Tensor) -> None:
-        """Keep the part of the checkpoint's tensor."""
         self.tensor.copy_(whole[tuple(share.span for share in self.shares)])
 
 
@@ -46,29 +84,7 @@ class ProjectionPart:
 
 
 class DecoderLayer:
-    """One layer.
-
-    Attributes:
-        projections: "qkv", "output", "gate_up" and "down", with their biases or None.
-        input_norm: Before attention.
-        mlp_input_norm: Before the MLP.
-        attention_norm: Of what attention adds, if the shape has output norms.
-        mlp_norm: Of what the MLP adds, likewise.
-        query_norm: Of each query head, if the shape has head norms.
-        key_norm: Of each key head, likewise.
-    """
-
-    __slots__ = (
-        "_parts",
-        "_shape",
-        "attention_norm",
-        "input_norm",
-        "key_norm",
-        "mlp_input_norm",
-        "mlp_norm",
-        "projections",
-        "query_norm",
-    )
+    """One layer; norms that its shape does not have are not read."""
 
     def __init__(
         self, shape: DecoderShape, division: Division, dtype: torch.dtype, device: torch.device
@@ -85,6 +101,7 @@ class DecoderLayer:
         def linear(outputs: int, inputs: int, *, bias: bool = False) -> tuple[Linear, Tensor | None]:
             return Linear(empty(outputs, inputs)), empty(outputs) if bias else None
 
+        # "qkv", "output", "gate_up" and "down", with their biases or None.
         self.projections: dict[str, tuple[Linear, Tensor | None]] = {
             "qkv": linear(qkv_rows, shape.hidden, bias=shape.qkv_bias),
             "output": linear(shape.hidden, query_rows, bias=shape.output_bias),
@@ -92,7 +109,9 @@ class DecoderLayer:
             "down": linear(shape.hidden, own.intermediate),
         }
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
+        # Of what attention and MLP add, if the shape has output norms.
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
+        # Of each query and key head, if the shape has head norms.
         self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
 
     def weights(self) -> dict[str, Weight]:

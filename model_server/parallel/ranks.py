@@ -1,8 +1,4 @@
-"""Sums and joins over the processes that compute one model together, through torch.distributed.
-
-In: what one rank has computed. Out: what all of them have. Alone, both are the same and nothing is sent. It
-knows neither models nor requests.
-"""
+"""Sums and joins over the processes that compute one model together, through torch.distributed."""
 
 import os
 import sys
@@ -30,7 +26,6 @@ class Ranks:
 
         Args:
             rendezvous: A file in a directory of theirs alone; the first one to come makes it.
-            device: What this rank computes on.
 
         Raises:
             RuntimeError: They cannot reach each other.

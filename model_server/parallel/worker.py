@@ -1,7 +1,6 @@
 """One rank above 0 as a process: `python -m model_server.parallel.worker FILE_DESCRIPTOR`.
 
-In: orders over the connection with this descriptor. Out: the rank's part of every step, and nothing else: it
-knows neither requests nor tokens that were chosen. It ends when the connection closes, however that comes.
+It takes orders over the connection with this descriptor, and ends when that closes, however that comes.
 """
 
 import logging
@@ -15,8 +14,8 @@ from multiprocessing.connection import Connection
 
 from model_server.errors import ModelServerError
 from model_server.model_runner import ModelRunner, load_runner
-from model_server.parallel.messages import Answer, Order, encode, read_order, read_start
 from model_server.parallel.ranks import Ranks
+from model_server.parallel.workers import Answer, Order, encode, read_order, read_start
 
 logger = logging.getLogger(__name__)
 
@@ -29,45 +28,27 @@ _METHODS = frozenset(
 _METHODS_BESIDE = frozenset(("load_adapter",))
 
 
-class Worker:
-    """Carries out orders.
+def carry_out(order: Order, runner: ModelRunner, connection: Connection) -> None:
+    """Do what rank 0 wants, and answer if it waits for that."""
+    assert order.method in _METHODS | _METHODS_BESIDE, f"{order.method} is no order"
+    if order.method in _METHODS_BESIDE:
+        threading.Thread(target=_answer, args=(order, runner, connection), daemon=True).start()
+    elif order.is_answered:
+        _answer(order, runner, connection)
+    else:
+        getattr(runner, order.method)(*order.args)
 
-    Args:
-        connection: Where answers go.
-        runner: The rank's part of the model.
-    """
 
-    def __init__(self, connection: Connection, runner: ModelRunner) -> None:
-        self._connection = connection
-        self._runner = runner
-
-    def carry_out(self, order: Order) -> None:
-        """Do what rank 0 wants, and answer if it waits for that."""
-        assert order.method in _METHODS | _METHODS_BESIDE, f"{order.method} is no order"
-        if order.method in _METHODS_BESIDE:
-            threading.Thread(target=self._answer, args=(order,), daemon=True).start()
-        elif order.is_answered:
-            self._answer(order)
-        else:
-            getattr(self._runner, order.method)(*order.args)
-
-    def _answer(self, order: Order) -> None:
-        try:
-            answer = Answer(getattr(self._runner, order.method)(*order.args))
-        except Exception as error:
-            answer = Answer.of(error)
-        self._connection.send_bytes(encode(answer))
+def _answer(order: Order, runner: ModelRunner, connection: Connection) -> None:
+    try:
+        answer = Answer(getattr(runner, order.method)(*order.args))
+    except Exception as error:
+        answer = Answer.of(error)
+    connection.send_bytes(encode(answer))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Take orders until the connection closes.
-
-    Args:
-        arguments: The connection's file descriptor.
-
-    Returns:
-        0 when rank 0 has closed the connection or is gone, 1 when this rank cannot go on.
-    """
+    """Take orders from the connection with this file descriptor until it closes; returns 1 on failure."""
     # Whoever stops all processes at once still wants rank 0 to finish its requests.
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.SIG_IGN)
@@ -80,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
             format=f"%(asctime)s %(levelname)s rank {start.division.rank}: %(name)s: %(message)s",
         )
         try:
-            worker = Worker(connection, load_runner(start.config, Ranks(start.division)))
+            runner = load_runner(start.config, Ranks(start.division))
         except ModelServerError as error:
             connection.send_bytes(encode(Answer.of(error)))
             return _EXIT_FAILED
         connection.send_bytes(encode(Answer()))
         while True:
-            worker.carry_out(read_order(connection.recv_bytes()))
+            carry_out(read_order(connection.recv_bytes()), runner, connection)
     except (EOFError, ConnectionError):
         return 0
     except Exception:

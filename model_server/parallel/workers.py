@@ -1,37 +1,95 @@
 """The processes of the ranks above 0, seen from rank 0: starts them, talks to them, notices when one is lost.
 
-In: orders. Out: the same order at every rank, and their answers, or a WorkerError. Each process has a
-connection of its own: when rank 0 closes it, or ends in whatever way, the process ends too.
+Messages are msgpack; arrays of numbers travel as such, for they come by the thousand. When rank 0 closes a
+process's connection, or ends in whatever way, the process ends too.
 """
 
 import signal
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from model_server.errors import WorkerError
-from model_server.parallel.messages import Answer, Order, Start, encode, read_answer
+import msgspec
 
+from model_server.config import EngineConfig
+from model_server.errors import AdapterError, ConfigError, ModelError, ModelServerError, WorkerError
+from model_server.shapes import Division
+
+_ARRAY = 1  # msgpack extension: 32-bit integers in the byte order of the machine, which all ranks are on
+_ERRORS = {error.__name__: error for error in (ConfigError, ModelError, AdapterError)}
 _WORKER = "model_server.parallel.worker"
 _STOP_S = 10.0
 _NOTICE_S = 5.0
 
 
+class Start(msgspec.Struct, frozen=True):
+    """The first message: load the model; answered."""
+
+    config: EngineConfig  # the engine's settings
+    division: Division  # which rank the receiver is
+    log_level: int  # what to log from, as `logging` numbers it
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """Call a method of `ModelRunner`."""
+
+    method: str  # its name
+    args: Sequence[Any]  # numbers, texts and lists of such
+    is_answered: bool  # whether rank 0 waits for what comes of it
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of an order."""
+
+    result: Any = None  # what it returned
+    failure: str | None = None  # name of the error's class, if it failed
+    message: str = ""  # what the error says
+
+    @classmethod
+    def of(cls, error: Exception) -> "Answer":
+        kind = type(error).__name__
+        return cls(None, kind, str(error) or kind)
+
+    def read(self, rank: int) -> Any:
+        """Return the result, or raise the failure as this process's own."""
+        if self.failure is None:
+            return self.result
+        known = _ERRORS.get(self.failure)
+        raise ModelServerError(f"rank {rank}: {self.message}") if known is None else known(self.message)
+
+
+def encode(message: Start | Order | Answer) -> bytes:
+    """Return a message as bytes."""
+    return _encoder.encode(message)
+
+
+def _as_extension(value: object) -> msgspec.msgpack.Ext:
+    if isinstance(value, array) and value.typecode == "i":
+        return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to other ranks")
+
+
+def _from_extension(code: int, data: memoryview) -> "array[int]":
+    assert code == _ARRAY, f"unknown extension {code}"
+    numbers = array("i")
+    numbers.frombytes(data)
+    return numbers
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_extension)
+read_start = msgspec.msgpack.Decoder(Start).decode
+read_order = msgspec.msgpack.Decoder(Order, ext_hook=_from_extension).decode
+read_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
 class Workers:
-    """Processes with ranks 1, 2 and so on.
-
-    Args:
-        count: How many.
-        on_loss: Called on a thread of their own once, if one ends though nobody closed it.
-
-    Raises:
-        WorkerError: They cannot be started.
-    """
+    """Processes with ranks 1, 2 and so on; `on_loss` is called once, on a thread, if one ends unasked."""
 
     def __init__(self, count: int, on_loss: Callable[[], None]) -> None:
         self._on_loss = on_loss
@@ -55,20 +113,12 @@ class Workers:
             watcher.start()
 
     def start(self, orders: Sequence[Start]) -> None:
-        """Give each its first message.
-
-        Raises:
-            WorkerError: One of them is lost.
-        """
+        """Give each its first message."""
         for connection, order in zip(self._connections, orders, strict=True):
             self._send(connection, encode(order))
 
     def tell(self, method: str, args: Sequence[Any], *, is_answered: bool = False) -> None:
-        """Give all the same order; it is carried out after those before it.
-
-        Raises:
-            WorkerError: One of them is lost.
-        """
+        """Give all the same order; it is carried out after those before it."""
         if not self._connections:
             return
         data = encode(Order(method, args, is_answered))
@@ -77,28 +127,13 @@ class Workers:
                 self._send(connection, data)
 
     def confirm(self) -> list[Any]:
-        """Wait for the answers to what was told last; returns what came of it.
-
-        Raises:
-            ModelServerError: The first failure, as this process's own.
-        """
+        """Wait for the answers to what was told last; raises the first failure as this process's own."""
         return [answer.read(rank) for rank, answer in enumerate(self._answers(), 1)]
 
     def ask(self, method: str, args: Sequence[Any], own: Callable[[], Any]) -> list[Any]:
-        """Give all an order, do this rank's part of it meanwhile, and wait for the answers.
+        """Give all an order, do this rank's part of it meanwhile, and return what came of it, by rank.
 
-        Args:
-            method: Of `ModelRunner`.
-            args: Its arguments.
-            own: This rank's part.
-
-        Returns:
-            What came of it, by rank.
-
-        Raises:
-            WorkerError: One of them is lost.
-            ModelServerError: The first failure elsewhere, as this process's own.
-            Exception: Whatever `own` raises, once the others have answered.
+        The first failure elsewhere is raised as this process's own; what `own` raises, once others answered.
         """
         with self._asking:
             self.tell(method, args, is_answered=True)
@@ -110,7 +145,6 @@ class Workers:
             return [result, *self.confirm()]
 
     def check(self) -> None:
-        """Raise WorkerError if one of them is lost."""
         if self._lost is not None:
             raise WorkerError(self._lost)
 

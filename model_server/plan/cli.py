@@ -12,9 +12,8 @@ from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
 from model_server.flags import Flag, OneLineParser, add_flags, positive
 from model_server.plan.deployment import Deployment
-from model_server.plan.gpus import CUSTOM, GPUS, Gpu
 from model_server.plan.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
-from model_server.plan.presets import PRESETS, find_model
+from model_server.plan.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 from model_server.plan.text import plan_lines
 from model_server.shapes import DTYPE_BYTES, computed_dtype, decoder_shape
 
@@ -97,10 +96,7 @@ class _GpuFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan.
-
-    Args:
-        argv: The arguments after the command's name; None takes the process's own.
+    """Print a plan; without arguments the process's own are taken.
 
     Returns:
         0, or 2 for wrong flags, an unusable model, or a plan for more than the memory holds.

@@ -1,7 +1,6 @@
 """One model as it lies on its GPUs: bytes of weights and of KV, and what a step has to read and compute.
 
-In: the model's shape and how it is served. Out: sizes and amounts of work, by the engine's own groups, blocks
-and bounds. It knows neither how large a GPU is nor how fast.
+It counts by the engine's own groups, blocks and bounds.
 """
 
 from collections.abc import Sequence
@@ -16,11 +15,7 @@ _FP8_SCALE_BYTES = 4  # one float32 per block, head, and keys or values
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model and how it is served.
-
-    Raises:
-        ConfigError: The heads cannot be shared out among so many GPUs.
-    """
+    """A model and how it is served; a ConfigError where so many GPUs cannot share its heads."""
 
     shape: DecoderShape  # of the model
     weight_bytes: int = 2  # of one parameter
@@ -31,17 +26,14 @@ class Deployment:
     chunk_tokens: int = 2048  # most tokens of a prompt that one step computes
 
     def __post_init__(self) -> None:
-        """Refuse what the engine would refuse."""
         check_divisible(self.shape, self.tensor_parallel)
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers in all weights."""
         return _parameters(self.shape)
 
     @cached_property
     def gpu_weights_bytes(self) -> int:
-        """Bytes of weights on each GPU."""
         division = Division(0, self.tensor_parallel)
         part = replace(division.part_of(self.shape), vocab_size=division.vocabulary_rows(self.shape))
         return _parameters(part) * self.weight_bytes

@@ -1,8 +1,7 @@
 """The whole plan of one model on one kind of GPU, or why there can be none.
 
-In: a deployment, a GPU, a budget, the context and perhaps a batch. Out: pool, ceiling, decode steps, advice.
-Pure. A roof, not a forecast: it counts what must be read and computed, all weights once a step, and leaves
-out what GPUs of one model say to each other.
+A roof, not a forecast: it counts what must be read and computed, all weights once a step, and leaves out what
+GPUs of one model say to each other.
 """
 
 from bisect import bisect_right
@@ -14,7 +13,7 @@ import msgspec
 
 from model_server.errors import CapacityError, ConfigError
 from model_server.plan.deployment import Deployment
-from model_server.plan.gpus import Gpu
+from model_server.plan.presets import Gpu
 from model_server.shapes import divides
 
 # What is taken off each GPU for activations, the CUDA context and its libraries. 2 GB with nine tenths of the
@@ -31,11 +30,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory of each GPU, and how much of it may be used.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """The memory of each GPU, and how much of it may be used."""
 
     memory_bytes: int  # all of it
     # Share of it for weights, reserve and KV; as vLLM's --gpu-memory-utilization.
@@ -43,7 +38,6 @@ class Budget:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # what of that share is neither weights nor KV
 
     def __post_init__(self) -> None:
-        """Refuse what is no memory."""
         if not 0 < self.utilization <= 1:
             raise ConfigError(f"gpu memory utilization is {self.utilization}; it must be above 0, at most 1")
         if not 0 <= self.reserve_bytes < self.usable_bytes:
@@ -54,7 +48,6 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes for weights, reserve and KV."""
         return int(self.memory_bytes * self.utilization)
 
 
@@ -73,7 +66,6 @@ class Pool:
 
     @property
     def blocks(self) -> int:
-        """KV blocks."""
         return max(0, self.gpu_bytes) // self.deployment.gpu_block_bytes
 
     @property
@@ -186,10 +178,6 @@ def make_plan(
     """Plan for sequences of one length.
 
     Args:
-        name: Of the model, for messages.
-        deployment: The model and how it is served.
-        gpu: With the speeds to count with.
-        budget: Of each GPU's memory.
         context_tokens: Prompt and answer of a sequence together.
         batch: Sequences that are wanted at once; None takes what there is room for.
 

@@ -1,7 +1,4 @@
-"""A plan as a page of text.
-
-In: a plan. Out: lines. GB are decimal, as on data sheets.
-"""
+"""A plan as a page of text; GB are decimal, as on data sheets."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

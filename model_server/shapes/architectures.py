@@ -1,7 +1,6 @@
 """The decoder architectures that the engine can run, by the name that config.json gives them.
 
-In: a configuration. Out: the shape of the decoder it describes, or a ModelError with file and field. A new
-architecture joins by a function here and a line in `ARCHITECTURES`.
+A new architecture joins by a function here and a line in `ARCHITECTURES`.
 """
 
 import math
@@ -19,12 +18,7 @@ _GEMMA_PATTERN = 6
 
 
 def decoder_shape(config: HfConfig) -> DecoderShape:
-    """Read config.json, old keys and new.
-
-    Raises:
-        ModelError: The architecture is unknown, or a field is missing, of the wrong type, or asks for
-            something unsupported.
-    """
+    """Read config.json, old keys and new; a ModelError where it asks for something unsupported."""
     if config.has("quantization_config"):
         method = config.section("quantization_config").text("quant_method", "an unnamed method")
         raise config.error(

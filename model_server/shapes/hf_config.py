@@ -1,7 +1,4 @@
-"""Typed reading of a checkpoint's config.json, and the configuration of the built-in model.
-
-In: a JSON file. Out: numbers and booleans of the right type, or a ModelError with file and field.
-"""
+"""Typed reading of a checkpoint's config.json; its errors name file and field."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +24,6 @@ class HfConfig:
         return bool(self._values.get(field))
 
     def is_text(self, field: str) -> bool:
-        """Tell whether the field is a string."""
         return isinstance(self._values.get(field), str)
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -38,21 +34,18 @@ class HfConfig:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Read a positive number."""
         value = self._get(field, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise self.error(field, value, "a positive number")
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
-        """Read true or false."""
         value = self._get(field, default)
         if not isinstance(value, bool):
             raise self.error(field, value, "true or false")
         return value
 
     def text(self, field: str, default: str) -> str:
-        """Read a string."""
         value = self._get(field, default)
         if not isinstance(value, str):
             raise self.error(field, value, "a string")
@@ -105,11 +98,7 @@ class HfConfig:
 
 
 def read_config(path: Path) -> HfConfig:
-    """Read a JSON file that holds one object.
-
-    Raises:
-        ModelError: It does not.
-    """
+    """Read a JSON file that holds one object, or raise a ModelError."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -125,11 +114,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def computed_dtype(config: HfConfig, dtype: DType) -> str:
-    """Return the type of weights and activations; "auto" takes what config.json names.
-
-    Raises:
-        ModelError: It names another one.
-    """
+    """Return the type of weights and activations; "auto" takes what config.json names."""
     if dtype != "auto":
         return dtype
     named = config.text("dtype", config.text("torch_dtype", "float32"))

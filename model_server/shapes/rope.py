@@ -1,7 +1,4 @@
-"""A model's rotary positions as plain numbers, read from config.json in the form of transformers 5 or older.
-
-In: the configuration. Out: a `Rope`, which the decoder computes, or a ModelError with file and field.
-"""
+"""A model's rotary positions as plain numbers, from a config.json of transformers 5 or older."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +11,7 @@ class LinearScaling:
     """All wavelengths stretched by one factor (position interpolation)."""
 
     factor: float  # by how much
-
-    @property
-    def magnitude(self) -> float:
-        """By how much rotated heads grow."""
-        return 1.0
+    magnitude: float = 1.0  # by how much rotated heads grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +22,7 @@ class Llama3Scaling:
     low_freq_factor: float  # wavelengths above original context / this are stretched fully
     high_freq_factor: float  # wavelengths below original context / this are left alone
     original_context: int  # context length that the model was first trained with, in tokens
-
-    @property
-    def magnitude(self) -> float:
-        """By how much rotated heads grow."""
-        return 1.0
+    magnitude: float = 1.0  # by how much rotated heads grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,6 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """By how much rotated heads grow."""
         return 1.0 if self.scaling is None else self.scaling.magnitude
 
 
@@ -69,11 +57,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(config: HfConfig, default_theta: float = 10000.0) -> Rope:
-    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`.
-
-    Raises:
-        ModelError: A field is missing, of the wrong type, or asks for something unsupported.
-    """
+    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
     theta = config.number("rope_theta", default_theta)
     if config.has("rope_parameters"):
         return rope_of(config.section("rope_parameters"), config, theta)
@@ -81,13 +65,7 @@ def read_rope(config: HfConfig, default_theta: float = 10000.0) -> Rope:
 
 
 def rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
-    """Read one object of rotary parameters.
-
-    Args:
-        rope: The object.
-        config: All of config.json, for what the object leaves out.
-        theta: Base of the wavelengths if the object names none.
-    """
+    """Read one object of rotary parameters; `config` has what it leaves out."""
     for section in (rope, config):
         if (share := section.number("partial_rotary_factor", 1.0)) != 1.0:
             raise section.error("partial_rotary_factor", share, "1: rotating part of a head is not supported")

@@ -1,16 +1,20 @@
-"""What makes one decoder architecture differ from another, as plain numbers and switches.
+"""What makes one decoder architecture differ from another, as plain numbers, and what one rank has of it.
 
-Read from config.json by `architectures`, computed by the decoder; it knows neither files nor tensors. Layers
-that keep the same part of a sequence form a KV cache group, which has one block table.
+Of several ranks (tensor parallelism, arXiv 1909.08053) each has as many query heads, MLP columns and tokens
+of the vocabulary; KV heads too, or repeated where they are fewer than ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from model_server.errors import ConfigError
 from model_server.shapes.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh"]
+KvGroupKind = Literal["full_attention", "sliding_window"]
+# Groups as long as the longest one where that pads the others by less than this share; as vLLM groups.
+_PADDING_MAX = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,12 @@ class DecoderShape:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.windows)
 
     @property
     def attention(self) -> AttentionShape:
         """What the KV pool and its attention must know."""
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.attention_scale, self.windows)
-
-
-KvGroupKind = Literal["full_attention", "sliding_window"]
-
-# Groups as long as the longest one where that pads the others by less than this share; as vLLM groups.
-_PADDING_MAX = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +80,7 @@ class KvGroupSpec:
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
-    """Divide a model's layers into groups of about equal length, each with one window.
-
-    Args:
-        windows: The attention window of each layer in tokens, None for full attention.
-
-    Returns:
-        The groups in the order of their first layers; a model of one kind has one.
-    """
+    """Divide layers, by their windows in tokens, into groups of about equal length, in their order."""
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         layers_of.setdefault(window, []).append(layer)
@@ -121,3 +111,86 @@ def undivided(num_layers: int) -> tuple[KvGroupSpec, ...]:
 
 def _group(window: int | None, layers: Sequence[int]) -> KvGroupSpec:
     return KvGroupSpec("full_attention" if window is None else "sliding_window", window, tuple(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A contiguous part of one dimension."""
+
+    first: int  # where it begins
+    count: int  # how long it is
+    whole: int  # how long the dimension is
+
+    @classmethod
+    def all_of(cls, whole: int) -> "Share":
+        return cls(0, whole, whole)
+
+    @property
+    def is_all(self) -> bool:
+        return self.count == self.whole
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+    def times(self, width: int) -> "Share":
+        """Return the share in units of which each of these has `width`."""
+        return Share(self.first * width, self.count * width, self.whole * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One rank of several."""
+
+    rank: int = 0  # from 0
+    size: int = 1  # how many there are
+
+    def heads(self, shape: DecoderShape) -> Share:
+        return self._even(shape.heads)
+
+    def kv_heads(self, shape: DecoderShape) -> Share:
+        """Return the KV heads that its query heads read; with fewer heads than ranks, one of them."""
+        whole = shape.kv_heads
+        return Share(self.rank * whole // self.size, max(1, whole // self.size), whole)
+
+    def intermediate(self, shape: DecoderShape) -> Share:
+        return self._even(shape.intermediate)
+
+    def vocabulary(self, shape: DecoderShape) -> Share:
+        """Return its tokens: as many as `vocabulary_rows`, the last ranks' fewer or none."""
+        first = min(self.rank * self.vocabulary_rows(shape), shape.vocab_size)
+        return Share(first, min(self.vocabulary_rows(shape), shape.vocab_size - first), shape.vocab_size)
+
+    def vocabulary_rows(self, shape: DecoderShape) -> int:
+        """Return how many rows of the embedding each rank has room for, the same for all."""
+        return -(-shape.vocab_size // self.size)
+
+    def part_of(self, shape: DecoderShape) -> DecoderShape:
+        """Return the shape of what the rank computes; its vocabulary is the whole one still."""
+        return replace(
+            shape,
+            heads=self.heads(shape).count,
+            kv_heads=self.kv_heads(shape).count,
+            intermediate=self.intermediate(shape).count,
+        )
+
+    def _even(self, whole: int) -> Share:
+        count = whole // self.size
+        return Share(self.rank * count, count, whole)
+
+
+def check_divisible(shape: DecoderShape, size: int) -> None:
+    """Refuse a number of ranks that a model cannot be divided by; the ConfigError names those that do."""
+    if divides(shape, size):
+        return
+    good = [str(number) for number in range(1, shape.heads + 1) if divides(shape, number)]
+    raise ConfigError(
+        f"tensor_parallel_size is {size}, but the model's {shape.heads} query heads, {shape.kv_heads} KV "
+        f"heads and MLP of width {shape.intermediate} cannot be divided by it; use one of {', '.join(good)}"
+    )
+
+
+def divides(shape: DecoderShape, size: int) -> bool:
+    """Tell whether a model can be divided among so many ranks."""
+    kv_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
+    return kv_heads and shape.heads % size == 0 and shape.intermediate % size == 0

@@ -5,10 +5,9 @@ Knows nothing of sockets, nor of what is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,37 +15,11 @@ from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, ref
 from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
 
+if TYPE_CHECKING:
+    from router.h2.peer import Peer
+
 # Tiny messages take many times their bytes while they wait to be served.
 _WAITING_MAX = 10_000
-
-
-class Link(Protocol):
-    """The way to a call's client."""
-
-    peer: str
-
-    def send(
-        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
-    ) -> None:
-        """Sends a part of an answer: what of it there is.
-
-        On the connection's own thread that is when all that was received at once is answered.
-
-        Args:
-            consumed: The call has taken so many bytes.
-        """
-
-    def consumed(self, stream: Stream, size: int) -> None:
-        """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
-
-    def flush_before(self, size: int) -> None:
-        """Sends what waits to be sent, if to serve a message of so many bytes may take its time."""
-
-    def cancel(self, stream: Stream) -> None:
-        """Gives the stream up."""
-
-    def run(self, task: Callable[[], object]) -> None:
-        """Has a task done on another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +40,16 @@ class CallLimits:
 class Call:
     """One call; its own thread is that of its connection.
 
-    Args:
-        ended: Told once, when nothing more will be done for the call.
-
     Attributes:
         is_over: Whether it has ended towards its client.
     """
 
-    def __init__(self, link: Link, stream: Stream, limits: CallLimits, ended: Callable[[], object]) -> None:
-        self._link = link
-        self._stream = stream
-        self._limits = limits
+    def __init__(self, peer: Peer, stream: Stream) -> None:
         head: CallHead = stream.head
-        self._reader = MessageReader(head.encoding, limits.receive_bytes_max)
-        self._ended = ended
+        self._peer = peer
+        self._stream = stream
+        self._limits = peer.host.limits(head.path)
+        self._reader = MessageReader(head.encoding, self._limits.receive_bytes_max)
         self._has_headers = False
         self._lock = Lock()
         self.is_over = False
@@ -108,11 +77,10 @@ class Call:
 
     def cancel(self) -> None:
         """Ends the call, as if the client had."""
-        self._link.cancel(self._stream)
+        self._peer.cancel(self._stream)
         self.cancelled()
 
     def _message(self, message: bytes, size: int) -> None:
-        """A message has come."""
         raise NotImplementedError
 
     @staticmethod
@@ -127,12 +95,15 @@ class Call:
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
 
     def _all_received(self) -> None:
-        """No more will come."""
         raise NotImplementedError
 
     def _released(self) -> None:
         """The call has ended towards its client; called once."""
         self._ended()
+
+    def _ended(self) -> None:
+        """Nothing more will be done for the call; called once."""
+        self._peer.call_ended(self._stream)
 
     def _framed(self, answer: bytes) -> bytes:
         """An answer as it is sent.
@@ -147,9 +118,8 @@ class Call:
         return plain_prefix(0, size) + answer
 
     def _say(self, data: bytes, initial: Metadata = (), *, consumed: int = 0) -> None:
-        """Sends answers, already prefixed."""
         headers = None if self._has_headers else self._headers(initial)
-        self._link.send(self._stream, headers, data, None, consumed)
+        self._peer.send(self._stream, headers, data, None, consumed)
 
     def _end(
         self,
@@ -164,10 +134,10 @@ class Call:
         if self.is_over:
             return
         if code is not grpc.StatusCode.OK and not self._has_headers and not data and not initial:
-            self._link.send(self._stream, refusal_block(code, details, metadata), b"", None)
+            self._peer.send(self._stream, refusal_block(code, details, metadata), b"", None)
         else:
             trailers = trailers_block(code, details, metadata)
-            self._link.send(self._stream, self._headers(initial), data, trailers)
+            self._peer.send(self._stream, self._headers(initial), data, trailers)
         self._over()
 
     def _headers(self, initial: Metadata) -> bytes | None:

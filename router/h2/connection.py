@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from router.h2 import frames
-from router.h2.errors import H2Code, H2Error
-from router.h2.frames import FrameType, Setting
+from router.h2.frames import FrameReader, FrameType, H2Code, H2Error, Setting
 from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks
-from router.h2.received_frames import FrameReader, check_unused, expect_size, unpadded
 from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
 # All streams of a connection together may have so much on its way. It is given back as it comes, for messages
@@ -92,7 +90,7 @@ class H2Connection:
             elif (handle := _HANDLERS.get(kind)) is not None:
                 handle(self, flags, stream_id, payload)
             else:
-                check_unused(kind, stream_id, payload)
+                frames.check_unused(kind, stream_id, payload)
         return self._events
 
     def take_out(self) -> list[bytes | memoryview]:
@@ -144,7 +142,6 @@ class H2Connection:
         self.send_trailers(stream, trailers)
 
     def reset(self, stream: Stream, code: H2Code) -> None:
-        """Gives a stream up."""
         if not stream.is_closed:
             self.out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, code))
             self._close(stream)
@@ -190,7 +187,7 @@ class H2Connection:
             return
         is_over = bool(flags & frames.END_STREAM)
         if flags & frames.PADDED:
-            payload = unpadded(payload)
+            payload = frames.unpadded(payload)
             self.consumed(stream, size - len(payload))
         stream.is_remote_closed = is_over
         self._events.append(Received(stream, payload, is_over))
@@ -199,7 +196,7 @@ class H2Connection:
         if not stream_id & 1:
             raise _broken("a client's streams have odd numbers")
         if flags & frames.PADDED:
-            payload = unpadded(payload)
+            payload = frames.unpadded(payload)
         if flags & frames.PRIORITY:
             if len(payload) < 5:
                 raise H2Error(H2Code.FRAME_SIZE_ERROR, "HEADERS without its priority")
@@ -243,7 +240,7 @@ class H2Connection:
         self._events.append(Opened(stream, block.is_over))
 
     def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        expect_size(payload, 4, "RST_STREAM")
+        frames.expect_size(payload, 4, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:
             self._check_was_open(stream_id)
@@ -255,7 +252,7 @@ class H2Connection:
         if stream_id:
             raise _broken("SETTINGS of a stream")
         if flags & frames.ACK:
-            expect_size(payload, 0, "an acknowledgement of SETTINGS")
+            frames.expect_size(payload, 0, "an acknowledgement of SETTINGS")
             return
         if len(payload) % 6:
             raise H2Error(H2Code.FRAME_SIZE_ERROR, "SETTINGS of no whole number of pairs")
@@ -284,12 +281,12 @@ class H2Connection:
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise _broken("PING of a stream")
-        expect_size(payload, 8, "PING")
+        frames.expect_size(payload, 8, "PING")
         if not flags & frames.ACK:
             self._answer_control(frames.frame(FrameType.PING, frames.ACK, 0, payload))
 
     def _window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        expect_size(payload, 4, "WINDOW_UPDATE")
+        frames.expect_size(payload, 4, "WINDOW_UPDATE")
         more = int.from_bytes(payload, "big") & frames.WINDOW_BYTES_MOST
         if stream_id:
             stream = self.streams.get(stream_id)

@@ -24,7 +24,7 @@ class CallCancelled(grpc.RpcError):
 
 
 class CallContext(grpc.ServicerContext):
-    """One call, as its servicer sees it.
+    """One call, as its servicer sees it; of TLS it tells nothing.
 
     Args:
         cancel: Ends the call towards the client.
@@ -61,76 +61,61 @@ class CallContext(grpc.ServicerContext):
                 _log.exception("a call's callback failed: %s", self._head.path)
 
     def is_active(self) -> bool:
-        """gRPC's."""
         return not self._is_over
 
     def time_remaining(self) -> float | None:  # type: ignore[override]
-        """gRPC's."""
         return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
     def cancel(self) -> bool:
-        """gRPC's."""
         self._cancel()
         return True
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
-        """gRPC's."""
         with self._lock:
             if not self._is_over:
                 self._callbacks.append(callback)
             return not self._is_over
 
     def invocation_metadata(self) -> Metadata:
-        """gRPC's."""
         return self._head.metadata
 
     def peer(self) -> str:
-        """gRPC's."""
         return self._peer
 
     def peer_identities(self) -> Iterable[bytes] | None:
-        """gRPC's; there is no TLS here."""
         return None
 
     def peer_identity_key(self) -> str | None:
-        """gRPC's; there is no TLS here."""
         return None
 
     def auth_context(self) -> Mapping[str, bytes]:
-        """gRPC's; there is no TLS here."""
         return {}
 
     def set_compression(self, compression: grpc.Compression) -> None:
-        """gRPC's; answers are never compressed, which a server may choose."""
+        """Answers are never compressed, which a server may choose."""
 
     def disable_next_message_compression(self) -> None:
-        """gRPC's."""
+        pass
 
     def send_initial_metadata(self, initial_metadata: Any) -> None:
-        """gRPC's; sent with the first answer."""
         self.initial = tuple(initial_metadata)
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """gRPC's."""
         self.trailing = tuple(trailing_metadata)
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        """gRPC's."""
         self.code = code if code is not grpc.StatusCode.OK else grpc.StatusCode.UNKNOWN
         self.details_text = details
         raise CallAborted
 
     def abort_with_status(self, status: Any) -> NoReturn:
-        """gRPC's."""
         self.trailing = tuple(status.trailing_metadata or ())
         self.abort(status.code, status.details)
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """gRPC's."""
         self.code = code
 
     def set_details(self, details: str) -> None:
-        """gRPC's."""
         self.details_text = details
 
 

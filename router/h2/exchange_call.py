@@ -6,14 +6,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from router.h2.calls import Call, CallLimits, Link
+from router.h2.calls import Call
 from router.h2.messages import MessageError
 from router.h2.methods import Exchange, ExchangeMethod
 from router.h2.streams import Stream
+
+if TYPE_CHECKING:
+    from router.h2.peer import Peer
 
 _log = logging.getLogger(__name__)
 
@@ -24,19 +27,12 @@ _Task = Callable[[], None]
 
 
 class ExchangeCall(Call):
-    """See above; one thread at a time is within the exchange."""
+    """A stream that an exchange answers; one thread at a time is within the exchange."""
 
-    def __init__(
-        self,
-        link: Link,
-        stream: Stream,
-        limits: CallLimits,
-        ended: Callable[[], object],
-        method: ExchangeMethod,
-    ) -> None:
-        super().__init__(link, stream, limits, ended)
+    def __init__(self, peer: Peer, stream: Stream, method: ExchangeMethod) -> None:
+        super().__init__(peer, stream)
         self._method = method
-        self._room_bytes = limits.inline_bytes_max
+        self._room_bytes = self._limits.inline_bytes_max
         # What the thread that serves is to do next.
         self._waiting: deque[_Task] = deque()
         self._is_serving = self._is_closed = False
@@ -50,7 +46,6 @@ class ExchangeCall(Call):
         return not (self._has_headers or self._is_serving or self.is_over)
 
     def is_active(self) -> bool:
-        """Whether the client still waits."""
         return not self.is_over
 
     def cut(self) -> None:
@@ -68,7 +63,7 @@ class ExchangeCall(Call):
         self._room_bytes -= size
         is_routed = self._exchange.is_routed
         if not is_routed:
-            self._link.flush_before(size)
+            self._peer.flush_before(size)
         self._do(partial(self._answer, message, size), here=is_routed or self._room_bytes >= 0)
 
     def _all_received(self) -> None:
@@ -85,7 +80,7 @@ class ExchangeCall(Call):
         if here:
             self._serve(task)
         else:
-            self._link.run(partial(self._serve, None))
+            self._peer.host.run(partial(self._serve, None))
 
     def _serve(self, task: _Task | None) -> None:
         """Does a task and those that wait."""
@@ -125,7 +120,7 @@ class ExchangeCall(Call):
             self._end(grpc.StatusCode.OK, data=answers)
             return
         if not answers:
-            self._link.consumed(self._stream, size)
+            self._peer.consumed(self._stream, size)
             return
         self._say(answers, consumed=size)
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import hpack
 
-from router.h2.errors import H2Code, H2Error
+from router.h2.frames import H2Code, H2Error
 
 LIST_BYTES_MAX = 64 << 10
 _KNOWN_MAX = 64

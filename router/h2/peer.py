@@ -13,21 +13,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
 from indexer.repeated_log import RepeatedLog
 from router.h2.call_head import CallHead, call_head, refusal_block
-from router.h2.calls import Call, CallLimits
+from router.h2.calls import Call
 from router.h2.connection import H2Connection
-from router.h2.errors import H2Code, H2Error
 from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import ExchangeMethod, Methods
+from router.h2.frames import H2Code, H2Error
+from router.h2.methods import ExchangeMethod
+from router.h2.servicer_calls import ThreadedCall, UnaryCall
 from router.h2.streams import Drained, Event, Opened, Received, Stream
-from router.h2.threaded_call import ThreadedCall
 from router.h2.tls import HANDSHAKE, TlsLayer
-from router.h2.unary_call import UnaryCall
+
+if TYPE_CHECKING:
+    from router.h2.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -42,31 +44,6 @@ _FAREWELL_S = 0.05
 _SHORT_BYTES = 8 << 10
 
 
-class Host(Protocol):
-    """The server, as far as its peers know it."""
-
-    methods: Methods
-    receive_bytes_max: int
-    streams_max: int
-    # The context of the next connection that begins with TLS; None: there is no TLS.
-    tls: Callable[[], ssl.SSLContext] | None
-
-    def begin_call(self) -> bool:
-        """Whether there is a place for one more call; it is taken then."""
-
-    def end_call(self, stream: Stream) -> None:
-        """A place is free again."""
-
-    def note_exchange(self, stream: Stream) -> None:
-        """A stream's call may be cut off as long as its request has not come."""
-
-    def run(self, task: Callable[[], object]) -> None:
-        """Has a task done on another thread."""
-
-    def limits(self, path: str) -> CallLimits:
-        """Of calls of a method."""
-
-
 def host_of(peer: str) -> str:
     """Return a peer's address without its port."""
     return peer.rpartition(":")[0]
@@ -77,11 +54,12 @@ class Peer:
 
     Attributes:
         peer: Its address in gRPC's form.
+        host: The server that it is connected to.
     """
 
-    def __init__(self, host: Host, connection: socket.socket, address: str) -> None:
+    def __init__(self, host: GrpcServer, connection: socket.socket, address: str) -> None:
         self.peer = address
-        self._host = host
+        self.host = host
         self._socket = connection
         self._lock = Lock()
         # A whole message and its prefix have to fit, or none would ever be complete.
@@ -97,7 +75,6 @@ class Peer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no calls now."""
         return not self._connection.streams
 
     def serve(self) -> None:
@@ -152,7 +129,13 @@ class Peer:
     def send(
         self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
     ) -> None:
-        """See `Link`; headers without data and trailers are all of the answer."""
+        """Send a part of an answer: what of it there is; headers alone are all of the answer.
+
+        On the connection's own thread that is when all that was received at once is answered.
+
+        Args:
+            consumed: The call has taken so many bytes.
+        """
         connection = self._connection
         try:
             with self._lock:
@@ -171,21 +154,15 @@ class Peer:
             self._break()
 
     def consumed(self, stream: Stream, size: int) -> None:
-        """See `Link`."""
-        try:
-            with self._lock:
-                self._connection.consumed(stream, size)
-                self._write_soon()
-        except OSError:
-            self._break()
+        """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
+        self._change(partial(self._connection.consumed, stream, size))
 
     def flush_before(self, size: int) -> None:
-        """See `Link`."""
+        """Send what waits to be sent, if to serve a message of so many bytes may take its time."""
         if size > _SHORT_BYTES and self._connection.out:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what waits to be sent."""
         try:
             with self._lock:
                 self._write_out()
@@ -193,17 +170,7 @@ class Peer:
             self._break()
 
     def cancel(self, stream: Stream) -> None:
-        """See `Link`."""
-        try:
-            with self._lock:
-                self._connection.reset(stream, H2Code.CANCEL)
-                self._write_soon()
-        except OSError:
-            self._break()
-
-    def run(self, task: Callable[[], object]) -> None:
-        """See `Link`."""
-        self._host.run(task)
+        self._change(partial(self._connection.reset, stream, H2Code.CANCEL))
 
     def _receive(self, room: memoryview) -> int:
         """Bytes received; 0 at the connection's end."""
@@ -222,10 +189,10 @@ class Peer:
             OSError: TLS has failed, or the client has ended it.
         """
         if self._tls is None:
-            if self._host.tls is None or data[0] != HANDSHAKE:
+            if self.host.tls is None or data[0] != HANDSHAKE:
                 self._may_send = True
                 return data
-            self._tls = TlsLayer(self._host.tls())
+            self._tls = TlsLayer(self.host.tls())
         tls = self._tls
         try:
             data = tls.receive(data)
@@ -267,12 +234,12 @@ class Peer:
 
     def _begin(self, stream: Stream) -> Call | None:
         """The call for a new stream; None: it is refused, and answered."""
-        host, head = self._host, stream.head
+        host, head = self.host, stream.head
         assert isinstance(head, CallHead)
         if head.refusal is not None:
             self.send(stream, head.refusal, b"", None)
             return None
-        method = host.methods.find(head.path)
+        method = host.find(head.path)
         if method is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return None
@@ -280,14 +247,13 @@ class Peer:
             self._refuse(stream, grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
             return None
         stream.holds_place = True
-        limits, ended = host.limits(head.path), partial(self._call_ended, stream)
         try:
             if isinstance(method, ExchangeMethod):
                 host.note_exchange(stream)
-                return ExchangeCall(self, stream, limits, ended, method)
+                return ExchangeCall(self, stream, method)
             if method.request_streaming or method.response_streaming:
-                return ThreadedCall(self, stream, limits, ended, method)
-            return UnaryCall(self, stream, limits, ended, method)
+                return ThreadedCall(self, stream, method)
+            return UnaryCall(self, stream, method)
         except Exception as error:
             _repeated.event(
                 "call_failed",
@@ -298,10 +264,11 @@ class Peer:
                 error=error,
             )
             self._refuse(stream, grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
-            ended()
+            self.call_ended(stream)
             return None
 
-    def _call_ended(self, stream: Stream) -> None:
+    def call_ended(self, stream: Stream) -> None:
+        """Nothing more will be done for a stream's call."""
         stream.is_served = True
         # What is over waits for no collector, which looks seldom: it may hold a large message.
         stream.call = None
@@ -313,10 +280,18 @@ class Peer:
             if not (stream.is_served and stream.is_closed and stream.holds_place):
                 return
             stream.holds_place = False
-        self._host.end_call(stream)
+        self.host.end_call(stream)
 
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        try:
+            with self._lock:
+                change()
+                self._write_soon()
+        except OSError:
+            self._break()
 
     def _write_soon(self) -> None:
         """Leaves it to the reader to send all answers to what came at once at once."""

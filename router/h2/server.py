@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
+
+from grpc_reflection.v1alpha import reflection
 
 from indexer.repeated_log import RepeatedLog
 from router.h2.calls import CallLimits
 from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import ExchangeMethod, Methods
+from router.h2.methods import Methods
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
 from router.tcp_listen import TcpListener, prepare
@@ -23,6 +26,7 @@ from router.tcp_listen import TcpListener, prepare
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
+_MESSAGE_OVERHEAD_BYTES = 1 << 20
 _CONNECTIONS_MAX = 1024
 # A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
 _SOCKET_TIMEOUT_S = 10
@@ -33,19 +37,19 @@ _STOP_S = 2.0
 _PATIENCE_S = 2.0
 
 
-class GrpcServer:
+class GrpcServer(Methods):
     """Bound when made, serving from `start` on. Takes servicers as grpc.Server does.
 
     Args:
         flag: The flag that chose the port, for the error.
         threads: Calls on threads of their own at once: all but exchanges and inline methods.
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
-        receive_bytes_max, send_bytes_max: Largest messages.
-        inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
+        message_bytes_max: Largest body that one message may carry.
+        services: Each adds a service to the server that it is given.
+        service_names: What reflection shows; none: no reflection.
         tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
-
-    Attributes:
-        port: The port listened on.
+        receive_bytes_max, send_bytes_max: Largest messages; None: from message_bytes_max.
+        inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
 
     Raises:
         ListenError: The address is in use or not ours.
@@ -59,23 +63,26 @@ class GrpcServer:
         *,
         threads: int,
         requests_max: int,
-        receive_bytes_max: int,
-        send_bytes_max: int,
-        inline: Mapping[str, int],
+        message_bytes_max: int,
+        services: Sequence[Callable[[Any], object]],
+        service_names: Sequence[str] = (),
         tls: Callable[[], ssl.SSLContext] | None = None,
+        receive_bytes_max: int | None = None,
+        send_bytes_max: int | None = None,
+        inline: Mapping[str, int],
     ) -> None:
+        super().__init__()
         self._listener = TcpListener(flag, host, port, self._take, "grpc")
         self.port = self._listener.port
-        self.methods = Methods()
         self.tls = tls
-        self.receive_bytes_max = receive_bytes_max
+        size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
+        self.receive_bytes_max = receive_bytes_max or size
         self._calls_max = requests_max
         # Told to clients; so much above what is served that they are refused rather than kept waiting.
         self.streams_max = requests_max + _REFUSALS_MAX
-        self._limits = {
-            path: CallLimits(receive_bytes_max, send_bytes_max, size) for path, size in inline.items()
-        }
-        self._other_limits = CallLimits(receive_bytes_max, send_bytes_max, -1)
+        limits = partial(CallLimits, self.receive_bytes_max, send_bytes_max or size)
+        self._limits = {path: limits(inline_bytes) for path, inline_bytes in inline.items()}
+        self._other_limits = limits(-1)
         self._calls = 0
         # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
         self._exchanges: dict[Stream, float] = {}
@@ -83,6 +90,11 @@ class GrpcServer:
         self._peers: dict[Peer, threading.Thread] = {}
         self._is_closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        for add in services:
+            add(self)
+        if service_names:
+            shown: Any = self
+            reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), shown)
 
     @property
     def open_calls(self) -> int:
@@ -92,23 +104,9 @@ class GrpcServer:
 
     @property
     def connections(self) -> int:
-        """Clients connected now."""
         return len(self._connected())
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """As grpc.Server's."""
-        self.methods.add_generic_rpc_handlers(handlers)
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """As grpc.Server's."""
-        self.methods.add_registered_method_handlers(service, handlers)
-
-    def add_exchange(self, path: str, method: ExchangeMethod) -> None:
-        """Serves a method's streams message by message."""
-        self.methods.add_exchange(path, method)
-
     def start(self) -> None:
-        """Begins to serve."""
         self._listener.start()
 
     def drain(self) -> None:
@@ -129,28 +127,26 @@ class GrpcServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin_call(self) -> bool:
-        """See `Host`."""
+        """Whether there is a place for one more call; it is taken then."""
         return self._take_place() or (self._cut_slowest() and self._take_place())
 
     def end_call(self, stream: Stream) -> None:
-        """See `Host`."""
+        """A place is free again."""
         with self._lock:
             self._calls -= 1
             self._exchanges.pop(stream, None)
 
     def note_exchange(self, stream: Stream) -> None:
-        """See `Host`."""
+        """A stream's call may be cut off as long as its request has not come."""
         with self._lock:
             self._exchanges[stream] = time.monotonic()
 
     def run(self, task: Callable[[], object]) -> None:
-        """See `Host`."""
         # While the server closes nobody waits for the answer any more.
         with suppress(RuntimeError):
             self._pool.submit(task)
 
     def limits(self, path: str) -> CallLimits:
-        """See `Host`."""
         return self._limits.get(path, self._other_limits)
 
     def _take_place(self) -> bool:

@@ -13,18 +13,15 @@ class Stream(msgspec.Struct, eq=False):
     """An open stream.
 
     Attributes:
-        id: Its number.
         head: What its header block said.
         send_window_bytes: How much the peer takes now; below 0 after it made its windows smaller.
         receive_window_bytes: How much the peer may send now.
         unread_bytes: Received, and not yet taken by the call.
         consumed_bytes: Taken by the call, and not yet given back to the peer's window.
         pending: What waits for the peer's window, in order; None: nothing did yet.
-        pending_bytes: Its size.
         trailers: The block that ends it, once everything before it is sent.
         is_remote_closed: Whether the peer has sent its last.
         is_closed: Whether both sides are done, or either has reset it.
-        call: The call on it, whoever makes one.
         is_served: Whether the call has done all it will.
         holds_place: Whether the stream has one of the server's places for calls.
     """

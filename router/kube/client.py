@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 import urllib3
 from kubernetes import client as _client
@@ -39,8 +41,7 @@ _EVENT_BYTES_MAX = 8 << 20
 _STATUS_BYTES_MAX = 1 << 16
 _MESSAGE_BYTES_MAX = 200
 _PIECE_BYTES = 1 << 16
-_OK, _NOT_OK, _CONFLICT = 200, 300, 409
-_RAW: dict[str, Any] = {"_request_timeout": (_CONNECT_S, _ANSWER_S), "_preload_content": False}
+_CONFLICT = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Kind:
     Attributes:
         group: "" for the core group.
         plural: As in paths.
+        namespace: "" for what is of the whole cluster.
         selector: Label selector; "" for none.
         name: Only the object of this name; "" for all.
     """
@@ -60,6 +62,23 @@ class Kind:
     namespace: str
     selector: str = ""
     name: str = ""
+
+    @property
+    def path(self) -> str:
+        group = ("apis", self.group) if self.group else ("api",)
+        namespace = ("namespaces", quote(self.namespace, safe="")) if self.namespace else ()
+        return "/".join(("", *group, self.version, *namespace, self.plural))
+
+    @property
+    def query(self) -> dict[str, Any]:
+        field = f"metadata.name={self.name}" if self.name else ""
+        return {"labelSelector": self.selector, "fieldSelector": field}
+
+
+_REVIEWS = {
+    "TokenReview": Kind("authentication.k8s.io", "v1", "tokenreviews", ""),
+    "SubjectAccessReview": Kind("authorization.k8s.io", "v1", "subjectaccessreviews", ""),
+}
 
 
 class KubeClient:
@@ -110,12 +129,9 @@ class KubeClient:
         """
         more = ""
         while True:
-            page = {"_continue": more} if more else {}
-            data = self._read_all(self._get(kind, limit=_PAGE_OBJECTS, **page))
-            try:
-                objects = read(data, ObjectList)
-            except BadObjectError as error:
-                raise ClusterError(0, f"{kind.plural}: a list that cannot be read: {error}") from error
+            query = {**kind.query, "limit": _PAGE_OBJECTS, "continue": more}
+            with _refusals(kind.path):
+                objects = read(self._ask("GET", kind.path, query=query), ObjectList)
             yield objects
             more = objects.metadata.continue_ or ""
             if not more:
@@ -131,53 +147,41 @@ class KubeClient:
         Raises:
             ClusterError: It is refused; 410 when the version is too old.
         """
-        response = self._get(
-            kind,
-            watch=True,
-            resource_version=version,
-            allow_watch_bookmarks=True,
-            timeout_seconds=max(1, int(lasts_s)),
-            _request_timeout=(_CONNECT_S, silent_s),
-        )
-        return WatchStream(response, kind.plural)
+        query = {
+            **kind.query,
+            "watch": True,
+            "resourceVersion": version,
+            "allowWatchBookmarks": True,
+            "timeoutSeconds": max(1, int(lasts_s)),
+        }
+        return WatchStream(self._open("GET", kind.path, query, read_s=silent_s), kind.path)
 
     def uid(self, namespace: str, pod: str) -> str:
         """The uid of a pod; "" if it cannot be had."""
+        path = f"{Kind('', 'v1', 'pods', namespace).path}/{quote(pod, safe='')}"
         try:
-            with _refusals("pods"):
-                core = official.CoreV1Api(self._api)
-                answer = self._checked(core.read_namespaced_pod(pod, namespace, **_RAW), "pods")
-            return read(answer, Head).metadata.uid
+            return read(self._ask("GET", path), Head).metadata.uid
         except (ClusterError, BadObjectError):
             return ""
 
-    def post_event(self, namespace: str, event: dict[str, Any]) -> None:
+    def post_event(self, namespace: str, event: Mapping[str, Any]) -> None:
         """Create a Kubernetes Event with count 1, or add 1 to the count of the one that has its name.
 
         Raises:
             ClusterError: The API server refuses it, or does not answer.
         """
-        core, name = official.CoreV1Api(self._api), event["metadata"]["name"]
-
-        def patched(change: dict[str, Any]) -> bytes:
-            with _refusals("events"):
-                return self._checked(core.patch_namespaced_event(name, namespace, change, **_RAW), "events")
-
+        events = Kind("", "v1", "events", namespace).path
+        path = f"{events}/{quote(event['metadata']['name'], safe='')}"
         try:
-            with _refusals("events"):
-                self._checked(
-                    core.create_namespaced_event(namespace, {**event, "count": 1}, **_RAW), "events"
-                )
+            self._ask("POST", events, body={**event, "count": 1})
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
             # The router may create and patch Events, not read them: the answer to a patch tells the count.
-            answer = patched({"lastTimestamp": event["lastTimestamp"]})
-            try:
-                known = read(answer, Counted).count
-            except BadObjectError as unreadable:
-                raise ClusterError(0, f"events: an Event that cannot be read: {unreadable}") from unreadable
-            patched({"count": (known or 0) + 1})
+            last = {"lastTimestamp": event["lastTimestamp"]}
+            with _refusals(path):
+                known = read(self._ask("PATCH", path, body=last), Counted).count
+            self._ask("PATCH", path, body={"count": (known or 0) + 1})
 
     def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
         """Asks whose a token is ("TokenReview"), or what somebody may do ("SubjectAccessReview").
@@ -185,59 +189,56 @@ class KubeClient:
         Raises:
             ClusterError: It is refused, or there is no answer.
         """
-        with _refusals(kind):
-            if kind == "TokenReview":
-                asked = official.AuthenticationV1Api(self._api).create_token_review
-            else:
-                asked = official.AuthorizationV1Api(self._api).create_subject_access_review
-            return self._checked(asked({"kind": kind, "spec": spec}, **_RAW), kind)
+        asked = _REVIEWS[kind]
+        body = {"apiVersion": f"{asked.group}/{asked.version}", "kind": kind, "spec": spec}
+        return self._ask("POST", asked.path, body=body)
 
     @property
     def _file(self) -> str | None:
         return None if self._kubeconfig is None else str(self._kubeconfig)
 
-    def _get(self, kind: Kind, **parameters: Any) -> urllib3.BaseHTTPResponse:
-        if kind.selector:
-            parameters["label_selector"] = kind.selector
-        if kind.name:
-            parameters["field_selector"] = f"metadata.name={kind.name}"
-        parameters = {**_RAW, **parameters}
-        with _refusals(kind.plural):
-            response: urllib3.BaseHTTPResponse
-            if kind.group:
-                custom, path = official.CustomObjectsApi(self._api), (kind.namespace, kind.plural)
-                response = custom.list_namespaced_custom_object(kind.group, kind.version, *path, **parameters)
-            else:
-                assert kind.plural == "pods"
-                response = official.CoreV1Api(self._api).list_namespaced_pod(kind.namespace, **parameters)
-        if response.status != _OK:
-            raise _refusal(response.status, self._read_all(response, _STATUS_BYTES_MAX), kind.plural)
-        return response
+    def _ask(self, method: str, path: str, **what: Any) -> bytes:
+        return _read_all(self._open(method, path, **what), path)
 
-    def _checked(self, response: urllib3.BaseHTTPResponse, what: str) -> bytes:
-        answer = self._read_all(response)
-        if not _OK <= response.status < _NOT_OK:
-            raise _refusal(response.status, answer, what)
-        return answer
+    def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] = MappingProxyType({}),
+        body: Mapping[str, Any] | None = None,
+        read_s: float = _ANSWER_S,
+    ) -> urllib3.BaseHTTPResponse:
+        """Asks; the answer's body is not read yet.
 
-    def _read_all(self, response: urllib3.BaseHTTPResponse, bytes_max: int = _PAGE_BYTES_MAX) -> bytes:
-        data, deadline_s = bytearray(), time.monotonic() + _ANSWER_S
-        with _refusals("the answer"):
-            try:
-                for piece in response.stream(_PIECE_BYTES):
-                    data += piece
-                    if len(data) > bytes_max or time.monotonic() > deadline_s:
-                        response.close()
-                        raise ClusterError(0, f"an answer of more than {len(data)} bytes, or too slow")
-            finally:
-                response.release_conn()
-        return bytes(data)
+        Raises:
+            ClusterError: It is refused, or there is no answer.
+        """
+        content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        with _refusals(path):
+            request = self._api.param_serialize(
+                *(method, path),
+                query_params=[(name, value) for name, value in query.items() if value],
+                header_params={"Accept": "application/json", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            answer = self._api.call_api(*request, _request_timeout=(_CONNECT_S, read_s))
+        response: urllib3.BaseHTTPResponse = answer.response
+        if 200 <= response.status < 300:
+            return response
+        refusal = _read_all(response, path, _STATUS_BYTES_MAX)
+        try:
+            message = read(refusal, Status).message
+        except BadObjectError:
+            message = None
+        text = message or refusal[:_MESSAGE_BYTES_MAX].decode(errors="replace")
+        raise ClusterError(response.status, f"{path}: {response.status} {text}")
 
     def _load(self) -> Any:
         configuration = official.Configuration()
         try:
             if self._in_cluster:
-                credentials.load_incluster_config(client_configuration=configuration)
+                credentials.load_incluster_config(configuration)
             else:
                 credentials.load_kube_config(
                     self._file, client_configuration=configuration, persist_config=False
@@ -252,9 +253,9 @@ class KubeClient:
 class WatchStream:
     """Events as they come; to be read by one thread."""
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, plural: str) -> None:
+    def __init__(self, response: urllib3.BaseHTTPResponse, what: str) -> None:
         self._response = response
-        self._plural = plural
+        self._what = what
 
     def __iter__(self) -> Iterator[WatchEvent]:
         """The events.
@@ -264,40 +265,32 @@ class WatchStream:
                 too old.
         """
         waiting = bytearray()
-        with _refusals(self._plural):
+        with _refusals(self._what):
             for piece in self._response.stream(_PIECE_BYTES):
                 waiting += piece
                 *lines, rest = waiting.split(b"\n")
-                for line in lines:
-                    if line.strip():
-                        yield self._event(bytes(line))
+                for line in filter(bytes.strip, map(bytes, lines)):
+                    event = read(line, WatchEvent)
+                    if event.type == "ERROR":
+                        status = read(event.object, Status)
+                        raise ClusterError(status.code, f"{self._what}: {status.reason}: {status.message}")
+                    yield event
                 waiting = rest
                 if len(waiting) > _EVENT_BYTES_MAX:
-                    raise ClusterError(0, f"{self._plural}: an event of more than {_EVENT_BYTES_MAX} bytes")
+                    raise ClusterError(0, f"{self._what}: an event of more than {_EVENT_BYTES_MAX} bytes")
 
     def stop(self) -> None:
         """Ends it from another thread: who reads gets a ClusterError or the end."""
-        connection = self._response.connection
-        held = getattr(connection, "sock", None)
+        held = getattr(self._response.connection, "sock", None)
         if held is not None:
             try:
                 held.shutdown(socket.SHUT_RDWR)
             except OSError as error:
-                _log.debug("watch of %s: %s", self._plural, error)
+                _log.debug("watch of %s: %s", self._what, error)
 
     def close(self) -> None:
         self._response.close()
         self._response.release_conn()
-
-    def _event(self, line: bytes) -> WatchEvent:
-        try:
-            event = read(line, WatchEvent)
-            if event.type == "ERROR":
-                status = read(event.object, Status)
-                raise ClusterError(status.code, f"{self._plural}: {status.reason}: {status.message}")
-        except BadObjectError as error:
-            raise ClusterError(0, f"{self._plural}: an event that cannot be read: {error}") from error
-        return event
 
 
 @contextmanager
@@ -306,17 +299,24 @@ def _refusals(what: str) -> Iterator[None]:
     try:
         yield
     except official.ApiException as error:
-        raise _refusal(error.status or 0, (error.body or "").encode(), what) from error
+        raise ClusterError(0, f"{what}: {error.reason}") from error
     except urllib3.exceptions.ReadTimeoutError as error:
         raise ClusterError(0, f"{what}: the connection fell silent") from error
+    except BadObjectError as error:
+        raise ClusterError(0, f"{what}: what came cannot be read: {error}") from error
     except (urllib3.exceptions.HTTPError, OSError, credentials.ConfigException) as error:
         raise ClusterError(0, f"{what}: {error}") from error
 
 
-def _refusal(status: int, body: bytes, what: str) -> ClusterError:
-    try:
-        message = read(body, Status).message
-    except BadObjectError:
-        message = None
-    text = message or body[:_MESSAGE_BYTES_MAX].decode(errors="replace")
-    return ClusterError(status, f"{what}: {status} {text}")
+def _read_all(response: urllib3.BaseHTTPResponse, what: str, bytes_max: int = _PAGE_BYTES_MAX) -> bytes:
+    data, deadline_s = bytearray(), time.monotonic() + _ANSWER_S
+    with _refusals(what):
+        try:
+            for piece in response.stream(_PIECE_BYTES):
+                data += piece
+                if len(data) > bytes_max or time.monotonic() > deadline_s:
+                    response.close()
+                    raise ClusterError(0, f"{what}: an answer of more than {len(data)} bytes, or too slow")
+        finally:
+            response.release_conn()
+    return bytes(data)

@@ -1,8 +1,10 @@
-"""What discovery in Kubernetes is told: its flags in, one checked KubeConfig out."""
+"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out; label selectors checked."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,6 @@ from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from indexer.flags import flag, port, said
 from router.errors import ConfigError
 from router.flags import positive_duration
-from router.kube.selector import checked_selector
 
 POOL_GROUP = "inference.networking.k8s.io"
 OLD_GROUP = "inference.networking.x-k8s.io"
@@ -22,8 +23,44 @@ POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}
 PORTS_MAX = 8
 """Target ports of a pool."""
 
-
 _PORT_MAX = 65_535 - RANKS_MAX
+_GROUP = "pods in Kubernetes"
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_KEY = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
+_VALUE = rf"(?:{_NAME})?"
+_REQUIREMENT = re.compile(
+    rf"\s*(?:!\s*{_KEY}|{_KEY}\s*(?:(?:==?|!=)\s*{_VALUE}|\s(?:not)?in\s*\(\s*{_VALUE}\s*(?:,\s*{_VALUE}\s*)*\))?)\s*"
+)
+_COMMA = re.compile(r",(?![^(]*\))")
+_CHARS_MAX = 8192
+
+
+def checked_selector(text: str) -> str:
+    """A selector in Kubernetes' text form: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`.
+
+    Raises:
+        ValueError: It is none, or would select every pod.
+    """
+    if len(text) > _CHARS_MAX:
+        raise ValueError(f"longer than {_CHARS_MAX} characters")
+    for part in _COMMA.split(text):
+        if not _REQUIREMENT.fullmatch(part):
+            raise ValueError(
+                f"{part.strip()!r} is no requirement; write app=x, role!=y, role in (a,b), role notin (a), "
+                "app or !app"
+            )
+    return text.strip()
+
+
+def selector_of(labels: Mapping[str, str]) -> str:
+    """The text form of matchLabels.
+
+    Raises:
+        ValueError: A label is none, or there are none: that would select every pod.
+    """
+    if not labels:
+        raise ValueError("is empty, which would select every pod of the namespace")
+    return checked_selector(",".join(f"{key}={value}" for key, value in sorted(labels.items())))
 
 
 def _selector(text: str) -> str:
@@ -45,9 +82,6 @@ def _engine_port(text: str) -> int:
     if number > _PORT_MAX:
         raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, so that there is room for ranks")
     return number
-
-
-_GROUP = "pods in Kubernetes"
 
 
 @dataclass(frozen=True, slots=True)

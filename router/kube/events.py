@@ -1,8 +1,8 @@
 """Kubernetes Events about problems: reasons and texts in, Events on the pool or on our own pod out.
 
-A thread posts the newest message of each reason, so at most one message per reason waits. A reason whose
-post fails is tried again after some seconds, and others are posted meanwhile. The first failure is logged;
-the problem itself was logged before.
+A thread posts the newest message of each reason, so at most one message per reason waits. What cannot be
+posted is tried again after some seconds, and others are posted meanwhile. The first failure is logged; the
+problem itself was logged before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from threading import Condition, Thread
@@ -46,22 +45,15 @@ class EventPoster:
 
     Args:
         subject: What an Event is about, asked when it is posted; None: about nothing, and none is posted.
-        now: The time of day.
     """
 
-    def __init__(
-        self,
-        client: KubeClient,
-        subject: Callable[[], Subject | None],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
+    def __init__(self, client: KubeClient, subject: Callable[[], Subject | None]) -> None:
         self._client = client
         self._subject = subject
-        self._now = now
         self._refused = False
         self._wake = Condition()
-        # The newest message, and the monotonic time of its next try.
-        self._waiting: dict[Reason, tuple[str, float]] = {}
+        self._waiting: dict[Reason, str] = {}
+        self._has_news = False
         self._closing = False
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
 
@@ -80,52 +72,45 @@ class EventPoster:
         """Has an Event posted; "" when the problem is over. Never blocks."""
         with self._wake:
             if message:
-                _, due_s = self._waiting.get(reason, ("", 0.0))
-                self._waiting[reason] = message[:_MESSAGE_CHARS_MAX], due_s
+                self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
             else:
                 self._waiting.pop(reason, None)
+            self._has_news = True
             self._wake.notify_all()
 
     def _run(self) -> None:
-        while (waiting := self._next()) is not None:
-            reason, message = waiting
-            retry_s = 0.0
-            try:
-                self._post(reason, message)
-            except ClusterError as error:
-                if not self._refused:
-                    self._refused = True
-                    _log.warning("Kubernetes Event cannot be posted: reason=%s error=%s", reason, error)
-                if error.status not in _REFUSALS:
-                    retry_s = time.monotonic() + _RETRY_S
-            except Exception:
-                _log.exception("Event %s", reason)
+        while True:
             with self._wake:
-                newest, _ = self._waiting.get(reason, ("", 0.0))
-                if retry_s and newest:
-                    self._waiting[reason] = newest, retry_s
-                elif newest == message:
-                    del self._waiting[reason]
+                retry_s = _RETRY_S if self._waiting else None
+                self._wake.wait_for(lambda: self._has_news or self._closing, retry_s)
+                if self._closing:
+                    return
+                self._has_news = False
+                waiting = dict(self._waiting)
+            for reason, message in waiting.items():
+                is_done = self._try(reason, message)
+                with self._wake:
+                    if is_done and self._waiting.get(reason) == message:
+                        del self._waiting[reason]
 
-    def _next(self) -> tuple[Reason, str] | None:
-        """Wait for a message that is due, and return it; None once closing."""
-        with self._wake:
-            while not self._closing:
-                next_one = min(self._waiting.items(), key=lambda item: item[1][1], default=None)
-                if next_one is None:
-                    self._wake.wait()
-                    continue
-                reason, (message, due_s) = next_one
-                if (left_s := due_s - time.monotonic()) <= 0.0:
-                    return reason, message
-                self._wake.wait(left_s)
-        return None
+    def _try(self, reason: Reason, message: str) -> bool:
+        """Post a message; return False if it is to be tried again."""
+        try:
+            self._post(reason, message)
+        except ClusterError as error:
+            if not self._refused:
+                self._refused = True
+                _log.warning("Kubernetes Event cannot be posted: reason=%s error=%s", reason, error)
+            return error.status in _REFUSALS
+        except Exception:
+            _log.exception("Event %s", reason)
+        return True
 
     def _post(self, reason: Reason, message: str) -> None:
         subject = self._subject()
         if subject is None:
             return
-        now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         # The same words about the same object from the same router are one Event, counted up.
         reporter = os.environ.get("POD_NAME", _COMPONENT)
         words = "\0".join([subject.uid, reason, message, reporter])

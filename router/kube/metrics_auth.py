@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cachetools import LRUCache
+from cachetools import TLRUCache
 
 from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
@@ -54,9 +54,8 @@ class MetricsAuth:
 
     def __init__(self, reviewer: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._reviewer = reviewer
-        self._clock = clock
-        # By path and digest of the token: the answer, and until when it holds.
-        self._kept: LRUCache[bytes, tuple[int | None, float]] = LRUCache(_KEPT)
+        # By path and digest of the token.
+        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, clock)
         self._lock = Lock()
         self._repeated = RepeatedLog(_log)
 
@@ -65,9 +64,11 @@ class MetricsAuth:
         token = _token(authorization)
         if token is None:
             return (_UNKNOWN,)
-        with self._lock:
-            answer, until_s = self._kept.get(_key(path, token), (None, 0.0))
-        return (answer,) if self._clock() < until_s else None
+        try:
+            with self._lock:
+                return (self._kept[_key(path, token)],)
+        except KeyError:
+            return None
 
     def refusal(self, path: str, authorization: str | None) -> int | None:
         """The status to refuse with; None: the page may be shown."""
@@ -75,7 +76,6 @@ class MetricsAuth:
         if known is not None:
             return known[0]
         token = _token(authorization) or ""
-        now_s = self._clock()
         try:
             answer = self._ask(path, token)
         except (ClusterError, msgspec.MsgspecError) as error:
@@ -84,8 +84,7 @@ class MetricsAuth:
             )
             return _AWAY
         with self._lock:
-            kept_s = _KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S
-            self._kept[_key(path, token)] = answer, now_s + kept_s
+            self._kept[_key(path, token)] = answer
         return answer
 
     def _ask(self, path: str, token: str) -> int | None:
@@ -104,6 +103,10 @@ class MetricsAuth:
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
         return msgspec.json.decode(self._reviewer.review(kind, spec), type=_Review).status
+
+
+def _kept_until_s(_key: bytes, answer: int | None, now_s: float) -> float:
+    return now_s + (_KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S)
 
 
 def _token(authorization: str | None) -> str | None:

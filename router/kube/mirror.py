@@ -6,139 +6,106 @@ that cannot be read are held as problems, so that what follows about them is und
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from msgspec import Raw
 
+from router.errors import ClusterError
 from router.kube.objects import BadObjectError, Bookmark, Head, WatchEvent, read
 
 _T = TypeVar("_T")
+
+GONE = 410
+"""Status of what can be told only by a new list."""
 
 _ADDED, _MODIFIED, _DELETED, _BOOKMARK = "ADDED", "MODIFIED", "DELETED", "BOOKMARK"
 _PROBLEM_CHARS_MAX = 200
 
 
-class RelistError(Exception):
-    """An event after which the whole must be listed again; the message says why."""
-
-
-class Listing(Generic[_T]):
+class Mirror(Generic[_T]):
     """Objects by name, as many as there is room for.
 
-    Attributes:
-        objects: Those that could be read.
-        problems: By name, what is wrong with those that could not.
-        nameless: How many had no usable metadata.
-        left_out: Objects for which there was no room.
-    """
-
-    def __init__(self, kind: type[_T], capacity: int) -> None:
-        self.objects: dict[str, _T] = {}
-        self.problems: dict[str, str] = {}
-        self.nameless = 0
-        self.left_out = 0
-        self._kind = kind
-        self._capacity = capacity
-
-    def add(self, items: Iterable[Raw]) -> None:
-        for item in items:
-            try:
-                self.put(read(item, Head).metadata.name, item)
-            except BadObjectError:
-                self.nameless += 1
-
-    def put(self, name: str, data: Raw) -> None:
-        """Take an object in the place of what has its name."""
-        if name not in self and len(self.objects) + len(self.problems) >= self._capacity:
-            self.left_out += 1
-            return
-        try:
-            self.objects[name] = read(data, self._kind)
-            self.problems.pop(name, None)
-        except BadObjectError as error:
-            self.problems[name] = str(error)[:_PROBLEM_CHARS_MAX]
-            self.objects.pop(name, None)
-
-    def pop(self, name: str) -> bool:
-        """Remove an object; return whether it was there."""
-        is_known = name in self
-        self.objects.pop(name, None)
-        self.problems.pop(name, None)
-        return is_known
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.objects or name in self.problems
-
-    def copy(self) -> Listing[_T]:
-        copied = Listing(self._kind, self._capacity)
-        copied.objects, copied.problems = self.objects.copy(), self.problems.copy()
-        copied.nameless, copied.left_out = self.nameless, self.left_out
-        return copied
-
-
-class Mirror(Generic[_T]):
-    """Written by one thread; `objects` and `problems` may be read by any, and never change afterwards.
+    Filled page by page with `add`; once others read it, it never changes: an event makes another one.
 
     Args:
         kind: What objects are read as.
         capacity: Objects beyond it are left out and counted.
+        version: Where a watch goes on from.
 
     Attributes:
-        version: Where a watch goes on from.
+        objects: Those that could be read.
+        left_out: Objects for which there was no room.
     """
 
-    def __init__(self, kind: type[_T], capacity: int) -> None:
-        self.version = ""
+    def __init__(self, kind: type[_T], capacity: int, version: str = "") -> None:
+        self.version = version
+        self.objects: dict[str, _T] = {}
+        self.left_out = 0
+        self._unreadable: dict[str, str] = {}
+        self._nameless = 0
         self._kind = kind
         self._capacity = capacity
-        self._held = self.listing()
 
     @property
-    def objects(self) -> Mapping[str, _T]:
-        """All that could be read, by name."""
-        return self._held.objects
+    def problems(self) -> dict[str, str]:
+        """By name, what is wrong with those that cannot be read; "" stands for all that have no name."""
+        nameless = {"": f"{self._nameless} without usable metadata"} if self._nameless else {}
+        return self._unreadable | nameless
 
-    @property
-    def problems(self) -> Mapping[str, str]:
-        """By name, what is wrong with those that could not; "" stands for all that have no name."""
-        held = self._held
-        nameless = {"": f"{held.nameless} without usable metadata"} if held.nameless else {}
-        return held.problems | nameless
+    def empty(self) -> Mirror[_T]:
+        """Return a mirror of the same kind to be filled."""
+        return Mirror(self._kind, self._capacity)
 
-    @property
-    def left_out(self) -> int:
-        return self._held.left_out
+    def add(self, items: Iterable[Raw]) -> None:
+        for item in items:
+            try:
+                self._put(read(item, Head).metadata.name, item)
+            except BadObjectError:
+                self._nameless += 1
 
-    def clear(self) -> None:
-        self.replace(self.listing(), "")
-
-    def listing(self) -> Listing[_T]:
-        """A list to be filled page by page, while this stays as it is."""
-        return Listing(self._kind, self._capacity)
-
-    def replace(self, listing: Listing[_T], version: str) -> None:
-        self._held, self.version = listing, version
-
-    def apply(self, event: WatchEvent) -> bool:
-        """Take one event; return whether objects may have changed.
+    def after(self, event: WatchEvent) -> Mirror[_T]:
+        """Return this mirror with one event applied.
 
         Raises:
-            RelistError: It cannot be read, or makes room for objects that were left out.
+            ClusterError: 410: it cannot be read, or makes room for objects that were left out.
         """
+        changed = Mirror(self._kind, self._capacity, self.version)
+        changed.objects, changed._unreadable = self.objects.copy(), self._unreadable.copy()
+        changed.left_out, changed._nameless = self.left_out, self._nameless
         try:
             if event.type == _BOOKMARK:
-                self.version = read(event.object, Bookmark).metadata.resource_version or self.version
-                return False
-            metadata = read(event.object, Head).metadata
+                version = read(event.object, Bookmark).metadata.resource_version
+            else:
+                metadata = read(event.object, Head).metadata
+                version = metadata.resource_version
+                changed._apply(event, metadata.name)
         except BadObjectError as error:
-            raise RelistError(f"a {event.type[:20]!r} that cannot be read: {error}") from error
-        if event.type not in (_ADDED, _MODIFIED, _DELETED):
-            raise RelistError(f"unknown event {event.type[:20]!r}")
-        held = self._held.copy()
-        if event.type != _DELETED:
-            held.put(metadata.name, event.object)
-        elif held.pop(metadata.name) and held.left_out:
-            raise RelistError("there is room for objects that were left out")
-        self.replace(held, metadata.resource_version or self.version)
-        return True
+            raise ClusterError(GONE, f"a {event.type[:20]!r} that cannot be read: {error}") from error
+        changed.version = version or self.version
+        return changed
+
+    def _apply(self, event: WatchEvent, name: str) -> None:
+        if event.type in (_ADDED, _MODIFIED):
+            self._put(name, event.object)
+        elif event.type != _DELETED:
+            raise ClusterError(GONE, f"unknown event {event.type[:20]!r}")
+        elif self._pop(name) and self.left_out:
+            raise ClusterError(GONE, "there is room for objects that were left out")
+
+    def _put(self, name: str, data: Raw) -> None:
+        """Take an object in the place of what has its name."""
+        if not self._pop(name) and len(self.objects) + len(self._unreadable) >= self._capacity:
+            self.left_out += 1
+            return
+        try:
+            self.objects[name] = read(data, self._kind)
+        except BadObjectError as error:
+            self._unreadable[name] = str(error)[:_PROBLEM_CHARS_MAX]
+
+    def _pop(self, name: str) -> bool:
+        """Remove an object; return whether it was there."""
+        was_known = name in self.objects or name in self._unreadable
+        self.objects.pop(name, None)
+        self._unreadable.pop(name, None)
+        return was_known

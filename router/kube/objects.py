@@ -50,101 +50,78 @@ class Counted(_Struct, frozen=True):
     count: int | None = None
 
 
-class Condition(_Struct, frozen=True):
-    """One of a pod's conditions."""
-
+class _Condition(_Struct, frozen=True):
     type: str
     status: str
 
 
-class Container(_Struct, frozen=True):
-    """State of one of a pod's containers."""
-
+class _ContainerStatus(_Struct, frozen=True):
     name: str
     restart_count: int = 0
     container_id: str | None = msgspec.field(default=None, name="containerID")
 
 
-class ProbedPort(_Struct, frozen=True):
-    """Return the port, by number or name, that a probe asks."""
-
+class _ProbedPort(_Struct, frozen=True):
+    # By number, or by the name that a container's port has.
     port: int | str
 
 
-class Probe(_Struct, frozen=True):
-    """A probe of a container."""
-
-    http_get: ProbedPort | None = None
-    tcp_socket: ProbedPort | None = None
-    grpc: ProbedPort | None = None
+class _Probe(_Struct, frozen=True):
+    http_get: _ProbedPort | None = None
+    tcp_socket: _ProbedPort | None = None
+    grpc: _ProbedPort | None = None
 
 
-class ContainerPort(_Struct, frozen=True):
-    """A port that a container declares."""
-
+class _ContainerPort(_Struct, frozen=True):
     container_port: int
     name: str | None = None
 
 
-class ContainerSpec(_Struct, frozen=True):
-    """Specification of one of a pod's containers."""
-
-    ports: list[ContainerPort] | None = None
-    readiness_probe: Probe | None = None
+class _Container(_Struct, frozen=True):
+    ports: list[_ContainerPort] | None = None
+    readiness_probe: _Probe | None = None
 
 
-class PodSpec(_Struct, frozen=True):
-    """Specification of a pod."""
-
-    containers: list[ContainerSpec] | None = None
+class _PodSpec(_Struct, frozen=True):
+    containers: list[_Container] | None = None
 
 
-class PodStatus(_Struct, frozen=True):
-    """A pod's status."""
-
+class _PodStatus(_Struct, frozen=True):
     phase: str | None = None
     pod_ip: str | None = msgspec.field(default=None, name="podIP")
-    conditions: list[Condition] | None = None
-    container_statuses: list[Container] | None = None
+    conditions: list[_Condition] | None = None
+    container_statuses: list[_ContainerStatus] | None = None
 
 
 class PodObject(_Struct, frozen=True):
     """A pod."""
 
     metadata: Metadata
-    spec: PodSpec | None = None
-    status: PodStatus | None = None
+    spec: _PodSpec | None = None
+    status: _PodStatus | None = None
 
 
-class MatchLabels(_Struct, frozen=True):
-    """A selector of the v1 InferencePool."""
-
+class _MatchLabels(_Struct, frozen=True):
     match_labels: dict[str, str]
 
 
-class TargetPort(_Struct, frozen=True):
-    """A port of an InferencePool."""
-
+class _TargetPort(_Struct, frozen=True):
     number: _Port
 
 
-class PoolSpec(_Struct, frozen=True):
-    """Specification of the v1 InferencePool."""
-
-    selector: MatchLabels
-    target_ports: Annotated[list[TargetPort], Meta(min_length=1, max_length=8)]
+class _PoolSpec(_Struct, frozen=True):
+    selector: _MatchLabels
+    target_ports: Annotated[list[_TargetPort], Meta(min_length=1, max_length=8)]
 
 
 class PoolObject(_Struct, frozen=True):
     """An InferencePool of the group inference.networking.k8s.io."""
 
     metadata: Metadata
-    spec: PoolSpec
+    spec: _PoolSpec
 
 
-class OldPoolSpec(_Struct, frozen=True):
-    """Specification of the v1alpha2 InferencePool."""
-
+class _OldPoolSpec(_Struct, frozen=True):
     selector: dict[str, str]
     target_port_number: _Port
 
@@ -153,7 +130,7 @@ class OldPoolObject(_Struct, frozen=True):
     """An InferencePool of the group inference.networking.x-k8s.io."""
 
     metadata: Metadata
-    spec: OldPoolSpec
+    spec: _OldPoolSpec
 
 
 class PoolReference(_Struct, frozen=True):
@@ -164,9 +141,7 @@ class PoolReference(_Struct, frozen=True):
     kind: str | None = None
 
 
-class ObjectiveSpec(_Struct, frozen=True):
-    """Specification of an InferenceObjective."""
-
+class _ObjectiveSpec(_Struct, frozen=True):
     pool_ref: PoolReference
     priority: _Int32 | None = None
 
@@ -175,48 +150,38 @@ class ObjectiveObject(_Struct, frozen=True):
     """An InferenceObjective."""
 
     metadata: Metadata
-    spec: ObjectiveSpec
+    spec: _ObjectiveSpec
 
 
-class ModelMatch(_Struct, frozen=True):
-    """What a request's model is compared with."""
-
+class _ModelMatch(_Struct, frozen=True):
     value: Annotated[str, Meta(min_length=1)]
     type: str | None = None
 
 
-class Match(_Struct, frozen=True):
-    """One match of a rule."""
-
-    model: ModelMatch
+class _Match(_Struct, frozen=True):
+    model: _ModelMatch
 
 
-class Target(_Struct, frozen=True):
-    """One target of a rule."""
-
+class _Target(_Struct, frozen=True):
     model_rewrite: str
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
 
-class Rule(_Struct, frozen=True):
-    """One rule of a rewrite."""
-
-    targets: Annotated[list[Target], Meta(min_length=1, max_length=1000)]
-    matches: list[Match] | None = None
+class _Rule(_Struct, frozen=True):
+    targets: Annotated[list[_Target], Meta(min_length=1, max_length=1000)]
+    matches: list[_Match] | None = None
 
 
-class RewriteSpec(_Struct, frozen=True):
-    """Specification of an InferenceModelRewrite."""
-
+class _RewriteSpec(_Struct, frozen=True):
     pool_ref: PoolReference
-    rules: list[Rule]
+    rules: list[_Rule]
 
 
 class RewriteObject(_Struct, frozen=True):
     """An InferenceModelRewrite."""
 
     metadata: Metadata
-    spec: RewriteSpec
+    spec: _RewriteSpec
 
 
 class _ListMetadata(_Struct, frozen=True):

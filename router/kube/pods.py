@@ -1,10 +1,10 @@
-"""From a pod object to the endpoints that it is: one for each target port. Pure."""
+"""From objects to what they say: a pod's endpoints, a pool, its objectives and model rewrites. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from indexer.config import PODS_MAX, RANKS_MAX
 from indexer.pod_entry import (
@@ -19,7 +19,17 @@ from indexer.pod_entry import (
     PodEntry,
     label_problem,
 )
-from router.kube.objects import PodObject
+from router.kube.config import POOL_GROUP, KubeConfig, selector_of
+from router.kube.objects import (
+    BadObjectError,
+    ObjectiveObject,
+    OldPoolObject,
+    PodObject,
+    PoolObject,
+    PoolReference,
+    RewriteObject,
+)
+from router.rewrite import RewriteRule
 
 ANNOTATION_PREFIX = "kvroute.dev/"
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
@@ -29,23 +39,7 @@ _LABEL_PREFIX = "kvroute.io/"
 _OURS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _PORT_MAX = 65_535
 _OVER = ("Succeeded", "Failed")
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointRules:
-    """What all pods of a pool have in common.
-
-    Attributes:
-        ports: Target ports; an endpoint's rank is its port's place here.
-        events_port: Where rank 0 publishes.
-        replay_port: Where it answers replays; 0: nowhere.
-        events_bind: Whether pods may connect to us instead.
-    """
-
-    ports: tuple[int, ...]
-    events_port: int
-    replay_port: int
-    events_bind: bool = False
+_EXACT = "Exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +57,28 @@ class PodEndpoints:
     probed: tuple[str, ...] = ()
 
 
-def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
-    """A pod's endpoints; none while it has no address, is ending or is over."""
+def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
+    """A pod's endpoints; none while it has no address, is ending or is over.
+
+    Args:
+        rules: What all pods have in common; an endpoint's rank is its port's place among the target ports.
+    """
     status, metadata = pod.status, pod.metadata
     if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
         return PodEndpoints()
     if (address := _address(status.pod_ip)) is None:
         return PodEndpoints()
     annotations = metadata.annotations or {}
-    ports, complaints = _active_ports(annotations, rules.ports)
+    ports, complaints = _active_ports(annotations, rules.target_ports)
     given, complaints_of_labels = _own_labels(annotations, rules)
     labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
     entries = []
-    for rank, port in enumerate(rules.ports):
+    for rank, port in enumerate(rules.target_ports):
         if port not in ports:
             continue
         entries.append(
             PodEntry(
-                name=f"{metadata.name}-rank-{rank}" if len(rules.ports) > 1 else metadata.name,
+                name=f"{metadata.name}-rank-{rank}" if len(rules.target_ports) > 1 else metadata.name,
                 namespace=metadata.namespace or "default",
                 address=address,
                 port=port,
@@ -92,7 +90,7 @@ def endpoints_of(pod: PodObject, rules: EndpointRules) -> PodEndpoints:
                     replay_port=rules.replay_port + rank if rules.replay_port else None,
                     snapshots=True,
                     asks=True,
-                    rank=rank if len(rules.ports) > 1 else None,
+                    rank=rank if len(rules.target_ports) > 1 else None,
                 ),
             )
         )
@@ -164,9 +162,7 @@ def _active_ports(
     return {known[item] for item in items if item in known}, complaints
 
 
-def _own_labels(
-    annotations: Mapping[str, str], rules: EndpointRules
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict[str, str], tuple[str, ...]]:
     """The annotations as labels of a pods file."""
     given: dict[str, str] = {}
     complaints = []
@@ -186,11 +182,11 @@ def _own_labels(
     return given, tuple(complaints)
 
 
-def _unfit(label: str, value: str, rules: EndpointRules) -> str | None:
+def _unfit(label: str, value: str, rules: KubeConfig) -> str | None:
     """What keeps a well-formed value from being used here."""
     if label == EVENTS_LABEL and value == "connects" and not rules.events_bind:
         return "the router has no --events-bind to connect to"
-    if label == RANKS_LABEL and int(value) > 1 and len(rules.ports) > 1:
+    if label == RANKS_LABEL and int(value) > 1 and len(rules.target_ports) > 1:
         return "ranks with target ports of their own have none behind them"
     if label in PORT_LABELS and int(value) + RANKS_MAX > _PORT_MAX:
         return f"must be at most {_PORT_MAX - RANKS_MAX}, so that there is room for ranks"
@@ -200,3 +196,84 @@ def _unfit(label: str, value: str, rules: EndpointRules) -> str | None:
 def _of_rank(labels: Mapping[str, str], rank: int) -> dict[str, str]:
     """Labels of one of the pod's endpoints: each rank has ports of its own."""
     return {name: str(int(value) + rank) if name in PORT_LABELS else value for name, value in labels.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """An InferencePool: its label selector and target ports; Events are tied to it by `uid`."""
+
+    name: str
+    uid: str
+    selector: str
+    ports: tuple[int, ...]
+
+
+def pool_of(pool: PoolObject | OldPoolObject) -> Pool | None:
+    """What the pool says; None while it is being deleted.
+
+    Raises:
+        BadObjectError: It cannot be used.
+    """
+    metadata = pool.metadata
+    if metadata.deletion_timestamp is not None:
+        return None
+    if isinstance(pool, OldPoolObject):
+        labels = pool.spec.selector
+        ports: tuple[int, ...] = (pool.spec.target_port_number,)
+    else:
+        labels = pool.spec.selector.match_labels
+        ports = tuple(dict.fromkeys(port.number for port in pool.spec.target_ports))
+    try:
+        return Pool(metadata.name, metadata.uid, selector_of(labels), ports)
+    except ValueError as error:
+        raise BadObjectError(f"spec.selector: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrites:
+    """The rules of all rewrites, the oldest object's first; by object, what cannot mean what it says."""
+
+    rules: Sequence[RewriteRule] = ()
+    complaints: Mapping[str, str] = field(default_factory=dict)
+
+
+def priorities_of(objects: Iterable[ObjectiveObject], config: KubeConfig) -> dict[str, int]:
+    """Priority by objective."""
+    return {
+        objective.metadata.name: objective.spec.priority or 0
+        for objective in objects
+        if _is_ours(objective.spec.pool_ref, config) and objective.metadata.deletion_timestamp is None
+    }
+
+
+def rewrites_of(objects: Iterable[RewriteObject], config: KubeConfig) -> Rewrites:
+    """All rules; of objects of one age, those of the first name first."""
+    rules: list[RewriteRule] = []
+    complaints: dict[str, str] = {}
+    meant = (
+        rewrite
+        for rewrite in objects
+        if _is_ours(rewrite.spec.pool_ref, config) and rewrite.metadata.deletion_timestamp is None
+    )
+    # Times are written so that their order is that of their text.
+    for rewrite in sorted(meant, key=lambda one: (one.metadata.creation_timestamp or "", one.metadata.name)):
+        for number, rule in enumerate(rewrite.spec.rules):
+            targets = [(target.model_rewrite, target.weight) for target in rule.targets]
+            models = [match.model for match in rule.matches or ()]
+            other = next((model.type for model in models if model.type not in (None, _EXACT)), None)
+            if other is not None:
+                complaints[rewrite.metadata.name] = f"rules[{number}]: matches are of type {_EXACT} only"
+                continue
+            if len({weight is None for _, weight in targets}) > 1:
+                complaints[rewrite.metadata.name] = (
+                    f"rules[{number}]: only some targets have a weight; those without are never used"
+                )
+            rules.append(RewriteRule(frozenset(model.value for model in models), targets))
+    return Rewrites(rules, complaints)
+
+
+def _is_ours(reference: PoolReference, config: KubeConfig) -> bool:
+    """Whether a poolRef means our pool; what it leaves out is as its definition's defaults."""
+    kind = reference.kind or "InferencePool"
+    group = POOL_GROUP if reference.group is None else reference.group
+    return (group, kind, reference.name) == (config.pool_group, "InferencePool", config.pool)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -18,11 +19,8 @@ from indexer.pod_entry import PodEntry
 from indexer.roster import EngineState
 from router.kube.client import Kind, KubeClient
 from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
-from router.kube.diagnosis import Diagnosis, Found
 from router.kube.events import EventPoster, Subject
-from router.kube.metrics import WatchCollector
 from router.kube.mirror import Mirror
-from router.kube.objectives import PoolName, Rewrites, priorities_of, rewrites_of
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -31,11 +29,21 @@ from router.kube.objects import (
     PoolObject,
     RewriteObject,
 )
-from router.kube.pods import EndpointRules, PodEndpoints, declared, endpoints_of, is_ready
-from router.kube.pool import Pool, pool_of
-from router.kube.problems import Problems
-from router.kube.watch import Reflector
+from router.kube.pods import (
+    PodEndpoints,
+    Pool,
+    Rewrites,
+    declared,
+    endpoints_of,
+    is_ready,
+    pool_of,
+    priorities_of,
+    rewrites_of,
+)
+from router.kube.problems import Diagnosis, Found, Problems
+from router.kube.watch import Reflector, WatchCollector
 from router.pods import Pod
+from router.pods_source import PodsSource
 from router.resources import Resources
 
 _log = logging.getLogger(__name__)
@@ -46,7 +54,7 @@ _OBJECTIVE_VERSION = "v1alpha2"
 _NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
 
 
-class KubeSource:
+class KubeSource(PodsSource):
     """Follows one pool, or one selector's pods.
 
     Args:
@@ -74,13 +82,13 @@ class KubeSource:
         self._pool: Pool | None = None
         self._pool_problem = ""
         self._entries: tuple[PodEntry, ...] | None = None
-        self._known: dict[str, tuple[PodObject, EndpointRules, PodEndpoints]] = {}
+        self._known: dict[str, tuple[PodObject, KubeConfig, PodEndpoints]] = {}
         self._left_out = 0
         self._complaints: Mapping[str, str] = {}
         self._rewrites = Rewrites()
         self._own_uid: str | None = None
         pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
-        self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, self._on_pods)
+        self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._news())
         self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
         self._objectives: Reflector[ObjectiveObject] = self._watch(
             "objectives", ObjectiveObject, _OBJECTS_MAX, self._on_resources, optional=True
@@ -102,8 +110,9 @@ class KubeSource:
         config, namespace = self._config, self._namespace
         if config.pool:
             version = POOL_VERSIONS[config.pool_group]
-            pool = Kind(config.pool_group, version, "inferencepools", namespace, name=config.pool)
-            self._pools.follow(pool)
+            self._pools.follow(
+                Kind(config.pool_group, version, "inferencepools", namespace, name=config.pool)
+            )
             for watch, plural in (
                 (self._objectives, "inferenceobjectives"),
                 (self._rewriting, "inferencemodelrewrites"),
@@ -113,7 +122,7 @@ class KubeSource:
                 )
             _log.info("following InferencePool %s/%s of %s", namespace, config.pool, config.pool_group)
         else:
-            self._pods.follow(Kind("", "v1", "pods", namespace, selector=config.selector))
+            self._pods.follow(self._pod_kind(config.selector))
             _log.info("following pods of namespace %s that match %s", namespace, config.selector)
         for watch in self._watches.values():
             watch.start()
@@ -149,22 +158,20 @@ class KubeSource:
         return missing
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        errors = {
-            name: watch.state.error for name, watch in self._watches.items() if watch.state.error is not None
-        }
-        objects = self._pods.mirror.objects
-        bad_pods = dict(self._pods.mirror.problems)
-        if left_out := self._left_out + self._pods.mirror.left_out:
+        states = {name: watch.state for name, watch in self._watches.items()}
+        mirror = self._pods.mirror
+        bad_pods = mirror.problems
+        if left_out := self._left_out + mirror.left_out:
             bad_pods[""] = f"{left_out} more than can be followed"
         found = Found(
-            errors=errors,
+            errors={name: state.error for name, state in states.items() if state.error is not None},
             pool_listed=self._pools.state.listed,
             pool=self._pool is not None,
             pool_problem=self._pool_problem,
             selector=self._config.selector if self._pool is None else self._pool.selector,
             pods_listed=self._pods.state.listed,
-            pods=len(objects),
-            ready=sum(is_ready(pod) for pod in objects.values()),
+            pods=len(mirror.objects),
+            ready=sum(map(is_ready, mirror.objects.values())),
             probed={address for _, _, known in self._known.values() for address in known.probed},
             bad_pods=bad_pods,
             bad_annotations=self._complaints,
@@ -182,13 +189,13 @@ class KubeSource:
             if self._config.pool
             else None,
             "selector": self._config.selector or (pool.selector if pool is not None else None),
-            "target_ports": list(rules.ports) if rules is not None else [],
+            "target_ports": list(rules.target_ports) if rules is not None else [],
             "waits_for": list(self.waits_for()),
             "endpoints": len(self._entries or ()),
-            "watches": {name: _watch_shown(watch, now_s) for name, watch in self._watches.items()},
+            "watches": {name: watch.shown() for name, watch in self._watches.items()},
             "problems": [
-                {"reason": one.reason, "detail": one.detail, "for_s": round(now_s - one.since_s, 1)}
-                for one in self._problems.current.values()
+                {"reason": reason, "detail": one.detail, "for_s": round(now_s - one.since_s, 1)}
+                for reason, one in self._problems.current.items()
             ],
         }
 
@@ -199,15 +206,16 @@ class KubeSource:
         deadline_s = self._config.deadline_s
         return Reflector(name, self._client, mirror, changed, deadline_s=deadline_s, optional=optional)
 
-    def _rules(self) -> EndpointRules | None:
-        """None while it is not known on which ports pods serve."""
-        config, pool = self._config, self._pool
-        ports = config.target_ports if not config.pool else pool.ports if pool is not None else ()
-        if not ports:
-            return None
-        return EndpointRules(ports, config.events_port, config.replay_port, config.events_bind)
+    def _pod_kind(self, selector: str) -> Kind:
+        return Kind("", "v1", "pods", self._namespace, selector=selector)
 
-    def _declared(self, rules: EndpointRules) -> tuple[PodEntry, ...]:
+    def _rules(self) -> KubeConfig | None:
+        """None while it is not known on which ports pods serve."""
+        if not self._config.pool:
+            return self._config
+        return replace(self._config, target_ports=self._pool.ports) if self._pool is not None else None
+
+    def _declared(self, rules: KubeConfig) -> tuple[PodEntry, ...]:
         """All endpoints; pods that are as they were are not looked at again."""
         known, pods = {}, self._pods.mirror.objects
         for name, pod in pods.items():
@@ -222,9 +230,6 @@ class KubeSource:
         }
         entries, self._left_out = declared((pod, endpoints) for pod, _, endpoints in known.values())
         return entries
-
-    def _on_pods(self) -> None:
-        self._news()
 
     def _on_pool(self) -> None:
         if not self._pools.state.listed:
@@ -241,18 +246,14 @@ class KubeSource:
         if pool != self._pool:
             _log.info("InferencePool %s/%s: %s", self._namespace, name, pool or "not there")
         self._pool = pool
-        if pool is None:
-            self._pods.follow()
-        else:
-            self._pods.follow(Kind("", "v1", "pods", self._namespace, selector=pool.selector))
+        self._pods.follow(*([self._pod_kind(pool.selector)] if pool is not None else []))
         self._news()
 
     def _on_resources(self) -> None:
         if not (self._objectives.state.listed and self._rewriting.state.listed):
             return
-        pool = PoolName(self._config.pool_group, self._config.pool)
-        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), pool)
-        priorities = priorities_of(self._objectives.mirror.objects.values(), pool)
+        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
+        priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)
         self._take(Resources(priorities, self._rewrites.rules))
 
     def _bad_rewrites(self) -> Mapping[str, str]:
@@ -264,28 +265,12 @@ class KubeSource:
     def _subject(self) -> Subject | None:
         """The pool; without one our own pod, if we know it."""
         config, pool = self._config, self._pool
-        if pool is not None:
-            version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-            return Subject(version, "InferencePool", self._namespace, pool.name, pool.uid)
         name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
-        if name and namespace:
+        if pool is None and name and namespace:
             self._own_uid = self._own_uid or self._client.uid(namespace, name)
             return Subject("v1", "Pod", namespace, name, self._own_uid)
-        if config.pool:
-            version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-            return Subject(version, "InferencePool", self._namespace, config.pool, "")
-        return None
-
-
-def _watch_shown(watch: Reflector[Any], now_s: float) -> dict[str, Any]:
-    state = watch.state
-    return {
-        "group": state.group,
-        "listed": state.listed,
-        "absent": state.absent,
-        "objects": len(watch.mirror.objects),
-        "unreadable": dict(list(watch.mirror.problems.items())[:10]),
-        "lists": dict(state.lists),
-        "heard_s_ago": round(now_s - state.contact_s, 1) if state.listed else None,
-        "error": str(state.error) if state.error is not None else None,
-    }
+        if not config.pool:
+            return None
+        version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
+        uid = pool.uid if pool is not None else ""
+        return Subject(version, "InferencePool", self._namespace, config.pool, uid)

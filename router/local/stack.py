@@ -13,8 +13,9 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple, get_args
 
+from indexer.flags import flag
 from indexer.pod_entry import (
     ADMIN_PORT_LABEL,
     EVENTS_PORT_LABEL,
@@ -22,33 +23,83 @@ from indexer.pod_entry import (
     REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
 )
-from router.local.envoy_config import Door, EnvoySettings, bootstrap
-from router.local.errors import LocalStackError
+from router.flags import switch
+from router.local.envoy_config import Door, EnvoySettings, Responses, bootstrap
 
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"
 REPLICAS_MAX = 100
-# Ports of pod i (from 1), relative to the base port: HTTP, KV events, replay, administration.
-_POD_HTTP, _POD_EVENTS, _POD_REPLAY, _POD_ADMIN = 100, 200, 300, 400
+# The ports of pod i (from 1) are i above these, which are above the base port; in the order of `_Pod`.
+_POD_PORTS = (100, 200, 300, 400)
+
+
+class LocalStackError(Exception):
+    """Something keeps the stack from running: the command prints the message and exits with 1."""
+
+
+class PortInUseError(LocalStackError):
+    """A port of the stack is taken; names it and how to choose another."""
+
+
+class ChildDiedError(LocalStackError):
+    """A process the stack cannot do without ended; names it, how it ended and what it said last."""
+
+
+class DemoError(LocalStackError):
+    """The stack runs, but the demonstration did not show what it should."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What a user may choose.
+    """What a user may choose; `port` is the gateway's, the other ports follow from `base_port`."""
 
-    Attributes:
-        port: Of the gateway; the round-robin listener and the inner ports follow from `base_port`.
-        model: "kvroute-tiny" or a Hugging Face checkpoint directory.
-        door: How Envoy asks the router; see EnvoySettings, as for the two below.
-    """
+    replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
+    port: int = flag("stack", "--port", int, 8080, "the gateway's port: OpenAI's API behind Envoy")
+    base_port: int = flag("stack", "--base-port", int, 18000, "first of the ports for everything else")
+    model: str = flag(
+        "stack",
+        "--model",
+        str,
+        TINY_MODEL,
+        "kvroute-tiny, or a Hugging Face checkpoint directory (default: %(default)s)",
+        metavar="MODEL",
+    )
+    door: Door = flag(
+        "stack",
+        "--door",
+        str,
+        "check_grpc",
+        "check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask "
+        "(default: %(default)s)",
+        choices=get_args(Door),
+        metavar=None,
+    )
+    responses: Responses = flag(
+        "stack",
+        "--responses",
+        str,
+        "skip",
+        "skip: responses do not pass through the router; full: ext_proc sees both phases "
+        "(default: %(default)s)",
+        choices=get_args(Responses),
+        metavar=None,
+    )
+    failure_mode_allow: bool = switch(
+        "stack",
+        "--failure-mode-allow",
+        False,
+        "while the router is away, send requests round-robin instead of answering 503 (not with ext_proc)",
+    )
 
-    replicas: int = 2
-    port: int = 8080
-    base_port: int = 18000
-    model: str = TINY_MODEL
-    door: Door = "check_grpc"
-    responses: Literal["skip", "full"] = "skip"
-    failure_mode_allow: bool = False
+
+class _Pod(NamedTuple):
+    """A model server and its ports."""
+
+    name: str
+    http: int
+    events: int
+    replay: int
+    admin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +144,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     if not 1 <= options.replicas <= REPLICAS_MAX:
         raise LocalStackError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port
-    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - _POD_ADMIN - REPLICAS_MAX):
+    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
     if options.responses == "full" and options.door != "ext_proc":
         raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
@@ -101,31 +152,34 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         raise LocalStackError("--failure-mode-allow needs --door check_grpc: what ext_proc streamed is lost")
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin = range(base, base + 4)
-    numbers = range(1, options.replicas + 1)
-    pods = [(HOST, base + _POD_HTTP + number) for number in numbers]
+    pods = [
+        _Pod(f"model-server-{number}", *(base + kind + number for kind in _POD_PORTS))
+        for number in range(1, options.replicas + 1)
+    ]
     settings = EnvoySettings(
         gateway=(HOST, options.port),
         router_grpc=(HOST, grpc),
-        pods=pods,
+        pods=[(HOST, pod.http) for pod in pods],
         round_robin=(HOST, round_robin),
         door=options.door,
         responses=options.responses,
         failure_mode_allow=options.failure_mode_allow,
     )
-    children = [_model_server(options, number, model_name) for number in numbers]
+    children = [_model_server(options, pod, model_name) for pod in pods]
     children.append(_router(options, directory, model_name, (grpc, health, metrics)))
     children.append(_envoy(directory, (options.port, round_robin)))
     return StackPlan(
         children=children,
         files={
-            "pods.yaml": _pods_file(options, model_name),
+            # JSON is YAML, and needs no writer of its own.
+            "pods.yaml": json.dumps({"endpoints": [_endpoint(pod, model_name) for pod in pods]}, indent=1),
             "envoy.json": json.dumps(bootstrap(settings), indent=1),
         },
         gateway_url=f"http://{HOST}:{options.port}",
         round_robin_url=f"http://{HOST}:{round_robin}",
         router_debug_url=f"http://{HOST}:{metrics}",
-        pod_urls={f"{HOST}:{port}": f"http://{HOST}:{port}" for _, port in pods},
-        admin_urls=[f"http://{HOST}:{base + _POD_ADMIN + number}" for number in numbers],
+        pod_urls={f"{HOST}:{pod.http}": f"http://{HOST}:{pod.http}" for pod in pods},
+        admin_urls=[f"http://{HOST}:{pod.admin}" for pod in pods],
         model_name=model_name,
     )
 
@@ -144,20 +198,16 @@ def envoy_command() -> str:
     return found
 
 
-def _model_server(options: StackOptions, number: int, model_name: str) -> ChildPlan:
-    http, events, replay, admin = (
-        options.base_port + kind + number for kind in (_POD_HTTP, _POD_EVENTS, _POD_REPLAY, _POD_ADMIN)
-    )
-    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(http)]
-    argv += ["--admin-port", str(admin)]
+def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPlan:
+    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
+    argv += ["--admin-port", str(pod.admin)]
     argv += ["--model", options.model, "--served-model-name", model_name]
     # Events tell what users asked: on a laptop they stay on it.
-    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{events}", "--kv-events-bind"]
-    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
+    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
+    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]
     # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
     argv += ["--torch-threads", "1"]
-    ports = (http, events, replay, admin)
-    return ChildPlan(f"model-server-{number}", argv, ports, f"http://{HOST}:{http}/health")
+    return ChildPlan(pod.name, argv, pod[1:], f"http://{HOST}:{pod.http}/health")
 
 
 def _router(
@@ -179,22 +229,18 @@ def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
     return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
 
 
-def _pods_file(options: StackOptions, model_name: str) -> str:
-    endpoints = [
-        {
-            "name": f"model-server-{number}",
-            "namespace": "local",
-            "address": HOST,
-            "port": str(options.base_port + _POD_HTTP + number),
-            "labels": {
-                MODEL_LABEL: model_name,
-                EVENTS_PORT_LABEL: str(options.base_port + _POD_EVENTS + number),
-                REPLAY_PORT_LABEL: str(options.base_port + _POD_REPLAY + number),
-                SNAPSHOT_LABEL: "true",
-                ADMIN_PORT_LABEL: str(options.base_port + _POD_ADMIN + number),
-            },
-        }
-        for number in range(1, options.replicas + 1)
-    ]
-    # JSON is YAML, and needs no writer of its own.
-    return json.dumps({"endpoints": endpoints}, indent=1)
+def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
+    """Return the pod's entry in the router's pods file."""
+    return {
+        "name": pod.name,
+        "namespace": "local",
+        "address": HOST,
+        "port": str(pod.http),
+        "labels": {
+            MODEL_LABEL: model_name,
+            EVENTS_PORT_LABEL: str(pod.events),
+            REPLAY_PORT_LABEL: str(pod.replay),
+            SNAPSHOT_LABEL: "true",
+            ADMIN_PORT_LABEL: str(pod.admin),
+        },
+    }

@@ -12,8 +12,7 @@ from typing import Any
 
 import urllib3
 
-from router.local.errors import LocalStackError
-from router.local.stack import StackPlan
+from router.local.stack import LocalStackError, StackPlan
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.05

@@ -19,8 +19,7 @@ from pathlib import Path
 import urllib3
 
 from router.local import tether
-from router.local.errors import ChildDiedError, LocalStackError, PortInUseError
-from router.local.stack import HOST, ChildPlan
+from router.local.stack import HOST, ChildDiedError, ChildPlan, LocalStackError, PortInUseError
 
 READY_TIMEOUT_S = 120.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)

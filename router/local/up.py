@@ -5,7 +5,6 @@ Options in; a running stack, a printed demonstration and an exit status out.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
 import signal
@@ -16,21 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from indexer.flags import CommandParser
+from indexer.flags import CommandParser, add_flags, said
 from router.local.demo import run_demo
-from router.local.errors import LocalStackError
-from router.local.stack import StackOptions, StackPlan, plan_stack
+from router.local.stack import LocalStackError, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods
 from router.local.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
 # What model servers need and the router does not.
-_NEEDED = {
-    "torch": "model-server",
-    "starlette": "model-server",
-    "uvicorn": "model-server",
-    "safetensors": "model-server",
-}
+_NEEDED = ("torch", "starlette", "uvicorn", "safetensors")
 
 
 class _InterruptedError(Exception):
@@ -39,17 +32,16 @@ class _InterruptedError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    options = StackOptions(
-        replicas=arguments.replicas,
-        port=arguments.port,
-        base_port=arguments.base_port,
-        model=arguments.model,
-        door=arguments.door,
-        responses=arguments.responses,
-        failure_mode_allow=arguments.failure_mode_allow,
+    parser = CommandParser(
+        prog="kvroute up",
+        description="Start model servers, the router and a real Envoy here, and show what is routed where.",
     )
+    add_flags(parser, StackOptions)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
+    only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
+    arguments = parser.parse_args(argv)
+    options = StackOptions(**said(StackOptions, arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
@@ -60,45 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LocalStackError, ValueError, OSError) as error:
         print(f"kvroute up: error: {error}", file=sys.stderr)
         return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="kvroute up",
-        description="Start model servers, the router and a real Envoy here, and show what is routed where.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--replicas", type=int, default=2, help="number of model servers")
-    parser.add_argument(
-        "--port", type=int, default=8080, help="the gateway's port: OpenAI's API behind Envoy"
-    )
-    parser.add_argument("--base-port", type=int, default=18000, help="first of the ports for everything else")
-    parser.add_argument(
-        "--model", default="kvroute-tiny", help="kvroute-tiny, or a Hugging Face checkpoint directory"
-    )
-    parser.add_argument(
-        "--door",
-        choices=("check_grpc", "ext_proc"),
-        default="check_grpc",
-        help="check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways "
-        "ask",
-    )
-    parser.add_argument(
-        "--responses",
-        choices=("skip", "full"),
-        default="skip",
-        help="skip: responses do not pass through the router; full: ext_proc sees both phases",
-    )
-    parser.add_argument(
-        "--failure-mode-allow",
-        action="store_true",
-        help="while the router is away, send requests round-robin instead of answering 503 "
-        "(not with ext_proc)",
-    )
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
-    only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
-    return parser
 
 
 def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
@@ -184,18 +137,11 @@ def _progress() -> Callable[[str], None]:
 
 
 def _check_libraries() -> None:
-    for module, extra in _NEEDED.items():
-        if not _is_installed(module):
+    for module in _NEEDED:
+        if importlib.util.find_spec(module) is None:
             raise LocalStackError(
-                f"the library {module} is missing; install it with: pip install 'kvroute[{extra}]'"
+                f"the library {module} is missing; install it with: pip install 'kvroute[model-server]'"
             )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # a package around it is missing
-        return False
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

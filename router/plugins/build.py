@@ -18,13 +18,12 @@ from router.config_fields import Settings, Text
 from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, WeightedReference
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
-from router.plugins.api import Filter, Observer, Picker, Scorer, Stateful
+from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY, PrefixScorer
 from router.plugins.catalogue import INSTEAD, MAKERS, known_types, make
-from router.plugins.deciders import Decider
-from router.plugins.handlers import Disaggregated, ProfileHandler, SingleProfile
+from router.plugins.handlers import ProfileHandler, Stage
 from router.plugins.pickers import MaxScorePicker
-from router.plugins.pipeline import Pipeline, Producers
+from router.plugins.pipeline import Pipeline
 from router.plugins.producers import (
     AgentIdentity,
     ApproximatePrefix,
@@ -41,7 +40,7 @@ _HANDLERS = (_SINGLE, _DISAGG, _PD)
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
 
 
-_ATTRIBUTES: Mapping[str, type[AgentIdentity | SessionIdProducer]] = {
+_ATTRIBUTES: Mapping[str, type[AttributeProducer]] = {
     "agent-identity": AgentIdentity,
     "session-id-producer": SessionIdProducer,
 }
@@ -129,19 +128,8 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
         _provide(config, parts, name, getattr(plugin, "producer", None), block_tokens)
     profiles = {entry.name: _profile(entry, parts, config) for entry in _profile_entries(config, parts)}
     handler = _handler(config, parts, profiles)
-    observers = [(name, plugin) for name, plugin in parts.plugins.items() if isinstance(plugin, Observer)]
-    return Pipeline(
-        handler,
-        Producers(parts.prefixes, parts.attributes),
-        observers,
-        random,
-        types={name: entry.type for name, entry in config.plugins.items()},
-        stateful={
-            name: plugin
-            for name, plugin in {**parts.prefixes, **parts.plugins}.items()
-            if isinstance(plugin, Stateful)
-        },
-    )
+    types = {name: entry.type for name, entry in config.plugins.items()}
+    return Pipeline(handler, parts.plugins, parts.prefixes, parts.attributes, types, random)
 
 
 def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
@@ -228,55 +216,48 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
         names = ", ".join(parts.handlers)
         config.root.fail("plugins", f"has several profile handlers ({names}); one is used")
     entry = next(iter(parts.handlers.values()), None)
-    if entry is not None and entry.type in (_DISAGG, _PD):
-        return _disaggregated(entry, parts, profiles)
+    if entry is not None and entry.type == _DISAGG:
+        return _disaggregated(entry.told.read(_Disaggregation), parts, profiles)
+    if entry is not None and entry.type == _PD:
+        return _prefill_apart(entry.told.read(_PrefillApart), parts, profiles)
     if entry is not None:
         entry.told.read(Settings)
     if len(profiles) != 1:
         config.root.fail(
             "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
         )
-    return SingleProfile(next(iter(profiles.values())))
+    return ProfileHandler(next(iter(profiles.values())))
 
 
-def _disaggregated(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    if entry.type == _PD:
-        return _prefill_apart(entry, parts, profiles)
-    told = entry.told.read(_Disaggregation)
-    names = told.profiles
+def _disaggregated(told: _Disaggregation, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    names, deciders = told.profiles, told.deciders
     if (decode := profiles.get(names.decode)) is None:
         told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
-    deciders = {
-        stage: _decider(told.deciders, stage, name, parts)
-        for stage, name in (("prefill", told.deciders.prefill), ("encode", told.deciders.encode))
-    }
-    for stage, profile in (("prefill", names.prefill), ("encode", names.encode)):
-        if deciders[stage] is not None and profile not in profiles:
-            told.section.fail("profiles", f"there is a decider but no profile for {stage}")
-    return Disaggregated(
+    return ProfileHandler(
         decode,
-        profiles.get(names.prefill),
-        profiles.get(names.encode),
-        prefill_decider=deciders["prefill"],
-        encode_decider=deciders["encode"],
+        _stage(told, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), parts),
+        _stage(told, "deciders.encode", deciders.encode, profiles.get(names.encode), parts),
         prefill_first=told.stage_order == "prefill-first",
     )
 
 
-def _prefill_apart(entry: PluginEntry, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    told = entry.told.read(_PrefillApart)
+def _prefill_apart(told: _PrefillApart, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
     decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
         told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
-    decider = _decider(told, "deciderPluginName", told.decider_plugin_name, parts)
-    return Disaggregated(decode, prefill, prefill_decider=decider)
+    return ProfileHandler(decode, _stage(told, "deciderPluginName", told.decider_plugin_name, prefill, parts))
 
 
-def _decider(told: Settings, key: str, name: str | None, parts: _Parts) -> Decider | None:
-    if name is None:
+def _stage(
+    told: Settings, key: str, decider: str | None, profile: Profile | None, parts: _Parts
+) -> Stage | None:
+    """Make a stage; None: without a decider it is never apart."""
+    if decider is None:
         return None
-    plugin = parts.plugins.get(name)
+    plugin: Any = parts.plugins.get(decider)
     if not hasattr(plugin, "decide"):
         known = [kind for kind in MAKERS if kind.endswith("-decider")]
-        told.section.fail(key, f"{name!r} is no decider among the plugins; there are {', '.join(known)}")
-    return plugin
+        told.section.fail(key, f"{decider!r} is no decider among the plugins; there are {', '.join(known)}")
+    if profile is None:
+        told.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
+    return Stage(profile, plugin)

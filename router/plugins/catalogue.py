@@ -16,7 +16,7 @@ from router.config_fields import Settings
 from router.config_file import PluginEntry
 from router.errors import ConfigError
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
-from router.plugins.deciders import AlwaysMultimodal, AlwaysPd, PrefixBasedPd
+from router.plugins.handlers import AlwaysMultimodal, AlwaysPd, PrefixBasedPd
 from router.plugins.labels import (
     ByLabelFilter,
     DecodeFilter,

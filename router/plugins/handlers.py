@@ -1,6 +1,6 @@
-"""Profile handlers: which profiles run for a request, and which headers tell the pods of their picks.
+"""The profile handler: which profiles run for a request, and which headers tell the pods of their picks.
 
-The first picks for everything; the second disaggregates: it picks who decodes, who prefills and who encodes.
+One profile picks where the request goes; deciders say whether other pods prefill or encode for it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,66 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import field as option
+
+from router.config_fields import Settings, Text, Whole
 from router.plugins.api import Endpoint, PluginRequest
-from router.plugins.deciders import Decider
+from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 from router.plugins.profiles import Picked, Profile
 
 PREFILLER_HEADER = "x-prefiller-host-port"
 ENCODERS_HEADER = "x-encoder-hosts-ports"
 HANDLER_HEADERS = frozenset({PREFILLER_HEADER, ENCODERS_HEADER})
 """Only the router may set these; a client's are taken off."""
+
+
+class Decider(Protocol):
+    """Decides for one stage."""
+
+    def decide(self, request: PluginRequest, decoder: Endpoint | None, /) -> bool:
+        """Whether the stage is done apart.
+
+        Args:
+            decoder: Where the request will be decoded; None while that is not picked.
+        """
+
+
+class AlwaysPd(Settings):
+    """Every prefill."""
+
+    def decide(self, _request: PluginRequest, _decoder: Endpoint | None) -> bool:
+        return True
+
+
+class AlwaysMultimodal(Settings):
+    """The encoding of whatever is not text."""
+
+    def decide(self, request: PluginRequest, _decoder: Endpoint | None) -> bool:
+        return request.multimodal
+
+
+class PrefixBasedPd(Settings):
+    """Prefills that are long where they are decoded.
+
+    Attributes:
+        producer: Whose account of the caches counts.
+        non_cached_tokens: From so many tokens that the decoding pod does not hold; 0: never.
+        prompt_tokens: Shorter prompts never.
+    """
+
+    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)
+    non_cached_tokens: Whole = 0
+    prompt_tokens: Whole = 0
+
+    def decide(self, request: PluginRequest, decoder: Endpoint | None) -> bool:
+        tokens = request.prompt_tokens
+        if not self.non_cached_tokens or tokens < max(self.prompt_tokens, self.non_cached_tokens):
+            return False
+        hit_tokens = 0
+        if decoder is not None:
+            match = request.prefix(self.producer, decoder)
+            hit_tokens = match.cached_blocks * match.block_tokens
+        return tokens - hit_tokens >= self.non_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,85 +88,60 @@ class Handled:
     prefill: Endpoint | None = None
 
 
-class ProfileHandler(Protocol):
-    """Runs profiles."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a request that another pod may do: where the decider says so, the profile picks the pod."""
 
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
-        """Picks; None when no endpoint passes the filters."""
+    profile: Profile
+    decider: Decider
 
-
-class SingleProfile:
-    """One profile for all."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
-        picked = self._profile.run(request, endpoints)
-        if picked is None:
+    def run(
+        self, request: PluginRequest, endpoints: Sequence[Endpoint], decoder: Endpoint | None
+    ) -> Picked | None:
+        if not self.decider.decide(request, decoder):
             return None
-        first = picked.endpoints[0]
-        return Handled(picked, {"": first, self._profile.name: first})
+        return self.profile.run(request, endpoints)
 
 
-class Disaggregated:
+@dataclass(frozen=True, slots=True)
+class ProfileHandler:
     """Decoding on one pod, and where a decider says so prefilling and encoding on others.
 
-    Args:
-        decode, prefill, encode: Profiles; the request goes to the first one's pick, which fetches from the
-            others'. None: that stage is never apart.
-        prefill_decider, encode_decider: None: never.
+    Attributes:
+        decode: Picks where the request goes, which fetches from the others' picks.
+        prefill, encode: None: that stage is never apart.
         prefill_first: Whether prefill is picked before decode, without regard to the latter's cache.
     """
 
-    def __init__(
-        self,
-        decode: Profile,
-        prefill: Profile | None = None,
-        encode: Profile | None = None,
-        *,
-        prefill_decider: Decider | None = None,
-        encode_decider: Decider | None = None,
-        prefill_first: bool = False,
-    ) -> None:
-        self._decode = decode
-        self._prefill = prefill
-        self._encode = encode
-        self._prefill_decider = prefill_decider
-        self._encode_decider = encode_decider
-        self._prefill_first = prefill_first
+    decode: Profile
+    prefill: Stage | None = None
+    encode: Stage | None = None
+    prefill_first: bool = False
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
-        """Picks; a stage whose filters leave nobody stays with the decoding pod."""
-        prefilled = None
-        if self._prefill_first:
-            prefilled = self._stage(self._prefill, self._prefill_decider, request, endpoints, None)
-        decoded = self._decode.run(request, endpoints)
+        """Pick; a stage whose filters leave nobody stays with the decoding pod.
+
+        Returns:
+            None when no endpoint passes the filters of decoding.
+        """
+        prefilled = encoded = None
+        if self.prefill is not None and self.prefill_first:
+            prefilled = self.prefill.run(request, endpoints, None)
+        decoded = self.decode.run(request, endpoints)
         if decoded is None:
             return None
         first = decoded.endpoints[0]
-        if not self._prefill_first:
-            prefilled = self._stage(self._prefill, self._prefill_decider, request, endpoints, first)
-        encoded = self._stage(self._encode, self._encode_decider, request, endpoints, first)
-        targets, headers = {"": first, self._decode.name: first}, {}
-        if prefilled is not None and self._prefill is not None:
-            targets[self._prefill.name] = prefilled.endpoints[0]
+        targets, headers = {"": first, self.decode.name: first}, {}
+        if self.prefill is not None and not self.prefill_first:
+            prefilled = self.prefill.run(request, endpoints, first)
+        if self.prefill is not None and prefilled is not None:
+            targets[self.prefill.profile.name] = prefilled.endpoints[0]
             headers[PREFILLER_HEADER] = prefilled.endpoints[0].address
-        if encoded is not None and self._encode is not None:
-            targets[self._encode.name] = encoded.endpoints[0]
+        if self.encode is not None:
+            encoded = self.encode.run(request, endpoints, first)
+        if self.encode is not None and encoded is not None:
+            targets[self.encode.profile.name] = encoded.endpoints[0]
             headers[ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
         prefill = prefilled.endpoints[0] if prefilled is not None else None
         apart = prefill is not None and prefill.address != first.address
         return Handled(decoded, targets, headers, prefill if apart else None)
-
-    def _stage(
-        self,
-        profile: Profile | None,
-        decider: Decider | None,
-        request: PluginRequest,
-        endpoints: Sequence[Endpoint],
-        decoder: Endpoint | None,
-    ) -> Picked | None:
-        if profile is None or decider is None or not decider.decide(request, decoder):
-            return None
-        return profile.run(request, endpoints)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from router.decision import Routing, Situation
 from router.errors import NoEndpointLeftError, RequestError
 from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch, Stateful
 from router.plugins.handlers import Handled, ProfileHandler
@@ -27,7 +26,6 @@ from router.plugins.producers import (
 )
 from router.plugins.profiles import PluginError
 from router.pods import Pod
-from router.routing import Routing, Situation
 from tokenization.chat_messages import decoded
 
 _log = logging.getLogger(__name__)
@@ -37,46 +35,34 @@ _MEDIA = ("image_url", "input_image", "audio_url", "input_audio", "video_url", "
 _PARTS_MAX = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Producers:
-    """Who finds out what plugins consume.
-
-    Attributes:
-        prefixes: By name.
-        attributes: By name.
-    """
-
-    prefixes: Mapping[str, PrefixProducer] = field(default_factory=dict)
-    attributes: Mapping[str, AttributeProducer] = field(default_factory=dict)
-
-
 class Pipeline:
-    """Orders the candidates of one request; see `routing.Ranker`.
+    """Orders the candidates of one request.
 
     Args:
-        observers: Are told the picks, by name.
+        plugins: By name; those that observe are told the picks, those with a state show what they remember.
+        prefixes, attributes: Producers of what plugins consume, by name.
         types: Of all plugins, by name.
-        stateful: Those that show what they remember, by name.
     """
 
     def __init__(
         self,
         handler: ProfileHandler,
-        producers: Producers,
-        observers: Sequence[tuple[str, Observer]],
+        plugins: Mapping[str, object],
+        prefixes: Mapping[str, PrefixProducer],
+        attributes: Mapping[str, AttributeProducer],
+        types: Mapping[str, str],
         random: np.random.Generator,
-        *,
-        types: Mapping[str, str] = MappingProxyType({}),
-        stateful: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> None:
         self._handler = handler
-        self._producers = producers
-        self._observers = tuple(observers)
-        self._random = random
+        self._prefixes = prefixes
+        self._attributes = attributes
         self._types = types
-        self._stateful = stateful
+        self._random = random
+        self._observers = [(name, one) for name, one in plugins.items() if isinstance(one, Observer)]
+        remembering = {**prefixes, **plugins}
+        self._stateful = {name: one for name, one in remembering.items() if isinstance(one, Stateful)}
         self._approximate = [
-            producer for producer in producers.prefixes.values() if isinstance(producer, ApproximatePrefix)
+            producer for producer in prefixes.values() if isinstance(producer, ApproximatePrefix)
         ]
 
     def state(self) -> dict[str, Any]:
@@ -120,12 +106,12 @@ class Pipeline:
         request = situation.request
         addresses = situation.addresses
         prefixes: dict[str, Mapping[str, PrefixMatch]] = {}
-        for name, producer in self._producers.prefixes.items():
+        for name, producer in self._prefixes.items():
             prompt = Prompt(keys.get(id(producer), ()), situation.prompt_blocks, situation.matches)
             prefixes[name] = producer.matches(prompt, addresses)
         attributes = {
             name: value
-            for name, producer in self._producers.attributes.items()
+            for name, producer in self._attributes.items()
             if (value := producer.attribute(request.headers))
         }
         return PluginRequest(

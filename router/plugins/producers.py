@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
 from indexer import PodMatches
-from router.agent_headers import agent_session
 from router.config_fields import Settings, Text, Whole
 from router.plugins.api import PrefixMatch
 from router.request import RouteRequest
-from router.sessions import cookie_value
+from router.sessions import agent_session, cookie_value
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4
 _BLOCK_TOKENS_LEAST = 64
-
-
-class PrefixProducer(Protocol):
-    """Knows how much of a prompt each pod holds."""
-
-    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
-        """Matches by address."""
 
 
 class PrecisePrefix:
@@ -128,13 +120,6 @@ class ApproximatePrefix(Settings):
         return PrefixMatch(float(blocks), len(keys), blocks, self._block_tokens)
 
 
-class AttributeProducer(Protocol):
-    """Finds something out from a request's headers."""
-
-    def attribute(self, headers: Mapping[str, str]) -> str | None:
-        """The value; None: there is none."""
-
-
 class AgentIdentity(Settings):
     """The session of an agent, which is its fairness id, too."""
 
@@ -156,3 +141,10 @@ class SessionIdProducer(Settings):
         if self.header_name is not None:
             return headers.get(self.header_name.lower())
         return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
+
+
+PrefixProducer = PrecisePrefix | ApproximatePrefix
+"""Knows how much of a prompt each pod holds."""
+
+AttributeProducer = AgentIdentity | SessionIdProducer
+"""Finds something out from a request's headers."""

@@ -13,7 +13,7 @@ import numpy as np
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, PrefixMatch, Scored, Scorer
 from router.plugins.cache_scorers import APPROXIMATE
 from router.plugins.pickers import MaxScorePicker
-from router.plugins.profiles import Picked, Profile, WeightedScorer
+from router.plugins.profiles import Profile, WeightedScorer
 
 
 def request(
@@ -70,11 +70,6 @@ def picks(plugin: Picker, asked: PluginRequest, scored: Mapping[str, float]) -> 
     """Names of the endpoints that a picker picks out of scored ones."""
     chosen = plugin.pick(asked, [Scored(endpoint(name), score) for name, score in scored.items()])
     return [_name(one) for one in chosen]
-
-
-def run(profile: Profile, asked: PluginRequest, endpoints: Sequence[Endpoint]) -> Picked | None:
-    """A whole profile."""
-    return profile.run(asked, endpoints)
 
 
 class _Every:

@@ -1,7 +1,4 @@
-"""This router among the others of its fleet: what it tells, what it is told, and how that stands.
-
-Wires journal, door, followers and others' work; knows no messages and no sockets.
-"""
+"""This router among the others of its fleet: what it tells, what it is told, and how that stands."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from indexer.peer_service import PeerIdentity
 from router.ledger import Ledger, LedgerParameters
 from router.outcomes import Heard, Outcomes
 from router.pods import PodSet
-from router.replicas.door import LedgerDoor
 from router.replicas.follow import STATES, Followers
-from router.replicas.journal import Journal
+from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News
 from router.replicas.others import OthersWork
 
@@ -36,13 +32,9 @@ class Fleet(Collector):
     Args:
         config: Who they are.
         identity: Who we are.
-        ledger: Ours, which they are told of.
         pods: With the board that prices our requests and theirs.
         assumed: Where their blocks are assumed.
         outcomes: Is told what they have heard of our requests.
-
-    Attributes:
-        door: Serves those who follow us.
     """
 
     def __init__(
@@ -69,7 +61,6 @@ class Fleet(Collector):
             self._followers.start()
 
     def close(self) -> None:
-        """Follows nobody and tells nothing any more; idempotent."""
         self._followers.close()
         self._journal.close()
 

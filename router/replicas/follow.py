@@ -65,6 +65,9 @@ class Followers:
         take: Called with (address, news, now_s), one at a time for each address.
         lose: Called with (address, now_s): nothing is known of it any more; tells its number of requests.
         clock: A monotonic clock.
+
+    Attributes:
+        unknown_names: Peers whose names have no address.
     """
 
     def __init__(
@@ -75,33 +78,27 @@ class Followers:
         lose: Callable[[str, float], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._clock = clock
-        self._closing = threading.Event()
-        request = write_request(FollowRequest(identity.instance, identity.fingerprint))
-        self._parts = _Parts(config, request, take, lose, clock, self._closing)
+        self.config = config
+        self.request = write_request(FollowRequest(identity.instance, identity.fingerprint))
+        self.take = take
+        self.lose = lose
+        self.clock = clock
+        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._followers: dict[str, _Follower] = {}
-        self._unknown: frozenset[str] = frozenset()
+        self.unknown_names: frozenset[str] = frozenset()
         self._looker = threading.Thread(target=self._look_on, name="ledger-peers", daemon=True)
 
     @property
     def states(self) -> list[PeerState]:
-        """All routers that are known by name."""
         with self._lock:
             return [follower.state for follower in self._followers.values()]
-
-    @property
-    def unknown_names(self) -> frozenset[str]:
-        """Peers whose names have no address."""
-        return self._unknown
 
     def start(self) -> None:
         self._looker.start()
 
     def close(self) -> None:
-        """Follows nobody any more; idempotent."""
-        self._closing.set()
+        self.closing.set()
         if self._looker.is_alive():
             self._looker.join()
         with self._lock:
@@ -112,16 +109,16 @@ class Followers:
             follower.thread.join()
 
     def _look_on(self) -> None:
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             try:
                 self._look()
             except Exception:
                 _log.exception("looking for routers failed; it goes on")
-            self._closing.wait(_LOOK_EVERY_S)
+            self.closing.wait(_LOOK_EVERY_S)
 
     def _look(self) -> None:
         named = dict(self._named())
-        now_s = self._clock()
+        now_s = self.clock()
         for address, follower in list(self._followers.items()):
             follower.watch(now_s)
             follower.is_named = address in named
@@ -130,43 +127,31 @@ class Followers:
                     del self._followers[address]
         for address, host in named.items():
             if address not in self._followers and len(self._followers) < _FOLLOWED_MAX:
-                follower = _Follower(host, address, self._parts)
+                follower = _Follower(host, address, self)
                 with self._lock:
                     self._followers[address] = follower
                 follower.thread.start()
 
     def _named(self) -> Iterator[tuple[str, str]]:
         unknown = set()
-        for peer in self._config.peers:
+        for peer in self.config.peers:
             try:
                 for host, address in resolve(peer):
                     yield address, host
             except OSError as error:
                 unknown.add(peer)
-                if peer not in self._unknown:
+                if peer not in self.unknown_names:
                     _log.warning("peer %s: its name is not known: %s", peer, error)
-        self._unknown = frozenset(unknown)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What all that are followed have in common."""
-
-    config: IndexerConfig
-    request: bytes
-    take: Callable[[str, News, float], None]
-    lose: Callable[[str, float], int]
-    clock: Callable[[], float]
-    closing: threading.Event
+        self.unknown_names = frozenset(unknown)
 
 
 class _Follower:
     """Follows one address for as long as it is named, or tells something."""
 
-    def __init__(self, host: str, address: str, parts: _Parts) -> None:
+    def __init__(self, host: str, address: str, owner: Followers) -> None:
         self._host = host
         self._address = address
-        self._parts = parts
+        self._owner = owner
         self._call: Any = None
         self._asked_s = 0.0
         self._silent = False
@@ -188,7 +173,7 @@ class _Follower:
 
     def _run(self) -> None:
         again_s = _AGAIN_S
-        while self.is_named and not self._parts.closing.is_set():
+        while self.is_named and not self._owner.closing.is_set():
             self._silent = False
             try:
                 self._follow()
@@ -199,14 +184,14 @@ class _Follower:
                 _log.exception("following the router %s failed", self._address)
                 error = PeerError("internal_error", str(failure))
             again_s = self._lost(error, again_s)
-            if self._parts.closing.wait(again_s):
+            if self._owner.closing.wait(again_s):
                 return
 
     def _lost(self, error: PeerError, again_s: float) -> float:
         """Takes note; tells when to ask again."""
         before = self.state
-        requests = self._parts.lose(self._address, self._parts.clock())
-        if self._parts.closing.is_set():
+        requests = self._owner.lose(self._address, self._owner.clock())
+        if self._owner.closing.is_set():
             return 0.0
         state = _STATE_OF.get(error.reason, REFUSED)
         self.state = PeerState(self._address, state, str(error), before.heard_s)
@@ -229,19 +214,19 @@ class _Follower:
         """
         try:
             channel = open_channel(
-                self._parts.config, self._host, self._address, receive_bytes_max=_RECEIVE_BYTES_MAX
+                self._owner.config, self._host, self._address, receive_bytes_max=_RECEIVE_BYTES_MAX
             )
         except ConfigError as error:
             raise PeerError("credentials", str(error)) from None
         try:
-            self._asked_s = self._parts.clock()
+            self._asked_s = self._owner.clock()
             # Bytes in and bytes out, which its types do not know.
             follow: Any = channel.unary_stream(FOLLOW)
-            self._call = follow(self._parts.request)
+            self._call = follow(self._owner.request)
             for message in self._call:
-                now_s = self._parts.clock()
+                now_s = self._owner.clock()
                 self._heard(now_s)
-                self._parts.take(self._address, read_news(message), now_s)
+                self._owner.take(self._address, read_news(message), now_s)
         except grpc.RpcError as error:
             raise self._refusal(error) from None
         finally:

@@ -1,4 +1,4 @@
-"""What this router tells others: its ledger's changes in, in order; messages for each that follows out.
+"""What this router tells others: its ledger's changes in, in order; a gRPC stream for each that follows out.
 
 A change is noted under the ledger's lock, for next to nothing, and written once for all who follow by the
 journal's own thread: at once, and what comes shortly after together. While nobody follows, nothing is noted.
@@ -10,15 +10,18 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import grpc
 
 from indexer.errors import PeerError
 from indexer.keys import Keys
+from indexer.peer_service import PeerIdentity
 from router.dispatch import Dispatch, InFlight
 from router.ledger import Ledger
 from router.outcomes import Heard
-from router.replicas.news import News, heard_of, news_messages, sent_of
+from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,13 @@ HEARTBEAT_S = 1.0
 
 READERS_MAX = 64
 """Who may follow at once."""
+
+_, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
+_CODES = {
+    "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "behind": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "gone": grpc.StatusCode.UNAVAILABLE,
+}
 
 # Of one that takes too little.
 _UNREAD_BYTES_MAX = 16 << 20
@@ -37,19 +47,13 @@ _GATHER_S = 0.01
 
 
 class Journal:
-    """Tells followers what the ledger has in flight. Thread-safe.
-
-    Args:
-        ledger: Whose changes are told.
-        clock: Of the ledger's times.
-    """
+    """Tells followers what the ledger has in flight; `clock` is that of its times. Thread-safe."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
         self._clock = clock
         # Each by what it is: a field of `News`, or "joined".
         self._changes: deque[tuple[str, Any]] = deque()
-        self._sleeps = False
         self._wake = threading.Event()
         # Guards who follows; taken before the ledger's lock, never within it.
         self._lock = threading.Lock()
@@ -63,7 +67,6 @@ class Journal:
         return len(self._readers)
 
     def start(self) -> None:
-        """Begins to tell by itself."""
         self._thread.start()
 
     def close(self) -> None:
@@ -91,7 +94,6 @@ class Journal:
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """One follows no more."""
         with self._lock:
             if reader in self._readers:
                 self._readers.remove(reader)
@@ -144,10 +146,7 @@ class Journal:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._sleeps = True
-            if not self._changes:
-                self._wake.wait(HEARTBEAT_S)
-            self._sleeps = False
+            self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
             self.tell()
             time.sleep(_GATHER_S)
@@ -163,8 +162,7 @@ class Journal:
     def _note(self, kind: str, change: object) -> None:
         if len(self._changes) < _CHANGES_MAX:
             self._changes.append((kind, change))
-        if self._sleeps:
-            self._wake.set()
+        self._wake.set()
 
     def _hand_out(self, noted: dict[str, list[Any]]) -> None:
         now_s = self._clock()
@@ -196,13 +194,10 @@ class Journal:
 
 
 class Reader:
-    """Messages for one that follows, as long as it takes them.
-
-    Attributes:
-        has_begun: Whether it was told what is in flight.
-    """
+    """Messages for one that follows, as long as it takes them."""
 
     def __init__(self) -> None:
+        # Whether it was told what is in flight.
         self.has_begun = False
         self._messages: deque[bytes] = deque()
         self._unread_bytes = 0
@@ -235,7 +230,6 @@ class Reader:
             self._changed.notify_all()
 
     def end(self, reason: str, message: str) -> None:
-        """Nothing more comes."""
         with self._changed:
             self._finish(reason, message)
             self._changed.notify_all()
@@ -244,3 +238,43 @@ class Reader:
         self._messages.clear()
         self._unread_bytes = 0
         self._over = self._over or PeerError(reason, message)
+
+
+class LedgerDoor:
+    """Serves `news.FOLLOW`.
+
+    A call lasts until the other goes. A refusal is FAILED_PRECONDITION ("self: ...", "fingerprint: ...",
+    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", too many follow; "behind: ...", it has taken too
+    little) where the other may ask again, and is told all anew.
+    """
+
+    def __init__(self, journal: Journal, identity: PeerIdentity) -> None:
+        self._journal = journal
+        self._identity = identity
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Register the service; messages are serialised once for all who follow."""
+        follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
+        handler = grpc.method_handlers_generic_handler(LEDGER_SERVICE, {_METHOD: follow})
+        server.add_generic_rpc_handlers((handler,))
+
+    def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            self._admit(request)
+            reader = self._journal.join()
+            try:
+                # So that it is known at once that there is somebody.
+                yield b""
+                while context.is_active():
+                    yield reader.take(HEARTBEAT_S)
+            finally:
+                self._journal.leave(reader)
+        except PeerError as error:
+            context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
+
+    def _admit(self, message: bytes) -> None:
+        request, ours = read_request(message), self._identity
+        if request.instance == ours.instance:
+            raise PeerError("self", "that is the same process")
+        if request.fingerprint != ours.fingerprint:
+            raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")

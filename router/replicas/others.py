@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from indexer.errors import PeerError
 from router.dispatch import Dispatch
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 REQUESTS_MAX = 100_000
 """Of one peer; as many as its ledger holds."""
+
+
+class _Theirs(NamedTuple):
+    """A request of another router's: as our ledger has it, and by its client's id."""
+
+    dispatch: Dispatch
+    client_id: str
 
 
 class OthersWork:
@@ -61,12 +68,11 @@ class OthersWork:
             theirs = self._by_peer.setdefault(peer, {})
             for sent in news.sent:
                 self._begin(peer, theirs, sent, now_s)
-            for number in news.overdue:
+            for number in (*news.overdue, *news.prefilled):
                 if (request := theirs.get(number)) is not None:
-                    self._ledger.first_token(request.name, now_s)
+                    self._ledger.first_token(request.dispatch.request_id, now_s)
             for number in news.prefilled:
                 if (request := theirs.get(number)) is not None:
-                    self._ledger.first_token(request.name, now_s)
                     self._assumed.settle(request.dispatch.key, now_s)
             for number in news.ended:
                 if number in theirs:
@@ -76,10 +82,10 @@ class OthersWork:
         """Nothing is known of this peer any more: its requests count no longer; tells how many there were."""
         with self._lock:
             theirs = self._by_peer.pop(peer, {})
-            lost = len(theirs)
-            for number in list(theirs):
+            numbers = list(theirs)
+            for number in numbers:
                 self._end(theirs, number, now_s)
-            return lost
+            return len(numbers)
 
     def _begin(self, peer: str, theirs: dict[int, _Theirs], sent: Sent, now_s: float) -> None:
         if sent.number in theirs:
@@ -103,7 +109,7 @@ class OthersWork:
         for displaced in self._ledger.dispatch(dispatch):
             self._assumed.settle(displaced.key, now_s)
         if sent.is_prefilled:
-            self._ledger.first_token(request.name, now_s)
+            self._ledger.first_token(request.dispatch.request_id, now_s)
             return
         pods = self._pods.snapshot()
         for pod in filter(None, (sent.pod, sent.prefill_pod)):
@@ -112,22 +118,8 @@ class OthersWork:
 
     def _end(self, theirs: dict[int, _Theirs], number: int, now_s: float) -> None:
         request = theirs.pop(number)
-        self._ids[request.request_id] -= 1
-        if not self._ids[request.request_id]:
-            del self._ids[request.request_id]
-        self._ledger.end(request.name, now_s)
+        self._ids[request.client_id] -= 1
+        if not self._ids[request.client_id]:
+            del self._ids[request.client_id]
+        self._ledger.end(request.dispatch.request_id, now_s)
         self._assumed.settle(request.dispatch.key, now_s)
-
-
-class _Theirs:
-    """A request of another router's; its name in our ledger tells whose it is, and which."""
-
-    __slots__ = ("dispatch", "request_id")
-
-    def __init__(self, dispatch: Dispatch, request_id: str) -> None:
-        self.dispatch = dispatch
-        self.request_id = request_id
-
-    @property
-    def name(self) -> str:
-        return self.dispatch.request_id

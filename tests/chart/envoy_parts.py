@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from router.local.envoy_config import Door, EnvoySettings, bootstrap
-from router.local.envoy_routes import INFERENCE_PATHS
+from router.local.envoy_config import INFERENCE_PATHS, Door, EnvoySettings, bootstrap
 
 # A port that is bound in every pod, and addresses that the chart replaces.
 GATEWAY = ("0.0.0.0", 8080)

@@ -15,8 +15,8 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from indexer.redis_link import RedisMetrics
-from model_server.engine_stats import EngineStats
 from model_server.metrics import EngineCollector, RequestMetrics
+from model_server.requests import EngineStats
 from router.kube.problems import Problems
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command

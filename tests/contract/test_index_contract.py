@@ -18,21 +18,21 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 def test_a_prefix_ends_at_the_first_hole(index: Index) -> None:
     """Blocks behind a missing one do not count."""
     index.add(A, "gpu", np.delete(CHAIN, 3))
-    assert index.match(CHAIN, [A])[A].blocks == 3
+    assert index.match(CHAIN, [A])[A].cached_blocks == 3
 
 
 def test_without_the_first_block_nothing_matches(index: Index) -> None:
     """A pod that lost the head of a chain cannot use the rest."""
     index.add(A, "gpu", CHAIN)
     index.remove(A, "gpu", CHAIN[:1])
-    assert index.match(CHAIN, [A])[A].blocks == 0
+    assert index.match(CHAIN, [A])[A].cached_blocks == 0
 
 
 def test_every_asked_pod_is_answered_for(index: Index) -> None:
     """The answer has the asked pods, known or not, and no others."""
     index.add(A, "gpu", CHAIN[:2])
     index.add(B, "gpu", CHAIN)
-    assert {pod: match.blocks for pod, match in index.match(CHAIN, [A, "unknown"]).items()} == {
+    assert {pod: match.cached_blocks for pod, match in index.match(CHAIN, [A, "unknown"]).items()} == {
         A: 2,
         "unknown": 0,
     }
@@ -43,13 +43,13 @@ def test_pods_are_matched_independently(index: Index) -> None:
     index.add(A, "gpu", CHAIN[:1])
     index.add(B, "gpu", CHAIN)
     found = index.match(CHAIN, [A, B])
-    assert (found[A].blocks, found[B].blocks) == (1, len(CHAIN))
+    assert (found[A].cached_blocks, found[B].cached_blocks) == (1, len(CHAIN))
 
 
 def test_no_keys_match_nothing(index: Index) -> None:
     """A prompt without a full block has no cached prefix."""
     match = index.match(CHAIN[:0], [A])[A]
-    assert (match.blocks, dict(match.blocks_by_tier), match.weighted_blocks) == (0, {}, 0.0)
+    assert (match.cached_blocks, dict(match.blocks_by_tier), match.weighted_blocks) == (0, {}, 0.0)
 
 
 def test_each_physical_copy_counts(index: Index) -> None:
@@ -57,9 +57,9 @@ def test_each_physical_copy_counts(index: Index) -> None:
     index.add(A, "gpu", CHAIN)
     index.add(A, "gpu", CHAIN[-1:])
     assert index.remove(A, "gpu", CHAIN[-1:]) == 0
-    assert index.match(CHAIN, [A])[A].blocks == len(CHAIN)
+    assert index.match(CHAIN, [A])[A].cached_blocks == len(CHAIN)
     assert index.remove(A, "gpu", CHAIN[-1:]) == 1
-    assert index.match(CHAIN, [A])[A].blocks == len(CHAIN) - 1
+    assert index.match(CHAIN, [A])[A].cached_blocks == len(CHAIN) - 1
 
 
 def test_a_new_block_does_not_inherit_the_copies_of_one_that_left(make: Callable[[int], Index]) -> None:
@@ -74,7 +74,7 @@ def test_a_key_named_twice_in_one_call_counts_twice(index: Index) -> None:
     """Copies are counted within a call as between calls."""
     index.add(A, "gpu", keys([7, 7]))
     assert index.remove(A, "gpu", keys([7, 7])) == 1
-    assert index.match(keys([7]), [A])[A].blocks == 0
+    assert index.match(keys([7]), [A])[A].cached_blocks == 0
 
 
 def test_what_is_not_held_is_removed_without_harm(index: Index) -> None:
@@ -82,7 +82,7 @@ def test_what_is_not_held_is_removed_without_harm(index: Index) -> None:
     index.add(A, "gpu", CHAIN[:1])
     assert index.remove(A, "cpu", CHAIN[:1]) == index.remove(B, "gpu", CHAIN[:1]) == 0
     assert index.remove(A, "gpu", CHAIN[1:]) == 0
-    assert index.match(CHAIN, [A])[A].blocks == 1
+    assert index.match(CHAIN, [A])[A].cached_blocks == 1
     assert index.stats().blocks == 1
 
 
@@ -126,9 +126,9 @@ def test_speculative_blocks_count_as_the_best_tier(index: Index) -> None:
     found = index.match(CHAIN, [A, B])
     assert dict(found[A].blocks_by_tier) == {"cpu": 3, "speculative": 2}
     assert found[A].weighted_blocks == pytest.approx(2 + 3 * 0.8)
-    assert found[B].blocks == 2
+    assert found[B].cached_blocks == 2
     assert index.remove(A, "speculative", CHAIN[1:3]) == 2
-    assert index.match(CHAIN, [A])[A].blocks == 2
+    assert index.match(CHAIN, [A])[A].cached_blocks == 2
 
 
 def test_confirmed_blocks_outrank_speculative_ones(index: Index) -> None:
@@ -147,12 +147,12 @@ def test_a_table_agrees_with_its_arrays(index: Index) -> None:
         found = index.match(CHAIN, pods)
         assert set(found) == set(pods)
         assert len(found) == 3
-        assert found.blocks.dtype == found.blocks_by_tier.dtype == np.int32
+        assert found.cached_blocks.dtype == found.blocks_by_tier.dtype == np.int32
         assert found.blocks_by_tier.shape == (3, len(TIERS.names))
-        assert (found.blocks_by_tier.sum(axis=1) == found.blocks).all()
+        assert (found.blocks_by_tier.sum(axis=1) == found.cached_blocks).all()
         for pod, match in found.items():
             counts = found.blocks_by_tier[found.rows[pod]].tolist()
-            assert match.blocks == found.blocks[found.rows[pod]]
+            assert match.cached_blocks == found.cached_blocks[found.rows[pod]]
             assert match.weighted_blocks == pytest.approx(TIERS.weighted(counts))
             assert {name: n for name, n in zip(TIERS.names, counts, strict=True) if n} == dict(
                 match.blocks_by_tier
@@ -176,7 +176,7 @@ def test_any_text_names_a_pod(index: Index) -> None:
     """A holder's name may hold anything that JSON lets through."""
     for pod in ("", "a b:{}*\n", "10.0.0.1:8000#1", "ü\ud800\0"):
         index.add(pod, "gpu", CHAIN)
-        assert index.match(CHAIN, [pod, A])[pod].blocks == len(CHAIN)
+        assert index.match(CHAIN, [pod, A])[pod].cached_blocks == len(CHAIN)
         assert index.clear_pod(pod) == len(CHAIN)
 
 
@@ -184,7 +184,7 @@ def test_all_keys_are_alike(index: Index) -> None:
     """No key is special, not the least and not the greatest."""
     extremes = keys([0, (1 << 64) - 1, 1, 1 << 63])
     index.add(A, "gpu", extremes)
-    assert index.match(extremes, [A])[A].blocks == 4
+    assert index.match(extremes, [A])[A].cached_blocks == 4
     assert index.remove(A, "gpu", extremes) == 4
     assert index.stats().blocks == 0
 
@@ -195,11 +195,11 @@ def test_any_number_of_pods_hold_a_block(index: Index) -> None:
     for held, pod in enumerate(pods):
         index.add(pod, "gpu", CHAIN[: 1 + held % 10])
     found = index.match(CHAIN, pods)
-    assert [found[pod].blocks for pod in pods] == [1 + held % 10 for held in range(100)]
+    assert [found[pod].cached_blocks for pod in pods] == [1 + held % 10 for held in range(100)]
     assert index.stats().holdings == sum(1 + held % 10 for held in range(100))
     for pod in pods[:99]:
         index.clear_pod(pod)
-    assert index.match(CHAIN, pods).blocks.sum() == 10
+    assert index.match(CHAIN, pods).cached_blocks.sum() == 10
     assert index.stats().holdings == 10
 
 
@@ -218,7 +218,7 @@ def test_the_few_that_go_on_keep_what_many_hold(index: Index) -> None:
     index.add(pods[3], "gpu", CHAIN[2:4])
     index.add(pods[7], "cpu", CHAIN[2:3])
     found = index.match(CHAIN, pods)
-    assert [found[pod].blocks for pod in pods] == [2, 2, 2, 4, 2, 2, 2, 3, 2, 2]
+    assert [found[pod].cached_blocks for pod in pods] == [2, 2, 2, 4, 2, 2, 2, 3, 2, 2]
     assert dict(found[pods[3]].blocks_by_tier) == {"gpu": 4}
     assert dict(found[pods[7]].blocks_by_tier) == {"gpu": 2, "cpu": 1}
 
@@ -231,10 +231,10 @@ def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
     index.add(B, "cpu", chain[:1024])
     index.add(B, "gpu", chain[1025:])
     found = index.match(chain, [A, B])
-    assert (found[A].blocks, found[B].blocks) == (3000, 1024)
+    assert (found[A].cached_blocks, found[B].cached_blocks) == (3000, 1024)
     assert np.count_nonzero(index.held(chain, B)) == 2999
     assert index.remove(A, "gpu", chain[1500:]) == 1500
-    assert index.match(chain, [A])[A].blocks == 1500
+    assert index.match(chain, [A])[A].cached_blocks == 1500
     assert index.clear_pod(B) == 2999
     assert index.stats().holdings == 1500
 
@@ -246,7 +246,7 @@ def test_clearing_a_pod_spares_the_others(index: Index) -> None:
     index.add(B, "gpu", CHAIN[:4])
     assert index.clear_pod(A) == len(CHAIN)
     found = index.match(CHAIN, [A, B])
-    assert (found[A].blocks, found[B].blocks) == (0, 4)
+    assert (found[A].cached_blocks, found[B].cached_blocks) == (0, 4)
     assert index.clear_pod(A) == 0
 
 
@@ -286,7 +286,7 @@ def test_of_too_long_a_call_the_first_blocks_are_kept(make: Callable[[int], Inde
     stats = index.stats()
     assert stats.blocks <= capacity
     assert stats.evicted_blocks == 2 * capacity + 10 - stats.blocks
-    assert np.count_nonzero(index.held(long, A)) == index.match(long, [A])[A].blocks > 0
+    assert np.count_nonzero(index.held(long, A)) == index.match(long, [A])[A].cached_blocks > 0
 
 
 def test_what_is_matched_outlives_what_is_not(make: Callable[[int], Index]) -> None:
@@ -296,7 +296,7 @@ def test_what_is_matched_outlives_what_is_not(make: Callable[[int], Index]) -> N
     for start in range(1000, 2000, 10):
         index.match(CHAIN, [A])
         index.add(B, "gpu", keys(range(start, start + 10)))
-    assert index.match(CHAIN, [A])[A].blocks == len(CHAIN)
+    assert index.match(CHAIN, [A])[A].cached_blocks == len(CHAIN)
 
 
 def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Index]) -> None:
@@ -307,8 +307,8 @@ def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Inde
     index.add(B, "gpu", other)
     for chain, pod in ((CHAIN, A), (other, B)):
         held = index.held(chain, pod)
-        assert np.count_nonzero(held) == index.match(chain, [pod])[pod].blocks > 0
-    assert index.match(CHAIN, [A])[A].blocks == 6
+        assert np.count_nonzero(held) == index.match(chain, [pod])[pod].cached_blocks > 0
+    assert index.match(CHAIN, [A])[A].cached_blocks == 6
 
 
 def test_asking_what_is_held_is_no_use(make: Callable[[int], Index]) -> None:
@@ -319,7 +319,7 @@ def test_asking_what_is_held_is_no_use(make: Callable[[int], Index]) -> None:
     index.held(CHAIN, A)
     references(index, [A])
     index.add(B, "gpu", keys(range(2000, 2010)))
-    assert index.match(CHAIN, [A])[A].blocks == 0
+    assert index.match(CHAIN, [A])[A].cached_blocks == 0
 
 
 def test_an_evicted_block_may_still_be_removed(make: Callable[[int], Index]) -> None:
@@ -328,7 +328,7 @@ def test_an_evicted_block_may_still_be_removed(make: Callable[[int], Index]) -> 
     index.add(A, "gpu", keys([1]))
     index.add(A, "gpu", keys([2]))
     assert index.remove(A, "gpu", keys([1])) == 0
-    assert index.match(keys([2]), [A])[A].blocks == 1
+    assert index.match(keys([2]), [A])[A].cached_blocks == 1
 
 
 def test_threads_do_not_disturb_each_other(index: Index) -> None:
@@ -353,4 +353,4 @@ def test_threads_do_not_disturb_each_other(index: Index) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert {pod: match.blocks for pod, match in index.match(CHAIN, [A, B]).items()} == {A: 3, B: 7}
+    assert {pod: match.cached_blocks for pod, match in index.match(CHAIN, [A, B]).items()} == {A: 3, B: 7}

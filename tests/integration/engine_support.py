@@ -212,12 +212,16 @@ class Outputs:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.logprobs: dict[str, list[dict[int, float]]] = defaultdict(
+            list
+        )  # of the best tokens, where asked
         self.last: dict[str, TokenOutput] = {}
 
     def __call__(self, output: TokenOutput) -> None:
         """Take one output; nothing may follow the last one."""
         assert output.request_id not in self.last, "an output after the last one"
         self.tokens[output.request_id].extend(output.token_ids)
+        self.logprobs[output.request_id].extend(dict(one.top) for one in output.logprobs or ())
         if output.finish_reason is not None:
             self.last[output.request_id] = output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import zmq
 from openai import OpenAI
 
 from model_server.build import build_engine
+from model_server.cli import main
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.publish import KVEventPublisher, KVEventsConfig
@@ -142,6 +144,18 @@ def subscription(server: RunningServer) -> Iterator[zmq.Socket[bytes]]:
         client.rcvtimeo = int(DEADLINE_S * 1000)
         client.connect(server.publisher.config.replay_endpoint or "")
         yield client
+
+
+def exit_code(*flags: str) -> int:
+    """Run a command line that cannot start, in this process, which takes no time to load libraries."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return main(flags)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

@@ -49,7 +49,7 @@ class Listener(EventLog):
 
     def predicted(self, prompt: list[int]) -> int:
         """How many tokens of a prompt the indexer takes for cached."""
-        return self.pod.match(self.pod.keys(prompt), len(prompt)).blocks * BLOCK_TOKENS
+        return self.pod.match(self.pod.keys(prompt), len(prompt)).cached_blocks * BLOCK_TOKENS
 
 
 def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> tuple[int, list[int]]:

@@ -97,14 +97,20 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     assert engine.stats().kv_usage == 0
 
 
-def test_what_was_swapped_is_never_computed_again() -> None:
-    """With swap a preempted request computes again at most what was in its last block, however late it is."""
-    engine, runner, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode="swap", polls_per_copy=3)
+@pytest.mark.parametrize(("polls_per_copy", "others"), [(3, 4), (200, 0)])
+def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: int) -> None:
+    """With swap a preempted request computes again at most what was in its last block, however late it is.
+
+    Nor where its blocks have not reached the host tier yet when it may run again.
+    """
+    engine, runner, _ = checking_engine(
+        gpu_blocks=6, cpu_blocks=12, preemption_mode="swap", polls_per_copy=polls_per_copy
+    )
     outputs = Outputs()
     for name in "ab":
         engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
     # What else is stored meanwhile must not push out what is swapped.
-    for number in range(4):
+    for number in range(others):
         engine.submit(request(f"other{number}", [30 + number] * 9, max_tokens=1), outputs)
     run_to_end(engine)
     preemptions = engine.stats().preemptions

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from router.gateway_only import GATEWAY_ONLY_HEADERS
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.envoy_routes import INFERENCE_PATHS
+from router.local.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
 from tests.integration.envoy_support import running_envoy
 from tests.loopback import HERE, free_ports
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from tests.integration.model_server_support import DEADLINE_S, wait_until
+from tests.integration.model_server_support import DEADLINE_S, exit_code, wait_until
 
 COMMAND = [sys.executable, "-m", "model_server"]
 FREE = ["--port", "0", "--kv-events-endpoint", "tcp://*:0", "--kv-replay-endpoint", "tcp://127.0.0.1:0"]
@@ -43,6 +43,16 @@ def started(
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """A model server process that ends by itself."""
     return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The URL and the log of a server with a small pool, which Ctrl-C ends with exit code 0."""
+    directory = tmp_path_factory.mktemp("idle")
+    with started(directory, "--num-gpu-blocks", "128", "--max-model-len", "512") as (process, url):
+        yield url, directory / "log"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
 
 
 def test_a_signal_in_the_middle_of_a_stream(tmp_path: Path) -> None:
@@ -73,26 +83,24 @@ def test_a_signal_while_loading(number: signal.Signals, tmp_path: Path) -> None:
     assert log.read_text() == ""
 
 
-def test_a_stranger_cannot_fill_the_log(tmp_path: Path) -> None:
+def test_a_stranger_cannot_fill_the_log(idle: tuple[str, Path]) -> None:
     """Requests that are no HTTP, or ask for a web socket, are answered without a line each."""
+    url, log = idle
     upgrade = b"GET /health HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
-    with started(tmp_path) as (_, url):
-        lines = (tmp_path / "log").read_text()
-        host, port = url.removeprefix("http://").split(":")
-        for hello in (b"hello\r\n\r\n", upgrade):
-            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-                connection.sendall(hello)
-                assert connection.recv(1 << 16).startswith(b"HTTP/1.1")
-        assert (tmp_path / "log").read_text() == lines
+    lines = log.read_text()
+    host, port = url.removeprefix("http://").split(":")
+    for hello in (b"hello\r\n\r\n", upgrade):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            connection.sendall(hello)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1")
+    assert log.read_text() == lines
 
 
-def test_it_says_what_pool_it_got(tmp_path: Path) -> None:
+def test_it_says_what_pool_it_got(idle: tuple[str, Path]) -> None:
     """The log has the pool's size, the concurrency it allows, and the URL, in one line each."""
-    with started(tmp_path, "--num-gpu-blocks", "128", "--max-model-len", "512") as (process, url):
-        assert urllib3.request("GET", f"{url}/health").status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 0
-    log = (tmp_path / "log").read_text()
+    url, path = idle
+    assert urllib3.request("GET", f"{url}/health").status == 200
+    log = path.read_text()
     assert "CPU KV cache size: 2,048 tokens, Maximum concurrency for 512 tokens per request: 4.00x" in log
     assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes a token; 4 sequences of 512 tokens" in log
 
@@ -108,28 +116,28 @@ def test_a_port_in_use_is_one_line() -> None:
     )
 
 
-def test_an_events_port_in_use_is_one_line() -> None:
+def test_an_events_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     """A taken ZMQ port does the same."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run(*FREE, "--kv-events-endpoint", f"tcp://*:{port}")
-    assert result.returncode == 1
-    assert result.stderr == (
+        assert exit_code(*FREE, "--kv-events-endpoint", f"tcp://*:{port}") == 1
+    assert capfd.readouterr().err == (
         f"kvroute model-server: error: KV events: cannot bind tcp://*:{port}: Address already in use\n"
     )
 
 
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_model_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A directory that is no checkpoint is named."""
-    result = run(*FREE, "--model", str(tmp_path / "nothing"))
-    assert result.returncode == 1
-    assert len(result.stderr.splitlines()) == 1
-    assert str(tmp_path / "nothing") in result.stderr
+    assert exit_code(*FREE, "--model", str(tmp_path / "nothing")) == 1
+    told = capfd.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert str(tmp_path / "nothing") in told
 
 
-def test_a_pool_too_small_for_the_context_is_one_line() -> None:
+def test_a_pool_too_small_for_the_context_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     """A context that the pool cannot hold is a wrong setting: exit code 2."""
-    result = run(*FREE, "--num-gpu-blocks", "4", "--max-model-len", "512", "--log-level", "error")
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "max_model_len is 512" in result.stderr
+    flags = [*FREE, "--num-gpu-blocks", "4", "--max-model-len", "512", "--log-level", "error"]
+    assert exit_code(*flags) == 2
+    told = capfd.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert "max_model_len is 512" in told

@@ -60,7 +60,8 @@ def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> No
         assert batch.rest() == []
         chat.rest()
         wait_until(lambda: played.router.requests_in_flight == 0, "the ends")
-        assert b'error_code="RateLimitError"' in get(played.router, "/metrics")[1]
+        counted = b'error_code="RateLimitError"'
+        wait_until(lambda: counted in get(played.router, "/metrics")[1], "the refusal's count")
 
 
 def test_only_what_is_below_zero_is_taken_back(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def router(
     index = IndexerConfig(
         bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **of_index
     )
-    # Pods so slow that no clock ends a prefill while a test runs.
-    slow = {"prefill_tokens_per_s": 1.0}
+    # Pods so slow that no clock ends a prefill while a test runs, and whose loads do not become too old.
+    slow = {"prefill_tokens_per_s": 1.0, "load_age_max_s": 3600.0}
     with running_router(pods_file, grpc_port=port, index=index, **slow, **settings) as running:
         wait_until(lambda: len(ready_pods(running)) == 2, "the pods")
         yield running
@@ -99,7 +99,8 @@ def await_work(one: RouterServer, requests: int) -> None:
 
 
 def pick(one: RouterServer, request_id: str, prompt: str) -> str:
-    """The pod that a router picks."""
+    """The pod that a router picks of two, however late a busy machine has probed them."""
+    wait_until(lambda: len(ready_pods(one)) == 2, "both pods")
     return one.router.route(completion(request_id, prompt), time.monotonic()).primary.pod
 
 
@@ -158,6 +159,8 @@ def test_an_outcome_that_is_reported_to_the_other_router_counts(tmp_path: Path) 
                 said = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)
                 assert said.known
         wait_until(lambda: first.requests_in_flight == 0, "the end")
+        # It is recorded a moment after the request has left the ledger.
+        wait_until(lambda: (first.explain.one("a") or {}).get("end"), "the record of it")
         record = first.explain.one("a")
         assert record is not None
         assert (record["prefill_end"]["source"], record["end"]["source"]) == ("report", "report")

@@ -120,7 +120,8 @@ def test_whoever_starts_late_begins_with_what_a_router_knows(
             with late(path, "--peer", first.peer) as second:
                 wait_until("it has a view", lambda: second.metric(BUILT % "peer") == 1)
                 assert second.metric("kvroute_indexer_holdings") == BLOCKS
-                assert first.metric('kvroute_indexer_told_snapshots_total{outcome="completed"}') == 1
+                told = 'kvroute_indexer_told_snapshots_total{outcome="completed"}'
+                wait_until("the first has told all", lambda: first.metric(told) == 1)
                 if late is router:
                     wait_until("the second predicts", lambda: cached_tokens(second) == 16 * BLOCKS)
 

@@ -14,7 +14,7 @@ import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
 from router.local import demo_texts, stack_api
-from router.local.envoy_routes import POD_HEADER
+from router.local.envoy_config import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"

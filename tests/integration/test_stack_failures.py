@@ -15,7 +15,7 @@ import urllib3
 import zmq
 
 from router.local import demo_texts, stack_api
-from router.local.envoy_routes import POD_HEADER
+from router.local.envoy_config import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"

@@ -15,15 +15,14 @@ from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
-from model_server.parallel.messages import Start
-from model_server.parallel.workers import Workers
+from model_server.parallel.workers import Start, Workers
 from model_server.requests import GenerationRequest
 from model_server.shapes import Division
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
-from tests.integration.model_server_support import wait_until
+from tests.integration.model_server_support import exit_code, wait_until
 from tests.integration.test_engine_architectures import ARCHITECTURES
 from tests.integration.test_engine_model import conversation
-from tests.integration.test_model_server_process import run, started
+from tests.integration.test_model_server_process import started
 from tests.unit.lora_support import save_adapter
 from tests.unit.model_support import save_reference, text_of
 
@@ -67,7 +66,10 @@ def answers(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
-    """Chunked, batched, preempted and from cached blocks, two ranks' greedy answers are transformers'."""
+    """Chunked, batched, preempted and from cached blocks, two ranks' greedy answers are transformers'.
+
+    So are the log probabilities of the best tokens, but for the order of sums.
+    """
     architecture, changes = SHAPES[name]
     reference = save_reference(tmp_path, architecture, **changes)
     config = EngineConfig(
@@ -84,15 +86,28 @@ def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
     with engine_of(config, 2) as engine:
         outputs = answers(
             engine,
-            [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in prompts.items()],
+            [
+                request(name, prompt, max_tokens=14, ignore_eos=True, logprobs=20)
+                for name, prompt in prompts.items()
+            ],
         )
         assert engine.stats().preemptions > 0
         assert engine.stats().prefix_hits_tokens > 0
     for name, prompt in prompts.items():
-        ids = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=14, min_new_tokens=14, do_sample=False, eos_token_id=None
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=14,
+            min_new_tokens=14,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        assert outputs.tokens[name] == ids[0, len(prompt) :].tolist()
+        assert outputs.tokens[name] == expected.sequences[0, len(prompt) :].tolist()
+        for top, logits in zip(outputs.logprobs[name], expected.logits, strict=True):
+            logprobs = logits[0].log_softmax(-1)
+            assert top == pytest.approx({token: logprobs[token].item() for token in top}, abs=5e-4)
+            assert len(top) == 20
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,24 +150,6 @@ def test_tiers_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) ->
     assert got[2] == got[1]
     assert got[2][0]["second"] == got[2][0]["first"]
     assert bytes_of_block[2] == bytes_of_block[1]
-
-
-def test_logits_differ_by_rounding_alone() -> None:
-    """Log probabilities of the best tokens are those of one process, but for the order of sums."""
-    item = request("a", text_of(40), max_tokens=6, logprobs=20, ignore_eos=True)
-    told = []
-    for size in (1, 2):
-        with engine_of(EngineConfig(), size) as engine:
-            logprobs = []
-
-            def keep(output: object, logprobs: list[object] = logprobs) -> None:
-                logprobs.extend(output.logprobs)  # type: ignore[attr-defined]
-
-            engine.submit(item, keep)
-            run_to_end(engine)
-            told.append([dict(one.top) for one in logprobs])
-    for one, other in zip(*told, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
@@ -270,8 +267,7 @@ def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None
         wait_until(lambda: gone(other))
 
 
-def test_start_up_errors_are_one_line(tmp_path: Path) -> None:
+def test_start_up_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A model that cannot be loaded is told once, whatever the number of ranks."""
-    result = run("--port", "0", *TWO, "--no-kv-events", "--model", str(tmp_path))
-    assert result.returncode == 1
-    assert len(result.stderr.splitlines()) == 1
+    assert exit_code("--port", "0", *TWO, "--no-kv-events", "--model", str(tmp_path)) == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from router.local.errors import PortInUseError
-from router.local.stack import StackOptions, plan_stack
+from router.local.stack import PortInUseError, StackOptions, plan_stack
 from router.local.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 
@@ -128,13 +127,12 @@ def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> 
     assert_nothing_left(ports, tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """An interrupted stack exits with 0 and leaves no process, port or file."""
     ports = stack_ports()
     with running_command(ports, tmp_path) as (process, _seen):
         assert urllib3.request("GET", f"http://127.0.0.1:{ports[0]}/v1/models").status == 200
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=300)
     assert process.returncode == 0, rest
     assert_nothing_left(ports, tmp_path)
@@ -170,7 +168,8 @@ def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-def test_ctrl_c_during_start_up_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_start_up_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     """Interrupted while its children load, the command exits with 0, without a traceback."""
     ports = stack_ports()
     process = subprocess.Popen(
@@ -181,7 +180,7 @@ def test_ctrl_c_during_start_up_leaves_nothing_behind(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     wait_until("the first children load", lambda: len(processes_of(str(tmp_path))) >= 1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, "")
     assert_nothing_left(ports, tmp_path)
@@ -219,7 +218,7 @@ def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
     """A model that cannot be loaded ends the command with 1 and a line: child, cause, and logs that stay."""
     ports = stack_ports()
     done = subprocess.run(
-        command("--model", str(tmp_path / "nowhere"), ports=ports),
+        command(*SMALL, "--model", str(tmp_path / "nowhere"), ports=ports),
         capture_output=True,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -6,11 +6,10 @@ In: an engine between two steps, or its parts. Out: nothing, or an AssertionErro
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from model_server.blocks import BlockPool
+from model_server.blocks import Block, BlockPool
 from model_server.engine import Engine
-from model_server.free_queue import Block
-from model_server.host_tier import HostBlock, HostTier
 from model_server.live_request import LiveRequest
+from model_server.offload import HostBlock, HostTier
 
 
 def check_engine(engine: Engine) -> None:
@@ -41,9 +40,8 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[Block]]) -> None:
         tables: The block tables of all requests that hold blocks.
     """
     held = Counter(block.block_id for table in tables for block in table)
-    free = list(pool.free)
+    free = list(pool.free.values())
     assert len(free) == pool.num_free, "the free queue's length is wrong"
-    assert len({block.block_id for block in free}) == len(free), "a block is in the free queue twice"
     for block in pool.blocks:
         assert block.ref_count == held[block.block_id], f"{block} is held {held[block.block_id]} times"
         assert (block in free) == (block.ref_count == 0), f"{block} leaked or is free while held"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from indexer.applied import Applied
-from indexer.applier import Outcome
+from indexer.applied import Applied, Outcome
 from indexer.apply import PodView
-from indexer.engine_blocks import EngineBlocks
 from indexer.errors import PayloadError
 from indexer.events import EngineHash
 from indexer.flat_cache import Dropped
@@ -42,34 +40,29 @@ class EngineBlock:
 
 
 class MappedCache:
-    """As `FlatCache`, on plain dictionaries: an index and a bounded map of engine blocks.
+    """As `FlatCache`, on plain dictionaries: an index and a map of engine blocks, also of those that went."""
 
-    Args:
-        index: Where copies are counted.
-        holder: The pod's name in the index.
-        max_held: Most engine blocks with copies.
-        max_released: Most blocks remembered after their last copy went.
-    """
-
-    def __init__(self, index: ReferenceIndex, holder: str, *, max_held: int, max_released: int) -> None:
+    def __init__(self, index: ReferenceIndex, holder: str) -> None:
         self._index = index
         self._holder = holder
-        self._blocks: EngineBlocks[EngineBlock] = EngineBlocks(max_held, max_released)
+        self._blocks: dict[EngineHash, EngineBlock] = {}
 
     def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
         """As `FlatCache` does."""
         self._index.add(self._holder, tier, keys)
         split = len(keys) // len(hashes)
-        reused = given_up = 0
+        reused = 0
         for position, engine_hash in enumerate(hashes):
-            block_keys = keys[position * split : (position + 1) * split]
-            block = self._blocks.get(engine_hash)
-            if block is not None and block.keys.tolist() != block_keys.tolist():
-                reused += bool(block.copies)
-                self._give_up(self._blocks.discard(engine_hash))
-                block = None
-            given_up += self._count(engine_hash, block or EngineBlock(block_keys), tier)
-        assert not given_up
+            block = EngineBlock(keys[position * split : (position + 1) * split])
+            known = self._blocks.get(engine_hash)
+            if known is not None and known.keys.tolist() != block.keys.tolist():
+                reused += bool(known.copies)
+                for held_in, copies in known.copies.items():
+                    for _ in range(copies):
+                        self._index.remove(self._holder, held_in, known.keys)
+                known = None
+            block = self._blocks[engine_hash] = known or block
+            self._count(block, tier, 1)
         return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
@@ -78,15 +71,16 @@ class MappedCache:
         if block is None:
             return False
         self._index.add(self._holder, tier, block.keys)
-        self._count(engine_hash, block, tier)
+        self._count(block, tier, 1)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
         """As `FlatCache` does."""
-        block = self._blocks.drop_copy(engine_hash, tier)
-        if block is None:
+        block = self._blocks.get(engine_hash)
+        if block is None or tier not in block.copies:
             return None
         self._index.remove(self._holder, tier, block.keys)
+        self._count(block, tier, -1)
         return Dropped.COPY if tier in block.copies else Dropped.LAST
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
@@ -109,18 +103,10 @@ class MappedCache:
         self._blocks.clear()
         self._index.clear_pod(self._holder)
 
-    def _count(self, engine_hash: EngineHash, block: EngineBlock, tier: str) -> int:
-        """Counts a copy that the index has already; tells how many blocks were given up for it."""
-        evicted = self._blocks.add_copy(engine_hash, block, tier)
-        self._give_up(evicted)
-        return evicted is not None
-
-    def _give_up(self, block: EngineBlock | None) -> None:
-        """Takes a block out of the index whose removal we could not follow any more."""
-        if block is not None:
-            for tier, copies in block.copies.items():
-                for _ in range(copies):
-                    self._index.remove(self._holder, tier, block.keys)
+    def _count(self, block: EngineBlock, tier: str, more: int) -> None:
+        block.copies[tier] = block.copies.get(tier, 0) + more
+        if not block.copies[tier]:
+            del block.copies[tier]
 
 
 class DecodingApplier:

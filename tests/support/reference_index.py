@@ -13,7 +13,7 @@ import numpy as np
 from cachetools import Cache, LRUCache
 from numpy.typing import NDArray
 
-from indexer.index import IndexStats, MatchTable
+from indexer.index import IndexStats, PodMatches
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER, Tiers
 
@@ -93,7 +93,7 @@ class ReferenceIndex:
                 self._drop_holder(key, pod)
         return blocks
 
-    def match(self, keys: Keys, pods: Collection[str]) -> MatchTable:
+    def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
         """As `FlatIndex.match`."""
         rows = {pod: row for row, pod in enumerate(dict.fromkeys(pods))}
         counts = np.zeros((len(rows), len(self.tiers.names)), np.int32)
@@ -110,7 +110,7 @@ class ReferenceIndex:
                     counts[rows[pod], min(holders[pod])] += 1
                 longest = position + 1
             self._use(chain[:longest])
-        return MatchTable(rows, self.tiers, counts.sum(axis=1, dtype=np.int32), counts)
+        return PodMatches(rows, self.tiers, counts.sum(axis=1, dtype=np.int32), counts)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """As `FlatIndex.held`."""

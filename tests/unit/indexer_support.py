@@ -15,7 +15,7 @@ from indexer.events import BlockStored, KVEvent
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher, group_holder
-from indexer.index import PrefixMatch
+from indexer.index import PodMatch
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
 from tests.support.decoding import EventBatch
@@ -59,12 +59,7 @@ class OnePod:
             holder = POD if group is None else group_holder(POD, group)
             if flat_index is not None:
                 return FlatCache(flat_index, holder, MODEL)
-            return MappedCache(
-                self.index,
-                holder,
-                max_held=config.engine_hashes_per_pod,
-                max_released=config.released_hashes_per_pod,
-            )
+            return MappedCache(self.index, holder)
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
@@ -84,7 +79,7 @@ class OnePod:
         """Keys of a prompt."""
         return self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens, extras)
 
-    def match(self, keys: Keys, prompt_tokens: int | None = None) -> PrefixMatch:
+    def match(self, keys: Keys, prompt_tokens: int | None = None) -> PodMatch:
         """How much of a prompt is cached."""
         return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens)[POD]
 

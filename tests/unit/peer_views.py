@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
+from indexer.flat_applier import PodStates
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.peer_wire import SnapshotReader, snapshot_messages
-from indexer.pod_state import PodStates
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewSnapshot
 from tests.support.held_copies import references

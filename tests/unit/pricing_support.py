@@ -26,11 +26,7 @@ class Queued:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one pod; its name is its place.
-
-    Attributes:
-        slowdown: By a decoding request, as learnt; 0: not learnt.
-    """
+    """What is known of one pod; its name is its place."""
 
     cached_tokens: int = 0
     host_tokens: int = 0
@@ -38,7 +34,6 @@ class Known:
     decoding: int = 0
     load: EngineLoad | None = None
     tokens_per_s: float = 1000.0
-    slowdown: float = 0.0
 
 
 IDLE = Known()
@@ -83,12 +78,11 @@ def priced(
         if pod.load is not None:
             board.scraped(name, pod.load)
         for number in range(pod.decoding):
-            board.end_prefill(board.begin(name, 0, float(-number)), 0.0)
+            board.end_prefill(name, board.begin(name, 0, float(-number)), 0.0)
         for queued in pod.queue:
             board.begin(name, queued.tokens, queued.sent_s)
     board.learnt({name: pod.tokens_per_s for name, pod in zip(names, pods, strict=True)}, 1000.0)
-    board.slowed({name: pod.slowdown for name, pod in zip(names, pods, strict=True)})
     credits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CREDIT)
     facts = RequestFacts(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
     rows, extra = board.rows(names), np.array(extra_s, np.float64)
-    return Priced(price(board.pods, board.waiting, rows, credits, extra, facts, parameters), board)
+    return Priced(price(board.pods, rows, credits, extra, facts, parameters.record()[0]), board)

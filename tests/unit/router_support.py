@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -11,20 +11,19 @@ from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchKey
-from indexer.index import MatchTable
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.explain import Explain
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
+from router.plugins.pipeline import Pipeline
 from router.pods import Pod, PodSet, ServedModels
 from router.rates import PrefillRates, RateParameters
 from router.request import RequestKind, RouteRequest
 from router.route import Router
-from router.routing import Ranker
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
 from router.traces import Traces
@@ -89,8 +88,8 @@ class PlainIndex:
         for pod, row in rows.items():
             for tier, blocks in self._prefix(keys.tolist(), pod).items():
                 by_tier[row, self.tiers.number(tier)] = blocks
-        table = MatchTable(rows, self.tiers, by_tier.sum(axis=1, dtype=np.int32), by_tier)
-        return PodMatches(table, dict.fromkeys(rows, self.state), frozenset(rows))
+        blocks, states = by_tier.sum(axis=1, dtype=np.int32), dict.fromkeys(rows, self.state)
+        return PodMatches(rows, self.tiers, blocks, by_tier, states=states, followed=frozenset(rows))
 
     def speculate(
         self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None
@@ -130,8 +129,8 @@ class Bench:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     tokenizers: TokenizerRegistry = field(default_factory=lambda: TokenizerRegistry({TINY: TOKENIZER}))
     seed: int = 7
-    ranker: Ranker | None = None
-    admission: AdmissionParameters = field(default_factory=AdmissionParameters)
+    ranker: Pipeline | None = None
+    priorities: Mapping[str, int] = field(default_factory=dict)
     traces: Traces | None = None
     decisions_kept: int = 100
     clock: Callable[[], float] = lambda: 0.0  # tests' times are theirs alone
@@ -156,7 +155,7 @@ class Bench:
             pods=self.pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            admission=Admission(self.admission, board),
+            admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
             scheduler=self.scheduler,
             sink=self.outcomes,
             traces=self.traces,

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from model_server.engine import OutputSink
 from model_server.generation import AsyncEngine
 from model_server.metrics import RequestMetrics
-from model_server.openai_responses import AnswerStream, Responder
+from model_server.openai_responses import Answer, Responder
 from model_server.openai_types import generation_body
 from model_server.prepare import Job
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
@@ -67,7 +67,7 @@ def streamed(options: object, before: Callable[[Page, int], None] | None) -> tup
         fields = generation_body("chat", {"stream": True, "stream_options": options})
         responder = Responder(Job("chat", "id", "m", fields, ((1, 2),), (), ("",)), TOKENIZER)
         responder._created = 0
-        answer = AnswerStream(responder, generation)
+        answer = Answer(responder, generation)
         if before is not None:
             answer.write_to(page)  # type: ignore[arg-type]
 

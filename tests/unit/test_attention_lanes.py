@@ -7,14 +7,16 @@ import torch
 
 from model_server.attention.lanes import (
     LANES,
+    PART,
     largest_of,
     load,
     power_of_two,
+    read,
     store,
     store_sums,
     sum_of,
+    write,
 )
-from model_server.attention.rows import PART, read, write
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.body_guard import BodyGuard
 from router.errors import RequestError
 from router.gateway_only import GATEWAY_ONLY_FIELDS
-from router.request import http_request
+from router.parsers import http_request
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": []}
 CONTAINERS = ("vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext")

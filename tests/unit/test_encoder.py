@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from benchmarks.large_vocabulary import REGEXES
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3
 from tokenization import TINY_DIRECTORY, TokenizerLoadError, UnsupportedPromptError
-from tokenization.encoder import TextEncoder, is_segmentable
-from tokenization.fast_encoder import hard_texts
+from tokenization.encoder import TextEncoder, hard_texts, is_segmentable
 
 
 def tiny() -> Tokenizer:

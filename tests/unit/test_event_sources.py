@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.pod_entry import MODEL_LABEL, PodEntry
-from router.event_sources import NOT_TOLD, EventSources, event_sources
+from router.pods import NOT_TOLD, EventSources
+from router.probe import event_sources
 from tests.unit.kube_objects import JSON
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tokenization.fast_encoder import EncodingFacts, FastEncoder, TokenIds
+from tokenization.encoder import EncodingFacts, FastEncoder, TokenIds
 
 
 def by_library(text: str) -> TokenIds:
@@ -81,17 +81,16 @@ def test_a_text_that_differs_is_left_to_the_library(caplog: pytest.LogCaptureFix
 def test_after_three_distinct_texts_the_tokenizer_is_left_to_the_library(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The third text that differs ends all use, which is said even though others were said just before."""
-    wrong = ("ab", "cd", "ef")
+    """Each text that differs is said once; the third one ends all use, and is the last that is said."""
+    wrong = ("ab", "cd", "ef", "gh")
     fast = Fast(wrong)
     encoder = FastEncoder(fast, by_library)
     with caplog.at_level(logging.WARNING):
         encoder.compare(["ab", "ab", "ab", "cd"])
         assert encoder.facts == EncodingFacts(True, 4, 2)
-        encoder.compare(["ef"])
-    assert encoder.facts == EncodingFacts(False, 5, 3)
-    # Once a minute, and of the end.
-    assert ["this text" in line for line in caplog.messages] == [True, False]
+        encoder.compare(["ef", "gh"])
+    assert encoder.facts == EncodingFacts(False, 6, 4)
+    assert ["this text" in line for line in caplog.messages] == [True, True, False]
     fast.encoded.clear()
     assert encoder.encode("others") is None
     assert fast.encoded == []

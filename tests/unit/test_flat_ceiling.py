@@ -54,7 +54,7 @@ def test_the_ceiling_holds_for_what_known_blocks_gain(kind: str) -> None:
                 FlatCache(index, pod, f"model-{turn}").store(keys.tolist(), keys, "gpu")
             else:
                 index.add(pod, "gpu", keys)
-            assert index.match(keys, [pod])[pod].blocks == blocks
+            assert index.match(keys, [pod])[pod].cached_blocks == blocks
             # A call may go beyond it with what it brings itself: the next one begins with making room.
             assert index.stats().used_bytes <= capacity_bytes + blocks * ALIAS_BYTES
     assert index.stats().evicted_blocks > 0

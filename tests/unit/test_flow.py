@@ -15,7 +15,9 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from router.admission import ConcurrencyDetector, UtilizationDetector
 from router.board import POD
 from router.config_file import parse_config
 from router.errors import ConfigError, FlowError
@@ -24,7 +26,6 @@ from router.flow_config import fairness_of, flow_of
 from router.flow_queue import FAIRNESS, BandParameters, FlowQueue, QueueParameters, Waiting
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest
-from router.saturation import ConcurrencyDetector, UtilizationDetector
 from tests.unit.router_support import entry, ready_pod
 from tests.wire.router_wire_support import wait_until
 
@@ -117,14 +118,6 @@ def test_saturation_is_what_the_reference_calls_it() -> None:
     assert [one.saturation(pods, 1, 0.0) for one in detectors] == pytest.approx([0.5, 0.3, 0.5])
 
 
-class _Sink:
-    def __init__(self) -> None:
-        self.outcomes: list[str] = []
-
-    def left(self, outcome: str, priority: int, waited_s: float) -> None:
-        self.outcomes.append(outcome)
-
-
 class Gate:
     """Flow control in front of one place, with requests on threads.
 
@@ -136,7 +129,7 @@ class Gate:
     def __init__(self, parameters: FlowParameters, *, pods: int = 1) -> None:
         self.now_s = 0.0
         self.order: list[str] = []
-        self.sink = _Sink()
+        self.registry = CollectorRegistry()
         self.pods = PodSet()
         self.pods.declare([ready_pod(f"10.0.0.{n + 1}:1").entry for n in range(pods)])
         for n in range(pods):
@@ -145,7 +138,7 @@ class Gate:
             parameters,
             ConcurrencyDetector(1),
             self.pods,
-            self.sink,
+            self.registry,
             priority_of=lambda headers: int(headers.get("priority", 0)),
             clock=lambda: self.now_s,
         )
@@ -204,7 +197,12 @@ def test_requests_go_on_one_by_one_in_order() -> None:
         wait_until(lambda: one.order == ["first", "high"], "the second")
         one.end("high")
         wait_until(lambda: one.order == ["first", "high", "low"], "the third")
-        assert one.sink.outcomes == ["Dispatched"] * 3
+        waits = "llm_d_epp_flow_control_request_queue_duration_seconds_count"
+        dispatched = {"outcome": "Dispatched"}
+        counts = {
+            name: one.registry.get_sample_value(waits, {"priority": name, **dispatched}) for name in "03"
+        }
+        assert counts == {"0": 2.0, "3": 1.0}
 
 
 def test_the_fullest_stage_counts() -> None:
@@ -216,9 +214,9 @@ def test_the_fullest_stage_counts() -> None:
         one.pods.declare([decode.entry, pod.entry])
         one.pods.put(pod)
         assert one.flow.saturation() == 0.0
-        slot = one.pods.board.begin(prefill, 10, 0.0)
+        ticket = one.pods.board.begin(prefill, 10, 0.0)
         assert one.flow.saturation() == 1.0
-        one.pods.board.end(prefill, slot, 10, 0.0)
+        one.pods.board.end(prefill, ticket, 10, 0.0)
         one.pods.board.begin(decode.address, 10, 0.0)
         assert one.flow.saturation() == 1.0
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from model_server.api_errors import ApiError
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.generation import AsyncEngine, Generation
 from model_server.metrics import RequestMetrics
+from model_server.openai_types import ApiError
 from model_server.requests import FinishReason, GenerationRequest, SamplingParams, TokenOutput
 from model_server.text import TextAssembler
 from tokenization import TINY_DIRECTORY, PromptTokenizer
@@ -173,7 +173,7 @@ def test_what_is_diverted_does_not_wake_the_iteration() -> None:
             passed.extend(delta.text for _, delta in running.take())
             return True
 
-        running.divert(pass_on)
+        running.pass_on = pass_on
         engine.tell("0", "one")
         iterated = asyncio.create_task(collect(running))
         while not running.completion_tokens:
@@ -201,7 +201,7 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
                 passed.extend(delta.text for _, delta in running.take())
             return takes
 
-        running.divert(pass_on)
+        running.pass_on = pass_on
         iterated = asyncio.create_task(collect(running))
         await asyncio.sleep(0)
         for willing, word in ((True, "a"), (False, "b"), (False, "c"), (True, "d")):
@@ -235,7 +235,7 @@ def test_a_broken_diversion_ends_its_own_request_alone() -> None:
         def pass_on() -> bool:
             raise ValueError("no bytes for this")
 
-        bad.divert(pass_on)
+        bad.pass_on = pass_on
         ends = [asyncio.create_task(collect(running)) for running in (bad, good)]
         await asyncio.sleep(0)
         for name in ("bad", "good"):
@@ -253,7 +253,7 @@ def test_a_closed_generation_goes_with_its_last_user() -> None:
     class Taker:
         def __init__(self, running: Generation) -> None:
             self.running = running
-            running.divert(self.take)
+            running.pass_on = self.take
 
         def take(self) -> bool:
             return self.running.take() is not None
@@ -280,7 +280,7 @@ def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, 
     async def scenario() -> int:
         engine = TellingEngine()
         running = generation(engine)
-        running.divert(lambda: running.take() is not None)
+        running.pass_on = lambda: running.take() is not None
         iterated = asyncio.create_task(collect(running))
         await asyncio.sleep(0)
         engine.tell("0", "", reason, "out of memory")

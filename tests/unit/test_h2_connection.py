@@ -10,8 +10,7 @@ import pytest
 
 from router.h2 import frames
 from router.h2.connection import H2Connection
-from router.h2.errors import H2Code, H2Error
-from router.h2.frames import FrameType, Setting
+from router.h2.frames import FrameType, H2Code, H2Error, Setting
 from router.h2.streams import Event, Opened, Received, Reset
 from tests.unit.h2_pair import HEADERS, REQUEST, TRAILERS, Pair, fields
 

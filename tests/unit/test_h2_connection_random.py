@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.h2 import frames
 from router.h2.connection import H2Connection
-from router.h2.errors import H2Code, H2Error
-from router.h2.frames import FrameType
+from router.h2.frames import FrameType, H2Code, H2Error
 from router.h2.streams import Opened
 from tests.unit.h2_pair import HEADERS, REQUEST, TRAILERS, Pair, fields
 

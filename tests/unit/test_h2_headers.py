@@ -18,7 +18,7 @@ from router.h2.call_head import (
     refusal_block,
     trailers_block,
 )
-from router.h2.errors import H2Code, H2Error
+from router.h2.frames import H2Code, H2Error
 from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks, field
 
 _names = st.sampled_from([b":path", b":method", b"x-a", b"x-b", b"authorization", b"cookie"])

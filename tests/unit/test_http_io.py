@@ -10,8 +10,8 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from model_server import http_io
-from model_server.api_errors import ApiError
 from model_server.http_io import BodyReader, EventStream, QuietEnd, unless_disconnected
+from model_server.openai_types import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

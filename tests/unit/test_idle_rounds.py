@@ -11,8 +11,7 @@ from jinja2 import nodes
 from jinja2.utils import Namespace
 
 from tokenization.chat_template import ChatTemplate
-from tokenization.idle_rounds import stopping, while_set
-from tokenization.template_environment import ENVIRONMENT
+from tokenization.template_environment import ENVIRONMENT, stopping, while_set
 
 SEARCH = """\
 {% for m in messages[::-1] %}{% set place = (messages | length - 1) - loop.index0 %}

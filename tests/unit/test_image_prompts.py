@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from indexer.extras import MultimodalItem
 from router.errors import RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
-from router.rendered_prompts import read_rendered
 from router.request import RequestKind, RouteRequest
+from router.tokenizer_render import read_rendered
 from router.tokens import TokenizerRegistry
 from tests.unit.image_support import (
     FAMILIES,
@@ -293,13 +293,13 @@ def test_blocks_of_an_image_are_found_by_its_name(
         event = stored(list(range(1, blocks + 1)), ids[: 4 * blocks].tolist(), extra_keys=extra_keys)
         assert not pod.apply(event).skipped
         (extras,) = tokens.extras(4)
-        assert pod.match(pod.keys(ids.tolist(), extras=extras)).blocks == blocks
+        assert pod.match(pod.keys(ids.tolist(), extras=extras)).cached_blocks == blocks
         for item in items:
             renamed = json.loads(json.dumps(chat).replace(item.identifier, "another"))
             other = tokens_of(tokenizer(family), renamed)
             assert other.prompts[0].tolist() == ids.tolist()
             (extras,) = other.extras(4)
-            assert pod.match(pod.keys(ids.tolist(), extras=extras)).blocks == item.offset // 4
+            assert pod.match(pod.keys(ids.tolist(), extras=extras)).cached_blocks == item.offset // 4
 
 
 def overlaps(item: MultimodalItem, start: int) -> bool:

@@ -179,7 +179,6 @@ def test_no_event_breaks_a_view(block_tokens: int, batches: list[list[KVEvent]])
     pod = OnePod(
         block_tokens=block_tokens,
         engine_hashes_per_pod=3,
-        released_hashes_per_pod=2,
         orphan_tokens_per_pod=64,
     )
     for events in batches:

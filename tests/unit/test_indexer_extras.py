@@ -69,7 +69,7 @@ def test_a_prompt_finds_what_an_engines_events_told(
         )
         assert not pod.apply(run).skipped
     found = pod.match(pod.keys(tokens, extras=extras_of_prompt(items, block_tokens, prompt_tokens)))
-    assert found.blocks == blocks * block_size // block_tokens
+    assert found.cached_blocks == blocks * block_size // block_tokens
 
 
 @given(prompts(), prompts())

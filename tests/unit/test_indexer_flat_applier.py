@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_applier import FlatApplier, FlatEngine
+from indexer.flat_applier import FlatApplier, FlatEngine, PodStates
 from indexer.flat_buckets import GOLDEN, hash_bits
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.flat_naming import name_of
+from indexer.flat_names import name_of
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
-from indexer.pod_state import PodStates
 from indexer.tiers import Tiers
 from tests.support.plain_view import DecodingApplier, MappedCache
 from tests.support.reference_index import ReferenceIndex
@@ -62,7 +61,7 @@ class BothWays:
         )
 
     def _mapped(self, holder: str) -> MappedCache:
-        return MappedCache(self.reference, holder, max_held=10_000, max_released=10_000)
+        return MappedCache(self.reference, holder)
 
     def _fast(self, engine: FlatEngine, pod: str, model: str) -> FlatApplier:
         caches: dict[str, FlatCache] = {}

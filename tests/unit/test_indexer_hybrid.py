@@ -54,7 +54,7 @@ def test_predictions_equal_what_a_hybrid_vllm_served(block_tokens: int, flat: bo
             batch = decode_batch(bytes.fromhex(waiting.pop(0)["frames"][2]), 1 << 24).batch
             assert not pod.apply(*batch.events).skipped
         prompt = request["body"]["prompt"]
-        predicted = pod.match(pod.keys(prompt), len(prompt)).blocks * block_tokens
+        predicted = pod.match(pod.keys(prompt), len(prompt)).cached_blocks * block_tokens
         served = request["response"]["usage"]["prompt_tokens_details"]["cached_tokens"]
         if request["label"] == "g11 after reset":
             assert (predicted, served) == (160, 0)
@@ -72,8 +72,8 @@ def test_without_the_windows_the_capture_would_be_over_scored() -> None:
         pod.apply(*decode_batch(bytes.fromhex(frame["frames"][2]), 1 << 24).batch.events)
     request = next(request for request in RUN3_REQUESTS if request["label"] == "g4 96 shared")
     keys = pod.keys(request["body"]["prompt"])
-    assert pod.index.match(keys, [POD])[POD].blocks == 3
-    assert pod.match(keys).blocks == 0
+    assert pod.index.match(keys, [POD])[POD].cached_blocks == 3
+    assert pod.match(keys).cached_blocks == 0
 
 
 def test_a_masked_store_waits_for_the_full_one(pod: OnePod) -> None:
@@ -154,10 +154,10 @@ def test_a_prompt_that_ends_with_a_block_is_resumed_before_it(pod: OnePod) -> No
     """The engine computes at least the last token, so it is an earlier end whose window counts."""
     pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3, 4], TOKENS[:16]))
     keys = pod.keys(TOKENS[:16])
-    assert pod.match(keys, 17).blocks == 4
-    assert pod.match(keys, 16).blocks == 0
+    assert pod.match(keys, 17).cached_blocks == 4
+    assert pod.match(keys, 16).cached_blocks == 0
     pod.apply(masked([2], TOKENS[:16]))
-    assert pod.match(keys, 16).blocks == 3
+    assert pod.match(keys, 16).cached_blocks == 3
 
 
 def test_a_cut_prefix_has_the_tiers_of_its_own_blocks(pod: OnePod) -> None:
@@ -183,9 +183,9 @@ def test_what_is_only_assumed_is_assumed_in_all_groups(pod: OnePod) -> None:
     pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
     keys = pod.keys(TOKENS[:16])
     pod.index.add(POD, "speculative", keys)
-    assert pod.match(keys).blocks == 4
+    assert pod.match(keys).cached_blocks == 4
     pod.index.remove(POD, "speculative", keys)
-    assert pod.match(keys).blocks == 2
+    assert pod.match(keys).cached_blocks == 2
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,6 @@ def test_predictions_equal_what_the_engine_can_resume(
     for name, *arguments in history:
         pod.apply(*getattr(engine, name)(*arguments))
         for prompt in PROMPTS:
-            found = pod.match(pod.keys(tokens(prompt)), len(prompt) * BLOCK_SIZE).blocks
+            found = pod.match(pod.keys(tokens(prompt)), len(prompt) * BLOCK_SIZE).cached_blocks
             assert found * block_tokens == engine.usable(prompt) * BLOCK_SIZE
     assert pod.view.orphans == 0

@@ -1,4 +1,4 @@
-"""Engine blocks shorter than the index's: an index block is held while all its parts are."""
+"""Engine blocks shorter than the index's: an index block is held while its last part is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
 from indexer.extras import MultimodalItem, extras_of_prompt
-from indexer.part_runs import PARTS_MAX
+from indexer.runs import HEADS_MAX
 from tests.unit.indexer_support import POD, OnePod, stored
 
 TOKENS = list(range(1000, 1000 + 256))
@@ -52,48 +52,66 @@ def test_parts_may_come_in_any_order(order: list[int]) -> None:
     assert (pod.cached(TOKENS), pod.view.orphans) == (2, 0)
 
 
-@pytest.mark.parametrize("gone", range(4))
-def test_a_removed_part_ends_its_index_block(pod: OnePod, gone: int) -> None:
-    """Evicting any part ends the block; when it comes again the block is held again."""
+def test_the_last_part_ends_its_index_block(pod: OnePod) -> None:
+    """When the last part goes the block does; when it comes again the block is held again."""
     pod.apply(*map(part, range(8)))
-    assert pod.apply(BlockRemoved([gone + 1])).removals == {"last": 1}
+    assert pod.apply(BlockRemoved([4])).removals == {"last": 1}
     assert pod.cached(TOKENS) == 0
-    pod.apply(part(gone))
+    pod.apply(part(3))
     assert pod.cached(TOKENS) == 2
 
 
-def test_a_part_with_two_copies_needs_two_removals(pod: OnePod) -> None:
-    """Copies are counted for each part."""
-    pod.apply(*map(part, range(4)), part(2))
-    assert pod.apply(BlockRemoved([3])).removals == {"copy": 1}
+@pytest.mark.parametrize("gone", range(3))
+def test_a_head_that_goes_alone_leaves_its_index_block(pod: OnePod, gone: int) -> None:
+    """An engine frees tails first; one that freed a head has a block too many here until the tail goes."""
+    pod.apply(*map(part, range(4)))
+    assert pod.apply(BlockRemoved([gone + 1])).removals == {"last": 1}
     assert pod.cached(TOKENS) == 1
-    pod.apply(BlockRemoved([3]))
-    assert pod.cached(TOKENS) == 0
+    pod.apply(BlockRemoved([4]))
+    assert (pod.cached(TOKENS), pod.index.stats().blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_part_with_two_copies_needs_two_removals(pod: OnePod, number: int) -> None:
+    """Copies are counted for each part, the last one or not."""
+    pod.apply(*map(part, range(4)), part(number))
+    assert pod.apply(BlockRemoved([number + 1])).removals == {"copy": 1}
+    assert pod.cached(TOKENS) == 1
+    assert pod.apply(BlockRemoved([number + 1])).removals == {"last": 1}
+    assert pod.apply(BlockRemoved([number + 1])).skipped == {("BlockRemoved", "unknown_hash"): 1}
+    assert pod.cached(TOKENS) == (number < 3)
 
 
 def test_a_part_is_shared_by_all_blocks_that_it_begins(pod: OnePod) -> None:
-    """Two prompts that part within an index block depend on the same first parts."""
+    """Two prompts that part within an index block go on from the same first parts."""
     other = [7] * 16
     pod.apply(*map(part, range(4)), stored([44], other, parent=3, block_size=16))
     branch = TOKENS[:48] + other
     assert (pod.cached(TOKENS), pod.cached(branch)) == (1, 1)
-    pod.apply(BlockRemoved([1]))
-    assert (pod.cached(TOKENS), pod.cached(branch)) == (0, 0)
-    pod.apply(BlockRemoved([44]), part(0))
+    pod.apply(BlockRemoved([44]))
     assert (pod.cached(TOKENS), pod.cached(branch)) == (1, 0)
 
 
-def test_a_block_lies_in_the_slowest_tier_of_its_parts(pod: OnePod) -> None:
-    """Each part counts in its best tier, the index block where its slowest part lies."""
+def test_a_block_lies_in_the_tiers_of_its_last_part(pod: OnePod) -> None:
+    """What is offloaded by hash alone is found, whichever tier loses its copy first."""
     pod.apply(*map(part, range(4)))
     pod.apply(stored([1, 2, 3, 4], [], block_size=0, medium="CPU"))
     assert pod.tiers(TOKENS) == {"gpu": 1}
-    pod.apply(BlockRemoved([2], "GPU"))
+    pod.apply(BlockRemoved([4, 3, 2, 1], "GPU"))
     assert pod.tiers(TOKENS) == {"cpu": 1}
-    pod.apply(BlockRemoved([1], "CPU"))
-    assert pod.tiers(TOKENS) == {"cpu": 1}
-    pod.apply(BlockRemoved([1], "GPU"))
+    pod.apply(BlockRemoved([4, 3, 2, 1], "CPU"))
     assert pod.index.stats().blocks == 0
+
+
+def test_a_hash_that_comes_to_mean_another_part_is_counted(pod: OnePod) -> None:
+    """The block that it stood for goes, be it a head or the end of an index block."""
+    pod.apply(*map(part, range(4)))
+    assert pod.apply(stored([4], [9] * 16, block_size=16)).skipped == {("BlockStored", "hash_reused"): 1}
+    assert (pod.cached(TOKENS), pod.index.stats().blocks) == (0, 0)
+    again = pod.apply(stored([4], TOKENS[48:64], parent=3, block_size=16))
+    assert again.skipped == {("BlockStored", "hash_reused"): 1}
+    assert pod.cached(TOKENS) == 1
+    assert pod.apply(stored([2], [9] * 16, block_size=16)).skipped == {("BlockStored", "hash_reused"): 1}
 
 
 def test_sizes_are_not_mixed_within_a_life(pod: OnePod) -> None:
@@ -113,20 +131,20 @@ def test_a_clear_forgets_half_blocks(pod: OnePod) -> None:
     assert (pod.cached(TOKENS), pod.view.orphans, pod.index.stats().blocks) == (0, 1, 0)
 
 
-def test_parts_are_bounded() -> None:
-    """A part that is given up takes its index block with it; what is remembered stays small."""
-    pod = OnePod(block_tokens=64, engine_hashes_per_pod=6, released_hashes_per_pod=2)
-    applied = pod.apply(*map(part, range(8)))
-    assert applied.skipped == {("BlockStored", "too_many_hashes"): 2}
-    assert pod.index.stats().blocks == 1
-    pod.apply(BlockRemoved(list(range(1, 9))))
+def test_heads_are_bounded() -> None:
+    """Of the heads beyond the bound those without copies go first, then the oldest, which is counted."""
+    pod = OnePod(block_tokens=64, engine_hashes_per_pod=6)
+    first = pod.apply(*map(part, range(8)), BlockRemoved([2]), part(8))
+    assert (first.skipped, pod.cached(TOKENS)) == ({}, 2)
+    assert pod.apply(part(9)).skipped == {("BlockStored", "too_many_hashes"): 1}
+    pod.apply(BlockRemoved(list(range(1, 11))))
     assert pod.index.stats().blocks == 0
 
 
-def test_parts_have_a_bound_of_their_own() -> None:
-    """Engine blocks of one token cannot take more memory than that of the parts' bound."""
+def test_heads_have_a_bound_of_their_own() -> None:
+    """Engine blocks of one token cannot take more memory than that of the heads' bound."""
     pod = OnePod(block_tokens=4)
-    hashes = list(range(1, PARTS_MAX + 1001))
+    hashes = list(range(1, 4 * (HEADS_MAX + 1000) // 3 + 1))
     applied = pod.apply(stored(hashes, [7] * len(hashes), block_size=1))
     assert applied.skipped == {("BlockStored", "too_many_hashes"): 1000}
 
@@ -139,7 +157,7 @@ def test_extras_of_parts_are_bounded() -> None:
 
 
 def test_hashes_in_a_ring_end(pod: OnePod) -> None:
-    """An engine that reuses hashes so that each continues the other cannot make us run in circles."""
+    """Of an engine that reuses hashes so that each continues the other nothing stays when all are removed."""
     for first, second in [*pairwise([1, 2, 3, 1, 2, 3, 1])] * 3:
         pod.apply(
             stored([second], [second] * 16, parent=first, block_size=16),
@@ -159,7 +177,7 @@ def test_salts_adapters_and_images_reach_the_whole_index_block(pod: OnePod) -> N
         part(3, extra_keys=[["sql", ["image", -28]]], lora_id=1, lora_name="sql"),
     )
     found = pod.match(pod.keys(TOKENS, "sql", "tenant", extras_of_prompt(image, 64, len(TOKENS))))
-    assert found.blocks == 1
+    assert found.cached_blocks == 1
     assert pod.cached(TOKENS, "sql", "tenant") == 0
 
 
@@ -173,10 +191,10 @@ steps = st.one_of(
 @pytest.mark.parametrize("flat", [False, True])
 @given(st.lists(steps, max_size=60))
 @settings(deadline=None)
-def test_blocks_are_held_exactly_while_all_their_parts_are(
+def test_blocks_are_held_exactly_while_their_last_parts_are(
     flat: bool, history: list[tuple[str, int, str]]
 ) -> None:
-    """Against a naive mirror: copies of each part, and an index block where its slowest part lies best."""
+    """Against a naive mirror: copies of each part, and an index block in the tiers of its last one."""
     pod = OnePod(block_tokens=64, flat=flat)
     pod.apply(*map(part, range(PARTS)), BlockRemoved(list(range(1, PARTS + 1))))
     copies = [{"GPU": 0, "CPU": 0} for _ in range(PARTS)]
@@ -184,14 +202,15 @@ def test_blocks_are_held_exactly_while_all_their_parts_are(
         if step == "store":
             copies[number][medium] += 1
             pod.apply(part(number, medium=medium))
-        elif copies[number][medium]:
-            copies[number][medium] -= 1
-            pod.apply(BlockRemoved([number + 1], medium))
-    expected = []
-    for block in range(PARTS // 4):
-        best = [
-            "gpu" if held["GPU"] else "cpu" if held["CPU"] else ""
-            for held in copies[block * 4 : block * 4 + 4]
-        ]
-        expected.append(0 if "" in best else 1 << pod.index.tiers.number("cpu" if "cpu" in best else "gpu"))
+        else:
+            left = copies[number][medium] - 1
+            applied = pod.apply(BlockRemoved([number + 1], medium))
+            copies[number][medium] = max(0, left)
+            told = {} if left < 0 else {"copy": 1} if left else {"last": 1}
+            assert applied.removals == told
+    number_of = pod.index.tiers.number
+    expected = [
+        (copies[last]["GPU"] > 0) << number_of("gpu") | (copies[last]["CPU"] > 0) << number_of("cpu")
+        for last in range(3, PARTS, 4)
+    ]
     assert pod.index.held(pod.keys(TOKENS[: PARTS * 16]), POD).tolist() == expected

@@ -71,7 +71,7 @@ def test_a_pods_match_is_its_best_ranks() -> None:
     index.add(f"{OTHER}@dp3", "gpu", keys[1:])
     pods = [POD, OTHER, "unknown"]
     table = made.best_ranks(index.match(keys, made.holders(pods)), pods)
-    assert {pod: table[pod].blocks for pod in table} == {POD: 4, OTHER: 0, "unknown": 0}
+    assert {pod: table[pod].cached_blocks for pod in table} == {POD: 4, OTHER: 0, "unknown": 0}
     assert dict(table[POD].blocks_by_tier) == {"gpu": 1, "cpu": 3}
 
 

@@ -130,7 +130,7 @@ def test_llmds_score_vectors_are_weighted_prefixes(vector: dict[str, Any]) -> No
             tier = "speculative" if entry["Speculative"] else tiers.of_medium(entry["DeviceTier"])
             index.add(entry["PodIdentifier"], tier, np.array([key], np.uint64))
     found = index.match(np.array(vector["keys"], np.uint64), ["A", "B", "C"])
-    scores = {pod: match.weighted_blocks for pod, match in found.items() if match.blocks}
+    scores = {pod: match.weighted_blocks for pod, match in found.items() if match.cached_blocks}
     assert scores == pytest.approx(SCORES_DIFFER.get(vector["id"], vector["scores"]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from router.kube.mirror import Mirror, RelistError
+from router.errors import ClusterError
+from router.kube.mirror import Mirror
 from router.kube.objects import BadObjectError, Head, ObjectList, PodObject, WatchEvent, read
 from tests.unit.kube_objects import JSON, pod_json, raw
 
@@ -27,41 +27,37 @@ def event(kind: str, name: str, version: int, uid: str = "") -> WatchEvent:
     return WatchEvent(kind, raw(thing(name, version, uid)))
 
 
-def relist(held: Mirror[Any], items: Iterable[object], version: str = "10") -> None:
-    """A whole list, of one page."""
-    listing = held.listing()
-    listing.add(raw(item) for item in items)
-    held.replace(listing, version)
-
-
-def mirror(*things: dict[str, object], capacity: int = 100, version: int = 10) -> Mirror[Head]:
-    """A mirror after a list."""
-    made = Mirror(Head, capacity)
-    relist(made, things, str(version))
+def mirror(*items: object, kind: Any = Head, capacity: int = 100, version: str = "10") -> Mirror[Any]:
+    """A mirror after a list of one page."""
+    made = Mirror(kind, capacity)
+    made.add(raw(item) for item in items)
+    made.version = version
     return made
+
+
+def after(held: Mirror[Any], *events: WatchEvent) -> Mirror[Any]:
+    """The mirror after events."""
+    for each in events:
+        held = held.after(each)
+    return held
 
 
 def test_events_are_applied_in_turn() -> None:
     """Added, modified and deleted objects are what is held, and the watch goes on from the last version."""
     held = mirror(thing("a", 1), thing("b", 2))
-    assert held.apply(event("ADDED", "c", 11))
-    assert held.apply(event("MODIFIED", "a", 12))
-    assert held.apply(event("DELETED", "b", 13))
-    assert {name: each.metadata.resource_version for name, each in held.objects.items()} == {
-        "a": "12",
-        "c": "11",
-    }
-    assert not held.apply(WatchEvent("BOOKMARK", raw({"metadata": {"resourceVersion": "20"}})))
-    assert held.version == "20"
+    held = after(held, event("ADDED", "c", 11), event("MODIFIED", "a", 12), event("DELETED", "b", 13))
+    versions = {name: each.metadata.resource_version for name, each in held.objects.items()}
+    assert (versions, held.version) == ({"a": "12", "c": "11"}, "13")
+    bookmark = WatchEvent("BOOKMARK", raw({"metadata": {"resourceVersion": "20"}}))
+    assert (held.after(bookmark).objects, held.after(bookmark).version) == (held.objects, "20")
 
 
 def test_what_was_read_before_never_changes() -> None:
-    """A reader's mapping stays as it was; a list replaces all at once."""
+    """An event makes another mirror; a reader's stays as it was."""
     held = mirror(thing("a", 1))
-    before = held.objects
-    held.apply(event("ADDED", "b", 11))
-    relist(held, [thing("c", 3)], "20")
-    assert (set(before), set(held.objects), held.version) == ({"a"}, {"c"}, "20")
+    changed = held.after(event("ADDED", "b", 11))
+    assert (set(held.objects), held.version) == ({"a"}, "10")
+    assert (set(changed.objects), changed.version) == ({"a", "b"}, "11")
 
 
 @pytest.mark.parametrize(
@@ -76,21 +72,19 @@ def test_what_was_read_before_never_changes() -> None:
 def test_an_event_that_cannot_be_read_asks_for_a_list_and_changes_nothing(unreadable: WatchEvent) -> None:
     """What is not understood may concern any object, so the whole is listed again."""
     held = mirror(thing("a", 1))
-    before = held.objects, held.version
-    with pytest.raises(RelistError):
-        held.apply(unreadable)
-    assert (held.objects, held.version) == before
+    with pytest.raises(ClusterError) as raised:
+        held.after(unreadable)
+    assert (raised.value.status, list(held.objects), held.version) == (410, ["a"], "10")
 
 
 def test_what_the_server_says_last_counts() -> None:
     """An object that is there is replaced, one that is not known is added, and none is missed."""
-    held = mirror(thing("a", 1))
-    for each in (
+    held = after(
+        mirror(thing("a", 1)),
         event("ADDED", "a", 11, uid="another"),
         event("MODIFIED", "b", 12),
         event("DELETED", "c", 13),
-    ):
-        assert held.apply(each)
+    )
     assert [(one.metadata.name, one.metadata.uid) for one in held.objects.values()] == [
         ("a", "another"),
         ("b", "uid-b"),
@@ -99,23 +93,22 @@ def test_what_the_server_says_last_counts() -> None:
 
 def test_versions_are_opaque() -> None:
     """A watch goes on from whatever version came last, be it a number or not."""
-    held = mirror(version=99)
+    held = mirror(version="99")
     for version in ("apple", "9", "9" * 5000):
         metadata = {"name": "a", "uid": "u", "resourceVersion": version}
-        assert held.apply(WatchEvent("ADDED", raw({"metadata": metadata})))
+        held = held.after(WatchEvent("ADDED", raw({"metadata": metadata})))
         assert held.version == version
 
 
 def test_an_unreadable_object_is_held_as_such() -> None:
     """It is named with what is wrong; what follows about it is understood, and others are not touched."""
-    held = Mirror(PodObject, 10)
     wrong = {"metadata": {"name": "w", "uid": "u", "resourceVersion": "1"}, "status": 5}
-    relist(held, [wrong, pod_json("a"), {"metadata": {"name": ""}}, 7])
+    held = mirror(wrong, pod_json("a"), {"metadata": {"name": ""}}, 7, kind=PodObject)
     assert list(held.objects) == ["a"]
     assert "status" in held.problems["w"]
     assert held.problems[""] == "2 without usable metadata"
     mended = pod_json("w", uid="u", resourceVersion="11")
-    assert held.apply(WatchEvent("MODIFIED", raw(mended)))
+    held = held.after(WatchEvent("MODIFIED", raw(mended)))
     assert set(held.objects) == {"a", "w"}
     assert list(held.problems) == [""]
 
@@ -124,11 +117,10 @@ def test_there_is_room_for_so_many_and_the_others_are_counted() -> None:
     """A list and a watch are cut at the capacity; when one goes, others are listed again."""
     held = mirror(*(thing(f"a{number}", number) for number in range(5)), capacity=3)
     assert (len(held.objects), held.left_out) == (3, 2)
-    held.apply(event("ADDED", "b", 11))
-    held.apply(event("MODIFIED", "a0", 12))
+    held = after(held, event("ADDED", "b", 11), event("MODIFIED", "a0", 12))
     assert (set(held.objects), held.left_out) == ({"a0", "a1", "a2"}, 3)
-    with pytest.raises(RelistError, match="room"):
-        held.apply(event("DELETED", "a0", 13))
+    with pytest.raises(ClusterError, match="room"):
+        held.after(event("DELETED", "a0", 13))
 
 
 @st.composite
@@ -155,20 +147,17 @@ def histories(draw: st.DrawFn) -> tuple[list[WatchEvent], dict[str, str]]:
 def test_after_any_history_the_mirror_is_right(history: tuple[list[WatchEvent], dict[str, str]]) -> None:
     """Events in the server's order lead to what there is."""
     events, truth = history
-    held = mirror()
-    for each in events:
-        held.apply(each)
+    held = after(mirror(), *events)
     assert {name: each.metadata.resource_version for name, each in held.objects.items()} == truth
 
 
 @given(st.lists(JSON, max_size=5), st.text(max_size=10), JSON)
 def test_hostile_json_is_a_problem_or_listed_again(items: list[object], kind: str, value: object) -> None:
     """Whatever is listed or watched, nothing but the wish for a list is raised."""
-    held = Mirror(PodObject, 3)
-    relist(held, items, "1")
+    held = mirror(*items, kind=PodObject, capacity=3)
     for name in (kind, "ADDED", "MODIFIED", "DELETED", "BOOKMARK"):
-        with suppress(RelistError):
-            held.apply(WatchEvent(name, raw(value)))
+        with suppress(ClusterError):
+            held = held.after(WatchEvent(name, raw(value)))
     assert len(held.objects) <= 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,17 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX
 from indexer.pod_entry import EVENT_LABELS, EventDefaults
+from router.kube.config import KubeConfig, checked_selector, selector_of
 from router.kube.objects import BadObjectError, OldPoolObject, PodObject, PoolObject, read
-from router.kube.pods import EndpointRules, PodEndpoints, declared, endpoints_of, is_ready
-from router.kube.pool import Pool, pool_of
-from router.kube.selector import checked_selector, selector_of
+from router.kube.pods import PodEndpoints, Pool, declared, endpoints_of, is_ready, pool_of
 from tests.unit.kube_objects import JSON, pod, pod_json, raw
 
-ONE = EndpointRules((8000,), 5557, 5558)
-TWO = EndpointRules((8000, 8001), 5557, 0)
+ONE = KubeConfig(target_ports=(8000,), events_port=5557, replay_port=5558)
+TWO = KubeConfig(target_ports=(8000, 8001), events_port=5557, replay_port=0)
 EVENTS_PORT, REPLAY_PORT = "kvroute.io/kv-events-port", "kvroute.io/kv-replay-port"
 
 
-def pods_of(*objects: PodObject, rules: EndpointRules = ONE) -> list[tuple[PodObject, PodEndpoints]]:
+def pods_of(*objects: PodObject, rules: KubeConfig = ONE) -> list[tuple[PodObject, PodEndpoints]]:
     """Pods with what they are to us."""
     return [(each, endpoints_of(each, rules)) for each in objects]
 
@@ -196,7 +196,7 @@ def test_a_bad_annotation_is_named_and_passed_over(name: str, value: str) -> Non
 
 def test_pods_may_connect_to_us_where_we_listen() -> None:
     """The annotation for that counts only beside --events-bind."""
-    rules = EndpointRules((8000,), 5557, 0, events_bind=True)
+    rules = replace(ONE, replay_port=0, events_bind=True)
     found = endpoints_of(pod(annotations={"kvroute.dev/kv-events": "connects"}), rules)
     assert found.complaints == ()
     assert found.entries[0].labels["kvroute.io/kv-events"] == "connects"

@@ -13,12 +13,10 @@ from prometheus_client import CollectorRegistry
 from indexer import PodStream, StreamState
 from indexer.roster import EngineState
 from router.errors import ClusterError
-from router.event_sources import EventSources
 from router.kube.config import KubeConfig
-from router.kube.diagnosis import Diagnosis, Found
-from router.kube.problems import Problems, Reason
+from router.kube.problems import Diagnosis, Found, Problems, Reason
 from router.pod_watch import judge
-from router.pods import Pod
+from router.pods import EventSources, Pod
 from router.probe import ProbeResult
 from tests.unit.router_support import ready_pod
 

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.kube.config import OLD_GROUP, POOL_GROUP
-from router.kube.objectives import PoolName, priorities_of, rewrites_of
+from router.kube.config import OLD_GROUP, POOL_GROUP, KubeConfig
 from router.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
+from router.kube.pods import priorities_of, rewrites_of
 from router.rewrite import RewriteRules
 from tests.unit.kube_objects import JSON, raw
 
-POOL = PoolName(POOL_GROUP, "p")
+POOL = KubeConfig(pool="p")
 
 
 def objective(named: str, priority: int | None, **reference: str) -> ObjectiveObject:
@@ -50,7 +50,7 @@ def test_objectives_of_our_pool_have_their_priority() -> None:
         objective("d", 1, kind="Service"),
     ]
     assert priorities_of(objects, POOL) == {"a": 5, "unset": 0, "spelled": -1}
-    assert priorities_of(objects, PoolName(OLD_GROUP, "p")) == {"b": 1}
+    assert priorities_of(objects, KubeConfig(pool="p", pool_group=OLD_GROUP)) == {"b": 1}
 
 
 def test_an_objective_that_is_being_deleted_does_not_count() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import yaml
 
+from router.assembly import connector_sign
 from router.config import parse_flags
-from router.kv_connector import connector_sign
 from router.pods import PodSet
 from tests.unit.router_support import entry
 

@@ -20,7 +20,12 @@ from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 CONTEXT_TOKENS = 22
 BLOCKS = -(-(CONTEXT_TOKENS + 5) // BLOCK_TOKENS)
 KEYS, VALUES = 0, 1
-GEMMA = {"num_hidden_layers": 7, "sliding_window": 9, "tie_word_embeddings": True}
+# Groups of unequal size.
+GEMMA = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True, slots=True)

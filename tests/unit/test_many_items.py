@@ -13,9 +13,8 @@ import pytest
 from router.request import RequestKind, RouteRequest
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, completion
-from tokenization import TINY_DIRECTORY, PromptTokenizer, response_items
-from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.chat_tools import CallsInOrder
+from tokenization import TINY_DIRECTORY, PromptTokenizer, openai_responses
+from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, CallsInOrder, ManyItemsError, items_of
 from tokenization.openai_prompts import PromptLimits, chat_prompt
 from tokenization.openai_responses import responses_as_chat
 
@@ -116,7 +115,7 @@ def test_calls_are_joined_at_a_cost_that_grows_with_their_number(monkeypatch: py
             super().__init__(calls)
             copied += len(self)
 
-    monkeypatch.setattr(response_items, "CallsInOrder", Counted)
+    monkeypatch.setattr(openai_responses, "CallsInOrder", Counted)
     (message,) = responses_as_chat({"input": [CALL] * 1000})["messages"]
     assert len(message["tool_calls"]) == 1000
     assert copied <= 1000

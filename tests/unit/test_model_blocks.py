@@ -1,13 +1,12 @@
 """The block pool: free queue, counts, hashes, and the events that follow from them."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 
-from model_server.block_content import Announcer, BlockContent
-from model_server.blocks import BlockPool
-from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored
-from model_server.free_queue import Block, FreeQueue
+from model_server.blocks import Block, BlockPool
+from model_server.events import AllBlocksCleared, Announcer, BlockContent, BlockRemoved, BlockStored
 from model_server.shapes import undivided
 from tests.support.engine_invariants import check_pool
 
@@ -46,28 +45,28 @@ def removed_hashes(pool: BlockPool) -> list[int]:
     return [event.block_hashes[0] for event in events]
 
 
-def test_the_free_queue_keeps_its_order_when_the_middle_is_taken() -> None:
-    """A block leaves the middle of the queue without disturbing the others."""
-    blocks = [Block(index) for index in range(4)]
-    queue = FreeQueue(blocks)
-    queue.remove(blocks[2])
-    queue.prepend(blocks[2])
-    queue.remove(blocks[0])
-    queue.append(blocks[0])
-    assert [block.block_id for block in queue] == [2, 1, 3, 0]
-    assert [queue.pop().block_id for _ in range(4)] == [2, 1, 3, 0]
-    assert len(queue) == 0
+def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_is() -> None:
+    """A cache hit takes its block out of the queue; let go, that is reused after all others."""
+    pool = new_pool(4)
+    blocks = cached_blocks(pool, 1, 2, 3, 4)
+    pool.release(blocks)
+    found = pool.find((0, digest(3)))
+    assert found is blocks[2]
+    pool.touch(found)
+    assert pool.num_free == 3
+    pool.release([found])
+    pool.take_events()
+    pool.allocate(4)
+    assert removed_hashes(pool) == [4, 2, 1, 3]
 
 
-def test_a_block_is_not_queued_twice_nor_taken_twice() -> None:
-    """Wrong use of the queue fails at once instead of corrupting it."""
-    block = Block(0)
-    queue = FreeQueue([block])
+def test_a_block_is_not_given_back_twice() -> None:
+    """Wrong use of the pool fails at once instead of corrupting it."""
+    pool = new_pool(1)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
     with pytest.raises(AssertionError):
-        queue.append(block)
-    queue.pop()
-    with pytest.raises(AssertionError):
-        queue.remove(block)
+        pool.release(blocks)
 
 
 def test_the_tail_of_a_chain_is_evicted_first() -> None:
@@ -125,6 +124,21 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     pool.allocate(1)
     assert removed_hashes(pool) == [7]
     assert pool.find((0, digest(7))) is None
+
+
+def test_an_evicted_content_leaves_nothing_behind() -> None:
+    """A pool that has held many contents keeps as much in memory as one that has held few."""
+    pool = new_pool(2)
+
+    def hold(numbers: range) -> int:
+        for number in numbers:
+            pool.release(cached_blocks(pool, number))
+            pool.take_events()
+        gc.collect()
+        return sum(type(kept) is dict for kept in gc.get_objects())
+
+    few = hold(range(1, 11))
+    assert hold(range(11, 1011)) < few + 500
 
 
 def test_removals_come_before_the_store_that_caused_them() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from model_server.adjust import SamplingRow
 from model_server.requests import SamplingParams
-from model_server.sampler import best, sample, uniform
+from model_server.sampler import SamplingRow, best, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from model_server.block_content import Announcer
 from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.config import SchedulingPolicy
-from model_server.host_tier import HostTier
+from model_server.events import Announcer
 from model_server.live_request import LiveRequest
-from model_server.offload import Offload
+from model_server.offload import HostTier, Offload
 from model_server.requests import GenerationRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
-from model_server.shapes import undivided
+from model_server.shapes import kv_groups
 
 
 def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:
@@ -24,15 +23,18 @@ def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:
     )
 
 
-def new_manager(blocks: int, tokens: int, *, caching: bool = True) -> BlockManager:
+def new_manager(
+    blocks: int, tokens: int, *, caching: bool = True, windows: Sequence[int | None] = (None,)
+) -> BlockManager:
     """Make a manager of a pool with blocks of 4 tokens."""
-    announcer = Announcer(undivided(1), 4)
+    groups = kv_groups(windows)
+    announcer = Announcer(groups, 4)
     pool = BlockPool(blocks, announcer)
     offload = Offload(pool, HostTier(0, announcer, pool.announce), CpuCopies([torch.zeros(1, blocks, 4)], 0))
     return BlockManager(
         pool,
         offload,
-        undivided(1),
+        groups,
         block_tokens=4,
         chunk_tokens=tokens,
         enable_prefix_caching=caching,
@@ -106,6 +108,17 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
     assert step(scheduler) == [("a", 8, 1)]
     scheduler.remove(scheduler.running[0])
     assert step(scheduler) == [("b", 0, 8)]
+
+
+def test_all_groups_of_a_request_grow_or_none() -> None:
+    """Where the free blocks are enough for each group by itself but not for all together, none is taken."""
+    manager = new_manager(blocks=3, tokens=8, windows=(None, 8))
+    live = live_request("a", range(8))
+    manager.adopt(live, manager.find_prefix(live))
+    assert not manager.grow(live, 8)
+    assert manager.pool.num_free == 3
+    assert manager.grow(live, 4)
+    assert manager.pool.num_free == 1
 
 
 def test_a_free_prefix_block_does_not_count_twice() -> None:

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model_server.engine_stats import EngineStats
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.publish import PublisherStats
+from model_server.requests import EngineStats
 
 STATS = EngineStats(
     running=2,

@@ -9,11 +9,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_server.block_content import Announcer, BlockContent
 from model_server.block_hash import event_hash
-from model_server.events import BlockStored, KVEventBatch
+from model_server.events import Announcer, BlockContent, BlockStored, KVEventBatch
+from model_server.publish import Snapshot
 from model_server.shapes import kv_groups
-from model_server.snapshot import Snapshot
 
 SIZE = 2
 ANNOUNCER = Announcer(kv_groups((None, 8)), SIZE)

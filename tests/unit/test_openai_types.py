@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from model_server.api_errors import ApiError
-from model_server.openai_types import Api, decode_body, generation_body
+from model_server.openai_types import Api, ApiError, decode_body, generation_body
 
 
 def test_all_fields_may_be_null() -> None:

@@ -1,5 +1,6 @@
 """Single tokens attended by the compiled kernel: exact, in any company, and blind to what is not seen."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention.paged_decodes import PagedDecodes, paged_fault
 from model_server.shapes import AttentionShape, undivided
@@ -221,12 +223,17 @@ def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -
 
 def test_a_kernel_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
     """The second start compiles nothing; where a file of the cache is damaged the log says so."""
+    Pool([1], heads=2, kv_heads=1, head_dim=32).attend([0])  # the first start, unless the cache has it
+    compiled, copy = cache_directory(numba.config.CACHE_DIR), cache_directory(str(tmp_path))
+    assert compiled is not None
+    assert copy is not None
+    shutil.copytree(compiled, copy, dirs_exist_ok=True)
+    written_ns = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*attend*")}
+    assert written_ns
     assert chosen_with(NUMBA_CACHE_DIR=str(tmp_path)) == ("PagedDecodes", "")
-    (kept,) = tmp_path.rglob("*attend*.nbi")
-    written_ns = kept.stat().st_mtime_ns
-    assert chosen_with(NUMBA_CACHE_DIR=str(tmp_path)) == ("PagedDecodes", "")
-    assert kept.stat().st_mtime_ns == written_ns
-    kept.write_bytes(b"damaged")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*attend*")} == written_ns
+    for kept in tmp_path.rglob("*attend*.nbi"):
+        kept.write_bytes(b"damaged")
     chosen, said = chosen_with(NUMBA_CACHE_DIR=str(tmp_path))
     assert chosen == "NoneType"
     assert "UnpicklingError" in said

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ModelError, ModelServerError
-from model_server.parallel.messages import Answer, Order, Start, encode, read_answer, read_order, read_start
+from model_server.parallel.workers import Answer, Order, Start, encode, read_answer, read_order, read_start
 from model_server.shapes import Division
 
 NUMBERS = st.integers(0, 2**31 - 1)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import PodMatches, StreamState
-from indexer.index import MatchTable
 from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
@@ -46,8 +45,8 @@ def ranking(
 ) -> Ranking:
     """Candidates that hold nothing, best first; `known`: the states of their streams, None: nobody asked."""
     prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
-    table = MatchTable({}, Tiers(), NOTHING[:, 0], NOTHING)
-    matches = [] if known is None else [PodMatches(table, known, followed)]
+    none = PodMatches({}, Tiers(), NOTHING[:, 0], NOTHING, states=known or {}, followed=followed)
+    matches = [] if known is None else [none]
     return Ranking(pods, prices, credits, np.arange(len(pods)), 100, 16, matches, 0)
 
 

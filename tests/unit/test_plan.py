@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 from model_server.attention import KvLayout, new_attention
 from model_server.block_copies import bytes_of_block
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.plan import (
-    GPUS,
-    PRESETS,
-    Budget,
-    Deployment,
-    Plan,
-    Pool,
-    find_model,
-    make_plan,
-    sequences_in,
-)
+from model_server.plan.deployment import Deployment
+from model_server.plan.plan import Budget, Plan, Pool, make_plan, sequences_in
+from model_server.plan.presets import GPUS, PRESETS, find_model
 from model_server.shapes import decoder_shape
 
 H100, H200 = GPUS["h100"], GPUS["h200"]

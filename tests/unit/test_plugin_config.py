@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.check import ok_answer
 from router.config_file import parse_config
+from router.decision import Routing
 from router.envoy_headers import system_owned
 from router.errors import ConfigError, NoEndpointLeftError, RequestError
 from router.flow_config import flow_of
-from router.metric_twins import MetricTwins
+from router.metrics import MetricTwins
 from router.plugins.build import build_pipeline
 from router.plugins.catalogue import INSTEAD, MAKERS
 from router.plugins.pipeline import Pipeline
-from router.routing import Routing
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
 from tests.integration.hermetic_support import DATA

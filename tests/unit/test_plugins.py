@@ -16,7 +16,7 @@ from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.catalogue import make
-from router.plugins.deciders import PrefixBasedPd
+from router.plugins.handlers import PrefixBasedPd
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load_filters import Cap, PrefixAffinityFilter, UtilizationFilter
 from router.plugins.load_scorers import (
@@ -31,7 +31,7 @@ from router.plugins.load_scorers import (
 from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
 from router.plugins.profiles import PluginError, Profile, WeightedScorer
 from router.plugins.session_affinity import SessionAffinity
-from router.plugins.testkit import endpoint, kept, picks, request, run, scores
+from router.plugins.testkit import endpoint, kept, picks, request, scores
 from router.scrape import LoraLoad
 
 HALF = PrefixMatch(5.0, 10, 5, 64)
@@ -276,7 +276,8 @@ def test_scores_are_clamped_weighted_and_added() -> None:
             return [7.0, -1.0, math.nan]
 
     scorers = [WeightedScorer("wild", Wild(), 2.0), WeightedScorer("kv", KvUsageScorer(), 0.5)]
-    picked = run(Profile("p", (), scorers, MaxScorePicker()), request(), [endpoint(name) for name in "abc"])
+    profile = Profile("p", (), scorers, MaxScorePicker())
+    picked = profile.run(request(), [endpoint(name) for name in "abc"])
     assert picked is not None
     assert picked.scores == {"a:8000": 2.5, "b:8000": 0.5, "c:8000": 0.5}
     assert list(picked.parts) == [("wild", 2.0), ("kv", 0.5)]

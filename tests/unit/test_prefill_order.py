@@ -4,8 +4,8 @@ import pytest
 
 from model_server.config import SchedulingPolicy
 from model_server.live_request import LiveRequest
-from model_server.prefill_order import PrefillRate, order_key
 from model_server.requests import GenerationRequest, SamplingParams
+from model_server.scheduler import PrefillRate, order_key
 from tests.unit.test_model_scheduler import new_scheduler, step
 
 
@@ -74,6 +74,20 @@ def test_priority_decides_who_is_preempted() -> None:
         scheduler.add(arriving(name, 8, priority=priority))
     step(scheduler)
     assert [name for name, _, _ in step(scheduler)] == ["high"]
+    assert [live.request_id for live in scheduler.waiting] == ["low"]
+
+
+def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
+    """Of two prompts that are partly computed the one that is last in the order is preempted for a decode."""
+    scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")
+    scheduler.add(arriving("decode", 1))
+    scheduler.add(arriving("low", 8, priority=5))
+    assert step(scheduler) == [("decode", 0, 1), ("low", 0, 3)]
+    assert step(scheduler) == [("decode", 1, 1), ("low", 3, 3)]
+    scheduler.add(arriving("high", 8))
+    assert step(scheduler) == [("decode", 2, 1), ("high", 0, 3)]
+    assert step(scheduler) == [("decode", 3, 1), ("high", 3, 3)]
+    assert step(scheduler) == [("decode", 4, 1), ("high", 6, 2)]
     assert [live.request_id for live in scheduler.waiting] == ["low"]
 
 

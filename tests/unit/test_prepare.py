@@ -8,10 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from model_server.api_errors import ApiError
-from model_server.openai_types import Api
-from model_server.prepare import Job, ServedModel, detokenize, prepare, render, tokenize
-from model_server.structured import GrammarTokenizer
+from model_server.openai_types import Api, ApiError
+from model_server.prepare import GrammarTokenizer, Job, ServedModel, detokenize, prepare, render, tokenize
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100

@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("router", "endpoint_picker"), ("router", "tokenizer"), ("indexer", "indexer")],
+    [
+        ("router", "endpoint_picker"),
+        ("router", "engine_requests"),
+        ("router", "tokenizer"),
+        ("indexer", "indexer"),
+    ],
 )
 def test_stubs_are_what_the_protocol_files_generate(tmp_path: Path, package: str, name: str) -> None:
     """Generating anew (make proto) changes nothing."""

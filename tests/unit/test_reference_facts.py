@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
 from router.errors import (
     ConfigError,
@@ -23,24 +23,32 @@ from router.errors import (
     RequestError,
     SaturatedError,
 )
-from router.ext_proc_messages import streamed
+from router.ext_proc_forms import LlmdForm, kept_headers
+from router.ext_proc_messages import streamed_answers
 from router.flow import _REFUSALS
-from router.parsers import Parsers, PathTable
-from router.reference_messages import error_text, immediate_answer, kept_headers
+from router.gateway_pick import GatewayPick
+from router.parsers import Parsers
 from router.request import RequestKind, RouteRequest
 from router.resources import read_resources
 from router.rewrite import RewriteRule, RewriteRules, restored_model, with_model
 from tests.integration.hermetic_support import DATA
+from tests.unit.router_support import Bench
 from tests.wire.router_wire_support import set_headers
 
 FACTS = DATA["unit_cases"]
+BENCH = Bench()
+FORM = LlmdForm(
+    picks=GatewayPick(BENCH.router, BENCH.metrics),
+    metrics=BENCH.metrics,
+    pods=BENCH.pods,
+    rewrites=RewriteRules([], np.random.default_rng()),
+)
 
 
 def parsed(path: str, body: object, *parsers: str) -> RouteRequest:
     """A request as parsers read it."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = RouteRequest("r", RequestKind.PASSTHROUGH, headers={":path": path})
-    return Parsers(parsers).parse(request, data)[0]
+    return Parsers(parsers).parse("r", path, data)[0]
 
 
 def framed(*fields: tuple[int, bytes]) -> bytes:
@@ -66,8 +74,8 @@ def test_the_models_name_is_restored(case: dict[str, Any]) -> None:
 def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None:
     """62,000 bytes a message; only the last ends the stream."""
     chunks = [
-        answer.response.body_mutation.streamed_response
-        for answer in streamed(b"x" * case["len"], end_of_stream=True)
+        answer.request_body.response.body_mutation.streamed_response
+        for answer in streamed_answers("request_body", b"x" * case["len"], end_of_stream=True)
     ]
     assert len(chunks) == case["messages"]
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -75,23 +83,22 @@ def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None
 
 
 def test_paths_find_their_parsers() -> None:
-    """The longest suffix in any order; the first of the same; a fallback ends the list."""
-    facts = FACTS["parser_path_resolution"]
-    for registered in (list(facts["registered"].items()), list(facts["registered"].items())[::-1]):
-        table = PathTable(registered)
-        for path, expected in facts["cases"]:
-            assert table.find(path)[0] == expected
-            assert table.find(f"{path}?x=/v1/messages")[0] == expected
-    table = PathTable(
-        [("a", ["v1/x"]), ("b", ["v1/x", "long/v1/x"]), ("a", ["never"]), ("rest", []), ("late", ["late"])]
+    """The longest suffix of whole segments in any order of parsers; a fallback ends the list."""
+    names = ["openai-parser", "anthropic-parser", "vertexai-parser"]
+    for path, expected in FACTS["parser_path_resolution"]["cases"]:
+        own = next((name for name in names if expected and name.startswith(expected)), None)
+        wanted = Parsers([own]).find(path) if own else None
+        for order in (names, names[::-1]):
+            assert Parsers(order).find(path) is wanted
+            assert Parsers(order).find(f"{path}?x=/v1/messages") is wanted
+    after_all = Parsers(["sglanghttp-parser", "passthrough-parser", "openai-parser"])
+    rest = after_all.find("/any")
+    assert rest is not None
+    assert after_all.find("/v1/completions") is after_all.find("/regenerate") is rest
+    assert after_all.find("/generate") is not rest
+    assert Parsers(["sglanghttp-parser", "vllmhttp-parser"]).find("/inference/v1/generate") is not (
+        after_all.find("/generate")
     )
-    assert [table.find(path)[0] for path in ("/v1/x", "/long/v1/x", "/never", "/late", "/nov1/x")] == [
-        "a",
-        "b",
-        "rest",
-        "rest",
-        "rest",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ def test_a_rewritten_body_keeps_its_numbers_and_its_order() -> None:
 @pytest.mark.parametrize(("code", "status"), FACTS["error_to_http"]["map"].items())
 def test_errors_are_told_in_the_references_words(code: str, status: int) -> None:
     """Status, code and message in one line of text."""
-    answer = immediate_answer(RequestError(status, "why")).immediate_response
+    answer = FORM.refusal(RequestError(status, "why")).immediate_response
     assert (answer.status.code, answer.body) == (status, f"inference error: {code} - why".encode())
 
 
@@ -271,10 +278,10 @@ def test_refusals_carry_their_reasons() -> None:
         (NoEndpointLeftError("x"), 429, "rejected-saturated", "ResourceExhausted - x"),
         (SaturatedError("x"), 429, "rejected-saturated", "ResourceExhausted - system saturated, sheddable"),
     ):
-        answer = immediate_answer(error)
+        answer = FORM.refusal(error)
         assert answer.immediate_response.status.code == status
         assert set_headers(answer) == {"x-llm-d-request-dropped-reason": reason}
-        assert error_text(error).startswith(f"inference error: {text}")
+        assert answer.immediate_response.body.startswith(f"inference error: {text}".encode())
 
 
 def test_flow_controls_outcomes_are_the_references() -> None:
@@ -289,7 +296,7 @@ def test_flow_controls_outcomes_are_the_references() -> None:
 def test_shedding_is_the_references() -> None:
     """Below 0 and full: 429; at 0 and full: let pass."""
     board = PodBoard()
-    admission = Admission(AdmissionParameters(priorities={"low": -1}), board)
+    admission = Admission({"low": -1}, UtilizationDetector(), board)
     rows = board.rows(["a:1"])
     with pytest.raises(SaturatedError):
         admission.admit({"x-llm-d-inference-objective": "low"}, rows, 0.0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from indexer.extras import MultimodalItem
 from indexer.keys import BlockHasher
 from router.prompt_tokens import MEDIA, PromptTokens
-from router.rendered_prompts import read_rendered
 from router.request import RequestKind
+from router.tokenizer_render import read_rendered
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import OnePod
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, payloads
@@ -74,7 +74,7 @@ def test_a_prompt_matches_as_far_as_vllms_own_hashes_agree(told: str, flat: bool
         tokens = read_rendered(RequestKind.CHAT, answer(name))
         (extras,) = tokens.extras(BLOCK_TOKENS)
         keys = pod.keys(case["rendered"]["token_ids"], case["lora_name"], case["cache_salt"], extras)
-        assert pod.match(keys).blocks == agreeing_blocks(name, told), name
+        assert pod.match(keys).cached_blocks == agreeing_blocks(name, told), name
 
 
 def test_the_vectors_tell_images_apart() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from router.adapters import AdapterParameters, adapter_s
-from router.admission import Admission, AdmissionParameters
+from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
 from router.errors import SaturatedError
 from router.scrape import EngineLoad, LoraLoad
 from tests.unit.pricing_support import load
 
-PARAMETERS = AdmissionParameters(priorities={"batch": -1, "chat": 5})
+PRIORITIES = {"batch": -1, "chat": 5}
 BATCH, CHAT = {"x-llm-d-inference-objective": "batch"}, {"x-llm-d-inference-objective": "chat"}
 FULL, HALF = load(waiting=5), load(kv_usage=0.4)
 
@@ -23,7 +23,8 @@ def admitted(headers: dict[str, str], *loads: EngineLoad | None, now_s: float = 
     for name, told in zip(names, loads, strict=True):
         if told is not None:
             board.scraped(name, told)
-    return Admission(PARAMETERS, board).admit(headers, board.rows(names), now_s)
+    detector = UtilizationDetector(load_age_max_s=5.0)
+    return Admission(PRIORITIES, detector, board).admit(headers, board.rows(names), now_s)
 
 
 def test_a_sheddable_request_is_refused_while_all_pods_are_saturated() -> None:

@@ -9,10 +9,12 @@ from prometheus_client import CollectorRegistry
 
 from router.assembly import entrance, scheduler
 from router.config import RouterConfig
+from router.errors import SaturatedError
 from tests.unit.pricing_support import load
 from tests.unit.router_support import Bench, completion, ready_pod
 
 A = ready_pod("10.0.0.1:8000")
+LOW = {"x-llm-d-inference-objective": "low"}
 RARELY = RouterConfig(refresh_interval_s=10.0)
 
 
@@ -28,11 +30,13 @@ RARELY = RouterConfig(refresh_interval_s=10.0)
 def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig, age_max_s: float) -> None:
     """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
     bench = Bench().with_pods(replace(A, load=load(running=3)))
-    admission, _ = entrance(config, {}, bench.pods, CollectorRegistry())
+    admission, _ = entrance(config, {"low": -1}, bench.pods, CollectorRegistry())
     bench.router._scheduler = scheduler(config, bench.pods, bench.ledger, None)
     rows = bench.pods.board.rows([A.address])
     ages_s = (age_max_s - 0.1, age_max_s + 0.1)
-    assert [admission.saturation(rows, age_s) for age_s in ages_s] == [0.0, 1.0]
+    assert admission.admit(LOW, rows, ages_s[0]) == -1
+    with pytest.raises(SaturatedError):
+        admission.admit(LOW, rows, ages_s[1])
     decoding = []
     for age_s in ages_s:
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)

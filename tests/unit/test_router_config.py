@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from router import cli
 from router.config import RouterConfig, parse_flags
+from router.config_fields import seconds
 from router.config_file import read_config
-from router.duration import seconds
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]

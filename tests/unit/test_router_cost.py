@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.tiers import Tiers
 from router.cost import CREDIT, CostParameters, add_credit
-from router.queue_order import AGE_FACTOR
-from router.scrape import EngineLoad
-from tests.unit.pricing_support import IDLE, PARAMETERS, Known, Queued, load, priced
+from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
 
 POD = st.builds(
     Known,
@@ -27,7 +25,6 @@ POD = st.builds(
         running=st.integers(0, 50),
         kv_usage=st.floats(0, 1),
         kv_capacity_tokens=st.none() | st.integers(1, 10**6),
-        ordered_step_tokens=st.just(0) | st.integers(1, 10_000),
     ),
     tokens_per_s=st.floats(10, 1e6),
 )
@@ -127,13 +124,12 @@ def test_a_prefill_that_takes_too_long_uses_up_nobody_elses_time() -> None:
     assert found.part("queued_prefill_s") == [pytest.approx(0.5 + 0.7)]
 
 
-@pytest.mark.parametrize("told", [None, load(ordered_step_tokens=100), load(ordered_step_tokens=100_000)])
-def test_an_overdue_queue_changes_a_pick(told: EngineLoad | None) -> None:
+def test_an_overdue_queue_changes_a_pick() -> None:
     """A pod that should be done for long is not the one for a request that another can begin soon.
 
-    It lasts half as much longer as it is late, whatever the engine's order, and at most a second.
+    It lasts half as much longer as it is late, and at most a second.
     """
-    late, busy = Known(queue=[Queued(20)], load=told), Known(queue=[Queued(200, sent_s=0.5)], load=told)
+    late, busy = Known(queue=[Queued(20)]), Known(queue=[Queued(200, sent_s=0.5)])
     assert priced(100, late, replace(busy, queue=[Queued(200)])).best == 0
     found = priced(100, late, busy, now_s=0.52)
     assert found.best == 1
@@ -159,39 +155,27 @@ def test_seconds_that_others_ask_for_are_added() -> None:
 def test_a_smaller_cache_or_a_longer_queue_never_makes_a_pod_cheaper(
     pods: list[Known], tokens: int, now_s: float
 ) -> None:
-    """Less cache or more queued never lowers a price; every price is a number.
-
-    But where a request is overtaken: another token there makes its pod overdue by so much less.
-    """
+    """Less cache or more queued never lowers a price; every price is a number."""
     pods = [_untold(pod) for pod in pods]
     worse = [
         replace(pod, cached_tokens=pod.cached_tokens // 2, queue=[*pod.queue, Queued(1)]) for pod in pods
     ]
     before, after = priced(tokens, *pods, now_s=now_s), priced(tokens, *worse, now_s=now_s)
-    costs = zip(before.part("cost_s"), after.part("cost_s"), strict=True)
-    for pod, slowdown, (cheaper, dearer) in zip(pods, before.part("slowdown"), costs, strict=True):
-        orders = pod.load is not None and pod.load.ordered_step_tokens
-        less_s = PARAMETERS.overdue_share * slowdown / pod.tokens_per_s if orders else 0.0
-        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) + less_s < float("inf")
+    for cheaper, dearer in zip(before.part("cost_s"), after.part("cost_s"), strict=True):
+        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) < float("inf")
 
 
 @given(st.lists(POD, min_size=1, max_size=6), st.integers(1000, 100_000), st.floats(0, 10))
 def test_more_decoding_requests_never_make_a_pod_cheaper(
     pods: list[Known], tokens: int, now_s: float
 ) -> None:
-    """A slower pod costs more, but for those whom the request overtakes there and not on a faster one.
-
-    Who waited w seconds is ahead as long as its own seconds are at most the new one's + w / 10. Overtaken, it
-    costs the new one's seconds in place of its own: up to w / 10 less, as the engine's order has it.
-    """
+    """A slower pod costs more."""
     pods = [_untold(pod) for pod in pods]
     worse = [replace(pod, decoding=pod.decoding + 1) for pod in pods]
     costs = priced(tokens, *pods, now_s=now_s).part("cost_s")
     dearer_costs = priced(tokens, *worse, now_s=now_s).part("cost_s")
-    for pod, cheaper, dearer in zip(pods, costs, dearer_costs, strict=True):
-        orders = pod.load is not None and pod.load.ordered_step_tokens
-        overtaken_s = len(pod.queue) * now_s / AGE_FACTOR if orders else 0.0
-        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) + overtaken_s < float("inf")
+    for cheaper, dearer in zip(costs, dearer_costs, strict=True):
+        assert 0.0 <= cheaper <= dearer * (1 + 1e-9) < float("inf")
 
 
 def _untold(pod: Known) -> Known:

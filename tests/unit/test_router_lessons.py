@@ -93,16 +93,3 @@ def test_decoding_requests_do_not_make_a_pod_slow() -> None:
         bench.outcomes.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
     slowdown = 1.0 + 50 * CostParameters().decode_slowdown
     assert taught(bench, prompts(), PRIOR / slowdown) == pytest.approx(PRIOR)
-
-
-def test_a_pods_slowdown_is_learnt_from_its_first_tokens() -> None:
-    """Requests that take twice as long beside twenty that decode teach that each slows by a twentieth."""
-    bench = Bench().with_pods(A)
-    assert taught(bench, prompts(), PRIOR) == pytest.approx(PRIOR)
-    for number in range(20):
-        bench.router.route(completion(f"d{number}", "hello"), 0.0)
-        bench.outcomes.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
-    taught(bench, prompts(), PRIOR / 2)
-    bench.rates.review(1.0)
-    assert bench.rates.decode_slowdown(A.address) == pytest.approx(0.05, rel=0.1)
-    assert bench.rates.tokens_per_s(A.address) == pytest.approx(PRIOR, rel=0.05)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from router.candidates import Lineups
 from router.errors import NoEndpointError
-from router.lineup import Lineups
 from router.pods import PodSet
 from router.scrape import EngineLoad
 from tests.unit.router_support import completion, entry, ready_pod

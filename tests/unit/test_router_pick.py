@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import StreamState
-from router.cost import CREDIT, PRICE
-from router.pick import least_cost_first, reason_for
-from router.ranking import Ranking
+from router.cost import CREDIT, PRICE, least_cost_first
+from router.ranking import Ranking, reason_for
 
 
 def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:

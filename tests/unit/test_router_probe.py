@@ -10,9 +10,10 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 
+from indexer.pod_entry import ADMIN_PORT_LABEL
 from router.http_get import HttpGetter
-from router.metrics_page import MetricsPage, metrics_page
-from router.probe import Asked, Prober, ProbeResult
+from router.pods import metrics_page
+from router.probe import Prober, ProbeResult
 from tests.unit.router_support import entry
 from tests.unit.test_router_scrape import PAGE, TRTLLM
 
@@ -74,7 +75,7 @@ def probed(answer: Answer, *, timeout_s: float = 20.0, times: int = 1) -> tuple[
         async with serving(answer) as (pod, address):
             prober = Prober(timeout_s=timeout_s)
             for _ in range(times):
-                result = await prober.probe(address, Asked(models=True))
+                result = await prober.probe(entry(address), models=True, sources=False)
             prober.close()
         return result, pod
 
@@ -200,7 +201,7 @@ def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
     async def probe() -> ProbeResult:
         async with serving(well) as (_, address):
             pass
-        return await Prober(timeout_s=20.0).probe(address, Asked())
+        return await Prober(timeout_s=20.0).probe(entry(address), models=False, sources=False)
 
     result = asyncio.run(probe())
     assert (result.healthy, result.timed_out) == (False, False)
@@ -223,7 +224,7 @@ def test_a_pod_whose_packets_are_dropped_is_unreachable() -> None:
     """Without a connection in time the pod is told from one that takes it and is slow to answer."""
 
     async def probe(address: str) -> ProbeResult:
-        return await Prober(timeout_s=0.5).probe(address, Asked())
+        return await Prober(timeout_s=0.5).probe(entry(address), models=False, sources=False)
 
     with dropping() as address:
         result = asyncio.run(probe(address))
@@ -252,13 +253,13 @@ PORT, PATH = "kvroute.io/metrics-port", "kvroute.io/metrics-path"
 )
 def test_a_pods_labels_say_where_its_metrics_are(labels: dict[str, str], address: str, path: str) -> None:
     """Port and path by labels of ours, else the path by the engine's type; else /metrics as it is served."""
-    assert metrics_page(entry("10.0.0.1:8000", **labels)) == MetricsPage(address, path)
+    assert metrics_page(entry("10.0.0.1:8000", **labels)) == (address, path)
 
 
 def test_engines_of_an_unknown_type_have_the_configured_path() -> None:
     """The path of the configuration counts where neither the pod nor its engine's type has one."""
     labels: list[dict[str, str]] = [{}, {ENGINE: "trtllm-serve"}]
-    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all").path for each in labels]
+    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all")[1] for each in labels]
     assert paths == ["/all", "/prometheus/metrics"]
 
 
@@ -271,11 +272,12 @@ def test_a_load_is_read_where_the_engine_tells_it() -> None:
     async def probe() -> tuple[ProbeResult, ProbeResult, Pod, Pod]:
         async with serving(well) as (pod, address), serving(metrics) as (teller, elsewhere):
             prober = Prober(timeout_s=20.0)
-            page = MetricsPage(elsewhere, "/prometheus/metrics")
-            results = [await prober.probe(address, Asked(metrics=page)) for _ in range(2)]
-            blind = await prober.probe(address, Asked(metrics=MetricsPage(elsewhere)))
+            port = elsewhere.rpartition(":")[2]
+            page = entry(address, **{PORT: port, PATH: "/prometheus/metrics"})
+            results = [await prober.probe(page, models=False, sources=False) for _ in range(2)]
+            blind = await prober.probe(entry(address, **{PORT: port}), models=False, sources=False)
             prober.forget(address)
-            await prober.probe(address, Asked(metrics=page))
+            await prober.probe(page, models=False, sources=False)
             prober.close()
         return results[-1], blind, pod, teller
 
@@ -298,8 +300,11 @@ def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> N
     async def probe() -> tuple[list[ProbeResult], Pod, Pod]:
         async with serving(answer) as (pod, address), serving(answer) as (admin, admin_address):
             prober = Prober(timeout_s=20.0, admin_token=token)
-            asked = [Asked(models=True, sources=True, admin=admin_address), Asked(sources=True)]
-            results = [await prober.probe(address, each) for each in asked]
+            labels = {ADMIN_PORT_LABEL: admin_address.rpartition(":")[2]}
+            results = [
+                await prober.probe(entry(address, **labels), models=True, sources=True),
+                await prober.probe(entry(address), models=False, sources=True),
+            ]
             prober.close()
         return results, pod, admin
 
@@ -338,7 +343,7 @@ def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:
 
     async def get() -> tuple[list[tuple[int, bytes]], int]:
         async with serving(well) as (pod, address):
-            http = HttpGetter(body_bytes_max=1 << 20)
+            http = HttpGetter(body_bytes_max=1 << 20, timeout_s=60.0)
             answers = [*await asyncio.gather(http.get(address, "/metrics"), http.get(address, "/v1/models"))]
             answers.append(await http.get(address, "/metrics"))
             http.close()

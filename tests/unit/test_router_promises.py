@@ -2,68 +2,82 @@
 
 from __future__ import annotations
 
-from indexer.dispatched import DispatchKey
+from msgspec.structs import replace
+
 from indexer.reconcile import EngineReading
-from router.engine_watch import EngineWatch
+from router.dispatch import Dispatch
+from router.ledger import Ledger, LedgerParameters
 from router.outcomes import REPORT
-from router.promises import Promises
+from router.rates import Lesson
+from router.reconcile import EngineWatch
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = "10.0.0.1:8000"
 B = "10.0.0.2:8000"
-ONE = DispatchKey("r", 0.0)
+ONE = Dispatch("r", A, 100, 0.0, 0.5, None, Lesson.RATE, 0.0, promised_tokens=64)
+
+
+def told(ledger: Ledger, pod: str = A) -> tuple[int, int]:
+    """Tokens that are due of a pod, and all that were predicted."""
+    return ledger.answered_tokens(pod), ledger.promised_tokens(pod)
+
+
+def ledger_with(*dispatches: Dispatch, capacity: int = 10) -> Ledger:
+    """A ledger after dispatches."""
+    ledger = Ledger(LedgerParameters(capacity=capacity))
+    for dispatch in dispatches:
+        ledger.dispatch(dispatch)
+    return ledger
 
 
 def test_a_promise_is_due_once_its_request_has_its_first_token() -> None:
-    """Until then it is only promised; told again, it counts no more."""
-    promises = Promises()
-    promises.made(ONE, A, 64)
-    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 64)
-    promises.due(ONE)
-    promises.due(ONE)
-    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (64, 64)
-    assert promises.promised_tokens(B) == 0
+    """Until then it is only promised; at its end it counts no more."""
+    ledger = ledger_with(ONE)
+    assert told(ledger) == (0, 64)
+    ledger.first_token("r", 1.0)
+    ledger.end("r", 2.0)
+    assert told(ledger) == (64, 64)
+    assert told(ledger, B) == (0, 0)
+
+
+def test_what_the_clock_guesses_makes_no_promise_due() -> None:
+    """A prefill that is over by the clock alone may not have looked its prompt up."""
+    ledger = ledger_with(ONE)
+    assert ledger.expire(5.0).prefills == [ONE]
+    assert told(ledger) == (0, 64)
 
 
 def test_a_request_that_failed_promised_nothing() -> None:
     """Nobody knows whether the pod looked it up, so nothing is expected of its counters."""
-    promises = Promises()
-    promises.made(ONE, A, 64)
-    promises.void(ONE)
-    promises.due(ONE)
-    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 0)
+    ledger = ledger_with(ONE)
+    ledger.end("r", 1.0, answered=False)
+    assert told(ledger) == (0, 0)
 
 
 def test_requests_under_one_id_have_promises_of_their_own() -> None:
     """What one of them finds in its pod's cache is no news of another's."""
-    promises, second = Promises(), DispatchKey("r", 1.0)
-    promises.made(ONE, A, 64)
-    promises.made(second, B, 32)
-    promises.due(ONE)
-    promises.void(second)
-    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (64, 64)
-    assert promises.promised_tokens(B) == 0
+    ledger = ledger_with(ONE, replace(ONE, pod=B, dispatched_s=1.0, promised_tokens=32))
+    ledger.first_token("r", 2.0, pod=A)
+    ledger.end("r", 2.0, pod=B, answered=False)
+    assert (told(ledger), told(ledger, B)) == ((64, 64), (0, 0))
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """Beyond the cap the oldest request is not awaited any more; pods that are gone are forgotten."""
-    promises = Promises(max_requests=2)
-    for number in range(3):
-        promises.made(DispatchKey("r", float(number)), A, 10)
-    assert promises.promised_tokens(A) == 20
-    promises.due(DispatchKey("r", 2.0))
-    promises.keep([B])
-    assert (promises.answered_tokens(A), promises.promised_tokens(A)) == (0, 10)
+    """Of requests that the ledger gave up nothing is expected; pods that are gone are forgotten."""
+    ledger = ledger_with(*(replace(ONE, dispatched_s=float(at)) for at in range(3)), capacity=2)
+    assert told(ledger) == (0, 128)
+    ledger.first_token("r", 3.0, sent_s=2.0)
+    ledger.keep([B])
+    assert told(ledger) == (0, 64)
 
 
 def test_a_reading_is_told_with_what_was_answered_before_it_was_asked_for() -> None:
     """What is answered while the page travels may not be in its counters: it is promised, not due."""
     told: list[tuple[str, EngineReading]] = []
-    promises = Promises()
-    watch = EngineWatch(promises, lambda pod, reading: told.append((pod, reading)))
-    promises.made(ONE, A, 64)
+    ledger = ledger_with(ONE)
+    watch = EngineWatch(ledger, lambda pod, reading: told.append((pod, reading)))
     answered_tokens = watch.asked(A)
-    promises.due(ONE)
+    ledger.first_token("r", 1.0)
     watch.told(A, EngineReading(hit_tokens=5.0), answered_tokens)
     assert told == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, promised_tokens=64))]
 
@@ -74,9 +88,9 @@ def test_the_routers_outcomes_keep_the_promises() -> None:
     bench.index.hold(A, bench.keys(text))
     decision = bench.router.route(completion("good", text), 10.0)
     bench.router.route(completion("bad", text), 10.0)
-    assert bench.outcomes.promises.promised_tokens(A) == 2 * decision.primary.cached_tokens > 0
+    assert bench.ledger.promised_tokens(A) == 2 * decision.primary.cached_tokens > 0
     bench.outcomes.ended("good", REPORT, 11.0)
     bench.outcomes.ended("bad", REPORT, 11.0, failed=True)
-    assert bench.outcomes.promises.answered_tokens(A) == decision.primary.cached_tokens
-    assert bench.outcomes.promises.promised_tokens(A) == decision.primary.cached_tokens
+    assert bench.ledger.answered_tokens(A) == decision.primary.cached_tokens
+    assert bench.ledger.promised_tokens(A) == decision.primary.cached_tokens
     assert bench.index.lost == ["bad"]

@@ -12,7 +12,6 @@ import pytest
 
 from indexer import StreamState
 from indexer.errors import TokenError
-from router.admission import AdmissionParameters
 from router.errors import RequestError, SaturatedError
 from router.request import RequestKind, RouteRequest
 from router.scrape import EngineLoad, LoraLoad
@@ -204,7 +203,7 @@ def test_an_old_account_of_a_pods_adapters_is_not_believed() -> None:
 
 def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:
     """While the only pod never told its load, a request of negative priority is refused; others pass."""
-    bench = Bench(admission=AdmissionParameters(priorities={"batch": -1})).with_pods(A)
+    bench = Bench(priorities={"batch": -1}).with_pods(A)
     batch = msgspec.structs.replace(completion("r", TEXT), headers={"x-llm-d-inference-objective": "batch"})
     with pytest.raises(SaturatedError):
         bench.router.route(batch, 0.0)

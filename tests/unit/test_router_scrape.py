@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 
-from router.scrape import EngineLoad, LoraLoad, engine_load
+from router.scrape import EngineLoad, EnginePage, LoraLoad
+
+
+def engine_load(page: bytes, now_s: float) -> EngineLoad | None:
+    """The load that a page tells."""
+    return EnginePage(page).load(now_s)
+
 
 PAGE = b"""# HELP vllm:num_requests_waiting Waiting.
 # TYPE vllm:num_requests_waiting gauge
@@ -196,19 +202,10 @@ def test_of_several_engines_each_has_adapters(names_engine: bool, running: froze
     assert load.lora == LoraLoad(running, frozenset({"de"}), 2)
 
 
-def test_our_engine_announces_its_order_and_its_speed() -> None:
-    """The cache's settings name the prefill order; the engine's own prefill speed is a series of its own."""
-    told = b'block_size="16",prefill_order="%b",max_num_batched_tokens="512"'
+def test_our_engine_announces_its_speed() -> None:
+    """The engine's own prefill speed is a series of its own."""
     speed = b"kvroute_engine_prefill_tokens_per_second 1234.5\n"
-    aged, fcfs = (PAGE.replace(b'block_size="16"', told % order) for order in (b"aged", b"fcfs"))
-    assert engine_load(aged + speed, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0, 1234.5, 512)
-    assert engine_load(fcfs, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0)
-
-
-def test_an_order_without_its_steps_is_no_order() -> None:
-    """Of an engine whose steps are not told it is not known when a request is overtaken."""
-    load = engine_load(PAGE.replace(b'block_size="16"', b'block_size="16",prefill_order="aged"'), 5.0)
-    assert load == EngineLoad(3, 2, 0.25, 1600, 5.0)
+    assert engine_load(PAGE + speed, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0, 1234.5)
 
 
 def test_a_page_without_engine_metrics_tells_nothing() -> None:

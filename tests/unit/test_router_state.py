@@ -30,19 +30,3 @@ def test_a_figure_that_is_not_told_is_named_and_not_shown_as_zero() -> None:
     assert page.get_sample_value(untold, {**pod, "figure": "kv_usage"}) == 1.0
     assert page.get_sample_value(untold, {**pod, "figure": "waiting"}) is None
     assert page.get_sample_value(untold, {"pod": B.address, "figure": "kv_usage"}) is None
-
-
-def test_learnt_slowdowns_are_shown() -> None:
-    """A pod's slowdown is what is learnt of it, another's what is believed of any."""
-    bench = Bench().with_pods(A, B)
-    for number in range(300):
-        decoding = number % 2 * 20
-        bench.rates.observe(A.address, 1000, 0.1 * (1.0 + 0.05 * decoding), 0.0, decoding=decoding)
-    bench.rates.review(0.0)
-    learnt, believed = (
-        shown(bench).get_sample_value("kvroute_router_pod_decode_slowdown", {"pod": pod.address})
-        for pod in (A, B)
-    )
-    assert learnt is not None
-    assert 0.045 < learnt < 0.055
-    assert believed == 0.008

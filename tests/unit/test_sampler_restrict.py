@@ -1,4 +1,4 @@
-"""model_server.restrict and the draw: the quick ways find what the plain definitions say."""
+"""model_server.sampler and the draw: the quick ways find what the plain definitions say."""
 
 from functools import partial
 
@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_server.adjust import SamplingRow
 from model_server.draw import CHUNK, draw, weigh
 from model_server.requests import SamplingParams
-from model_server.restrict import left_of_all, left_of_best, left_of_many
-from model_server.sampler import sample, uniform
+from model_server.sampler import SamplingRow, left_of_all, left_of_best, left_of_many, sample, uniform
 
 VOCAB_SIZE = 1000
 

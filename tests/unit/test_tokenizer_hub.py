@@ -25,10 +25,11 @@ OF_IMAGES = ("chat_template.json", "preprocessor_config.json", "processor_config
 FILES |= dict.fromkeys(OF_IMAGES, b"{}")
 # Loads in a process of its own: the client reads its environment once.
 LOAD = """
-import sys
+import sys, time
 from pathlib import Path
 from tokenization import PromptTokenizer, TokenizerLoadError
 from tokenization.hub import hub_directory
+time.sleep = lambda _seconds: None  # the Hub's client pauses between its attempts, 23 s in all
 try:
     directory = hub_directory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     tokenizer = PromptTokenizer.from_directory(directory)

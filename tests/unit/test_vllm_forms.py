@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.request import http_request
+from router.parsers import http_request
 from router.tokens import TokenizerRegistry
 from tests.unit.tokenizer_support import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError

@@ -16,6 +16,7 @@ from tokenization.chat_template import ChatTemplate
 SPECIAL = ("<s>", "</s>", "[INST]", "[/INST]", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
+@cache
 def tokenizer_for(source: str) -> PromptTokenizer:
     """The tiny tokenizer behind another template."""
     library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))

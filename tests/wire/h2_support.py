@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from router.grpc_listen import listen
 from router.h2 import GrpcServer
-from router.h2.methods import ExchangeMethod, ExchangeStream
+from router.h2.exchange_call import ExchangeCall
+from router.h2.methods import ExchangeMethod
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
@@ -80,7 +80,7 @@ class Plain:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self.handlers()),))
         server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
 
-    def _exchange(self, stream: ExchangeStream) -> Echo:
+    def _exchange(self, stream: ExchangeCall) -> Echo:
         self.exchanges.append(echo := Echo(self, stream))
         return echo
 
@@ -138,7 +138,7 @@ class Plain:
 class Echo:
     """An exchange that echoes; it notices whoever uses it at the same time as another, or after its end."""
 
-    def __init__(self, plain: Plain, stream: ExchangeStream) -> None:
+    def __init__(self, plain: Plain, stream: ExchangeCall) -> None:
         self._plain = plain
         self.stream = stream
         self._within = threading.Lock()
@@ -239,7 +239,7 @@ def serving(transport: str, *, threads: int = 32, requests_max: int = 256, **mor
         "threads": {},
     }
     services: list[Callable[[Any], object]] = [plain.add_to, *more.pop("services", ())]
-    server = listen(
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,

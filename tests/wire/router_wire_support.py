@@ -19,9 +19,9 @@ from router.access_log import AccessLogDoor
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc_forms import OwnForm
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
+from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.pick_service import PickDoor
 from tests.unit.router_support import Bench
@@ -90,24 +90,27 @@ def doors(
     threads: int = 80,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
+    form: Callable[[GatewayPick], OwnForm] | None = None,
+    message_bytes_max: int = 8 << 20,
 ) -> Iterator[Doors]:
-    """Serves a bench on a free port."""
+    """Serves a bench on a free port; ext_proc answers in the router's own form unless another is made."""
     distrusted: list[tuple[str, str]] = []
     gateway = GatewayPick(bench.router, bench.metrics, guard=guard)
     options = options or ExtProcOptions()
-    ext_proc = ExtProcDoor(gateway, bench.outcomes, bench.metrics, options)
+    answers = form(gateway) if form is not None else OwnForm(picks=gateway, metrics=bench.metrics)
+    ext_proc = ExtProcDoor(answers, bench.outcomes, options)
     check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
     picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
-    server = listen(
+    server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
         0,
         threads=threads,
         requests_max=threads,
-        message_bytes_max=8 << 20,
+        message_bytes_max=message_bytes_max,
         services=(
-            lambda server: add_ext_proc(ext_proc, server),
+            ext_proc.add_to,
             picks.add_to,
             check.add_to,
             logs.add_to,

@@ -79,6 +79,12 @@ class Watched:
             lambda: (self.match(pod).cached_blocks, self.match(pod).state) == (cached, state),
         )
 
+    def built(self, source: str) -> None:
+        """Waits until one view was built from this source, which is counted after its state is told."""
+        name = "kvroute_indexer_bootstraps_total"
+        wait_until(f"a view from {source}", lambda: self.metric(name, source=source) >= 1)
+        assert self.metric(name, source=source) == 1
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 where it was never touched."""
         return self.registry.get_sample_value(name, labels) or 0.0

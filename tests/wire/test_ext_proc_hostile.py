@@ -15,22 +15,20 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc import ExtProcOptions
+from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
 from router.parsers import Parsers
-from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
-    INLINE,
+    Doors,
     Stream,
     body,
+    doors,
     headers,
     set_headers,
-    transport,
     wait_until,
 )
 
@@ -44,18 +42,14 @@ DOORS = ("ours", "reference")
 class Served:
     """One door on a real server."""
 
-    def __init__(self, bench: Bench, channel: grpc.Channel, cut: list[None]) -> None:
-        self.bench = bench
-        self.cut = cut
-        self.stub = pb_grpc.ExternalProcessorStub(channel)
-
-    def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
-        """One whole stream."""
-        return list(self.stub.Process(iter(messages), timeout=300))
+    def __init__(self, doors: Doors) -> None:
+        self.bench = doors.bench
+        self.exchange = doors.exchange
+        self.stub = pb_grpc.ExternalProcessorStub(doors.channel)
 
     def works(self) -> bool:
         """Whether a plain request is still picked for."""
-        answers = self.exchange([headers(path="/v1/completions"), body(GOOD)])
+        answers = self.exchange(headers(path="/v1/completions"), body(GOOD))
         return DESTINATION in set_headers(answers[0])
 
     def has_place(self) -> bool:
@@ -72,40 +66,22 @@ class Served:
 def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
     """Two pods behind one door, with places for so many streams."""
     bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
-    picks, random = GatewayPick(bench.router, bench.metrics), np.random.default_rng(1)
-    if kind == "ours":
-        door: Any = ExtProcDoor(
-            picks, bench.outcomes, bench.metrics, ExtProcOptions(1 << 20, responses_full=True)
-        )
-    else:
-        parts = ReferenceParts(
+
+    def form(picks: GatewayPick) -> OwnForm:
+        if kind == "ours":
+            return OwnForm(picks=picks, metrics=bench.metrics)
+        return LlmdForm(
             picks=picks,
-            outcomes=bench.outcomes,
             metrics=bench.metrics,
-            pods=bench.pods,
             parsers=Parsers(),
-            rewrites=RewriteRules([], random),
-            reporter=None,
-            random=random,
+            held_bytes_max=1 << 20,
+            pods=bench.pods,
+            rewrites=RewriteRules([], np.random.default_rng(1)),
         )
-        door = ReferenceDoor(parts, ReferenceOptions(1 << 20))
-    cut: list[None] = []
-    server = listen(
-        "--grpc-port",
-        "127.0.0.1",
-        0,
-        threads=streams,
-        requests_max=streams,
-        message_bytes_max=1 << 20,
-        services=(lambda server: add_ext_proc(door, server, lambda: cut.append(None)),),
-        inline=INLINE[transport()],
-    )
-    server.start()
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Served(bench, channel, cut)
-    finally:
-        server.close()
+
+    options = ExtProcOptions(1 << 20, responses_full=True)
+    with doors(bench, options, threads=streams, form=form, message_bytes_max=1 << 20) as opened:
+        yield Served(opened)
 
 
 BYTES = st.binary(max_size=200) | st.sampled_from(
@@ -190,7 +166,7 @@ def test_no_stream_breaks_the_door(kind: str) -> None:
         @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.lists(messages(), max_size=8))
         def play(sent: list[pb.ProcessingRequest]) -> None:
-            check_order(door.exchange(sent))
+            check_order(door.exchange(*sent))
             wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
 
         play()
@@ -204,7 +180,7 @@ def test_a_stream_that_is_closed_half_way_ends(kind: str) -> None:
     with served(kind, streams=4) as door:
         for sent in ([], [start], [start, part], [start, whole]):
             for _ in range(6):
-                check_order(door.exchange(sent))
+                check_order(door.exchange(*sent))
         wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
         assert door.works()
 
@@ -221,7 +197,8 @@ def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
             stream.send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
         wait_until(door.has_place, "a place")
         wait_until(lambda: not all(stream.is_open for stream in idle), "the end of one")
-        assert len(door.cut) == 1
+        dropped = "kvroute_router_dropped_messages_total"
+        assert door.bench.sample(dropped, door="ext_proc", reason="slow_request") == 1
         (gone,) = (stream for stream in idle if not stream.is_open)
         with pytest.raises(grpc.RpcError) as caught:
             gone.receive()
@@ -241,11 +218,11 @@ def test_a_header_flood_is_refused_or_bounded(kind: str) -> None:
         flood = headers(path="/v1/completions")
         for number in range(5000):
             flood.request_headers.headers.headers.add(key=f"x-{number % 1000}", raw_value=b"v" * 10)
-        answers = door.exchange([flood, body(GOOD)])
+        answers = door.exchange(flood, body(GOOD))
         assert DESTINATION in set_headers(answers[0])
         for _ in range(3):
             flood.request_headers.headers.headers.add(key="x-long", raw_value=b"v" * (1 << 20))
         with pytest.raises(grpc.RpcError) as caught:
-            door.exchange([flood])
+            door.exchange(flood)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert door.works()

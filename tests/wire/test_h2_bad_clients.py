@@ -30,8 +30,8 @@ def test_bad_connections_of_one_client_are_one_line(caplog: pytest.LogCaptureFix
         0,
         threads=1,
         requests_max=1,
-        receive_bytes_max=1000,
-        send_bytes_max=1000,
+        message_bytes_max=0,
+        services=(),
         inline={},
     )
     server.start()

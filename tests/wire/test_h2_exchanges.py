@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from router.h2 import frames
-from router.h2.errors import H2Code
-from router.h2.frames import FrameType
+from router.h2.frames import FrameType, H2Code
 from router.h2.messages import prefixed
 from router.h2.methods import ExchangeMethod
 from tests.wire.h2_support import TRANSPORTS, caller, path, serving
@@ -33,7 +32,7 @@ def test_the_server_cancels_at_any_moment() -> None:
     """An exchange cancelled by a third thread while two others feed and serve it ends once, and alone."""
     ends: list[str] = []
     with serving("threads", threads=8, requests_max=1000) as served:
-        inner = served.server.methods.find(path("exchange"))
+        inner = served.server.find(path("exchange"))
         assert isinstance(inner, ExchangeMethod)
         counted = ExchangeMethod(inner.open, inner.read, inner.written, opened=lambda: ends.append)
         served.server.add_exchange(path("exchange"), counted)
@@ -206,7 +205,7 @@ def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
 def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
     """Faults in a method's own beginning and end are told and logged; the connection goes on."""
     with serving("native") as served:
-        inner: Any = served.server.methods.find(path("exchange"))
+        inner: Any = served.server.find(path("exchange"))
         unopened = ExchangeMethod(_failing("closed today"), inner.read, inner.written)
         served.server.add_exchange(path("unopened"), unopened)
 

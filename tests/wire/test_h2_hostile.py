@@ -12,8 +12,7 @@ from itertools import repeat
 import pytest
 
 from router.h2 import frames, peer, server
-from router.h2.errors import H2Code
-from router.h2.frames import FrameType, Setting
+from router.h2.frames import FrameType, H2Code, Setting
 from router.h2.messages import prefixed
 from tests.wire.h2_support import METHODS, Served
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame

@@ -13,10 +13,8 @@ import grpc
 import pytest
 
 from router.errors import ListenError
-from router.grpc_listen import listen
-from router.h2 import frames
-from router.h2.errors import H2Code
-from router.h2.frames import FrameType, Setting
+from router.h2 import GrpcServer, frames
+from router.h2.frames import FrameType, H2Code, Setting
 from router.h2.messages import prefixed
 from tests.wire.h2_support import METHODS, TRANSPORTS, Served, caller, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
@@ -107,7 +105,7 @@ def test_a_closed_port_is_free_again() -> None:
         client.next(FrameType.SETTINGS)
         port = served.server.port
         served.server.close()
-        again = listen(
+        again = GrpcServer(
             "--grpc-port",
             "127.0.0.1",
             port,
@@ -122,7 +120,7 @@ def test_a_closed_port_is_free_again() -> None:
             ready = caller(channel, "unary")(b"again", timeout=TIMEOUT_S, wait_for_ready=True)
             assert ready == b"again"
         with pytest.raises(ListenError, match=f"--other {port}: cannot listen on 127.0.0.1:{port}: "):
-            listen(
+            GrpcServer(
                 "--other",
                 "127.0.0.1",
                 port,

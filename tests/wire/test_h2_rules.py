@@ -8,8 +8,7 @@ import hpack
 import pytest
 
 from router.h2 import frames
-from router.h2.errors import H2Code
-from router.h2.frames import FrameType, Setting
+from router.h2.frames import FrameType, H2Code, Setting
 from router.h2.messages import prefixed
 from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, request_block

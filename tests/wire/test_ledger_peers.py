@@ -18,9 +18,8 @@ import pytest
 from indexer.config import IndexerConfig
 from indexer.peer_service import PeerIdentity
 from router.replicas import follow
-from router.replicas.door import LEDGER_SERVICE, LedgerDoor
 from router.replicas.follow import Followers, PeerState
-from router.replicas.journal import Journal
+from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor
 from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages, write_request
 from tests.loopback import HERE, free_port
 from tests.unit.test_replicas import KEYS, ONE

@@ -26,11 +26,11 @@ class Auth:
         self.asked = threading.Semaphore(0)
 
     def known(self, path: str, authorization: str | None) -> tuple[int | None] | None:
-        """See `Authorize`."""
+        """See `MetricsAuth`."""
         return (None,) if authorization == "known" else None
 
     def refusal(self, path: str, authorization: str | None) -> int | None:
-        """See `Authorize`."""
+        """See `MetricsAuth`."""
         self.asked.release()
         self.answers.wait(TIMEOUT_S)
         return 403

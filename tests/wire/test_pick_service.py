@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
-from router.admission import AdmissionParameters
 from router.errors import RequestError
 from router.pick_service import route_request
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
@@ -128,7 +127,7 @@ def test_an_unexpected_failure_is_counted_and_told(monkeypatch: pytest.MonkeyPat
 
 def test_a_shed_request_is_told_so() -> None:
     """An objective below 0 is read from the headers, and RESOURCE_EXHAUSTED comes with its reason."""
-    bench = Bench(admission=AdmissionParameters(priorities={"batch": -1})).with_pods(A)
+    bench = Bench(priorities={"batch": -1}).with_pods(A)
     headers = {"x-llm-d-inference-objective": "batch"}
     with doors(bench) as served, pytest.raises(grpc.RpcError) as caught:
         pick(served, model=TINY, prompt=TEXT, headers=headers)

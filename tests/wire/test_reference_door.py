@@ -5,33 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-import grpc
 import numpy as np
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.body_guard import BodyGuard
-from router.ext_proc_bytes import add_ext_proc
+from router.ext_proc import ExtProcOptions
+from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
 from router.gateway_pick import GatewayPick
-from router.grpc_listen import listen
 from router.parsers import DEFAULT_PARSERS, Parsers
-from router.reference_door import ReferenceDoor, ReferenceOptions, ReferenceParts
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
-    INLINE,
-    Stream,
+    Doors,
     body,
+    doors,
     headers,
     response_body,
     response_headers,
     set_headers,
     streamed_bytes,
-    transport,
     wait_until,
 )
 
@@ -45,59 +40,29 @@ TRAILERS = pb.ProcessingRequest(request_trailers=pb.HttpTrailers())
 RESPONSE_TRAILERS = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
 
 
-class Served:
-    """A door and its bench."""
-
-    def __init__(self, bench: Bench, channel: grpc.Channel) -> None:
-        self.bench = bench
-        self._stub = pb_grpc.ExternalProcessorStub(channel)
-
-    def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-        """Sends messages, closes, and collects every answer."""
-        return list(self._stub.Process(iter(messages), timeout=300))
-
-    def stream(self) -> Stream:
-        """Opens a stream."""
-        return Stream(self._stub)
-
-
 @contextmanager
 def door(
-    options: ReferenceOptions | None = None,
+    options: ExtProcOptions | None = None,
     *,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
-) -> Iterator[Served]:
+) -> Iterator[Doors]:
     """Serves two pods."""
     bench = Bench().with_pods(A, B)
-    random = np.random.default_rng(1)
-    parts = ReferenceParts(
-        picks=GatewayPick(bench.router, bench.metrics, guard=guard),
-        outcomes=bench.outcomes,
-        metrics=bench.metrics,
-        pods=bench.pods,
-        parsers=Parsers(parsers),
-        rewrites=RewriteRules(RULES, random),
-        reporter=None,
-        random=random,
-    )
-    served = ReferenceDoor(parts, options or ReferenceOptions())
-    server = listen(
-        "--grpc-port",
-        "127.0.0.1",
-        0,
-        threads=16,
-        requests_max=16,
-        message_bytes_max=8 << 20,
-        services=(lambda server: add_ext_proc(served, server),),
-        inline=INLINE[transport()],
-    )
-    server.start()
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Served(bench, channel)
-    finally:
-        server.close()
+    options = options or ExtProcOptions(responses_full=True)
+
+    def form(picks: GatewayPick) -> LlmdForm:
+        return LlmdForm(
+            picks=picks,
+            metrics=bench.metrics,
+            parsers=Parsers(parsers),
+            held_bytes_max=options.max_request_bytes,
+            pods=bench.pods,
+            rewrites=RewriteRules(RULES, np.random.default_rng(1)),
+        )
+
+    with doors(bench, options, guard=guard, form=form) as served:
+        yield served
 
 
 def test_a_buffered_request_is_answered_on_its_body() -> None:
@@ -209,7 +174,7 @@ def test_request_trailers_end_the_body() -> None:
 
 def test_a_response_too_long_to_hold_is_echoed_as_it_comes() -> None:
     """What is held has a bound; beyond it nothing is lost, and later chunks pass at once."""
-    options = ReferenceOptions(max_request_bytes=1000)
+    options = ExtProcOptions(max_request_bytes=1000, responses_full=True)
     with door(options) as served:
         chunks = [b"a" * 600, b"b" * 600, b"c" * 10]
         messages = [response_body(chunk, end=chunk is chunks[-1]) for chunk in chunks]
@@ -265,7 +230,7 @@ def test_events_are_renamed_one_by_one() -> None:
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
     """413 as soon as it is known, before it is held."""
-    with door(ReferenceOptions(max_request_bytes=100)) as served:
+    with door(ExtProcOptions(max_request_bytes=100)) as served:
         (answer,) = served.exchange(headers(), body(b"x" * 101, end=False))
         assert answer.immediate_response.status.code == 413
 
@@ -291,7 +256,7 @@ def test_a_subset_with_a_wrong_port_allows_nobody() -> None:
 
 def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:
     """--disable-endpoint-subset-filter routes to any pod."""
-    options = replace(ReferenceOptions(), subset_filter=False)
+    options = ExtProcOptions(subset_filter=False)
     with door(options) as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.9.9.9:9"]))
         assert set_headers(first)[DESTINATION] in (A.address, B.address)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from indexer import PodStream, StreamState, follower
-from indexer.applier import Outcome
+from indexer.applied import Outcome
 from indexer.ingest import Ingest
 from tests.wire.engine_publisher import END, EnginePublisher, batch, wait_until
 from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream

@@ -157,7 +157,7 @@ def test_an_answer_is_not_believed_for_ever(renderer: Renderer) -> None:
     told = []
     for ids, clock.return_value in (([1], 0.0), ([2], 59.0), ([3], 61.0)):
         renderer.answers = {CHAT: (200, json.dumps(rendered(ids)).encode())}
-        told += [prompt.tolist() for prompt in tokenizer.prompt_tokens(chat(), None, (), 30.0).prompts]
+        told += [prompt.tolist() for prompt in tokenizer.prompt_tokens(chat(), ()).prompts]
     assert told == [[1], [1], [3]]
     tokenizer.close()
 

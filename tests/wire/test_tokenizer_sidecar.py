@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.request import RequestKind, RouteRequest, http_request
+from router.parsers import http_request
+from router.request import RequestKind, RouteRequest
 from router.tokenizer_server import SERVICE, TokenizerServer
 from router.tokens import PromptTokens, TokenizeOptions, TokenizerRegistry
 from tests.unit.image_support import image_part, write_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.kube import diagnosis
+from router.kube import problems as problems_module
 from router.kube.config import OLD_GROUP, POOL_GROUP
 from router.kube.problems import Reason
 from router.server import RouterServer
@@ -30,7 +30,7 @@ from tests.integration.router_server_support import FakePod, get
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts a moment is a problem already, so that the tests need not wait for it."""
     for name in ("_SETTLING_S", "_REFUSED_S", "_UNLINKED_S", "_BLIP_S"):
-        monkeypatch.setattr(diagnosis, name, 0.5)
+        monkeypatch.setattr(problems_module, name, 0.5)
 
 
 def seen(router: RouterServer) -> dict[str, str]:
