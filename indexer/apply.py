@@ -19,7 +19,7 @@ from indexer.flat_cache import Dropped, FlatCache
 from indexer.hybrid import PodGroups
 from indexer.journal import Entry, Kind
 from indexer.keys import BlockHasher, Keys
-from indexer.orphans import CopyChange, Orphans
+from indexer.orphans import CopyChange, Orphan, Orphans
 from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
 from indexer.runs import PlainRuns, Runs
 from indexer.tiers import Tiers
@@ -261,7 +261,7 @@ class PodView:
         parent_hash = run.parent_block_hash
         starts_prompt = self._starts_prompt(parent_hash)
         if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
-            self._count_dropped(self._orphans.hold_run(run, parent_hash), applied)
+            self._count_dropped(self._orphans.hold(Orphan(parent_hash, run)), applied)
             return False
         try:
             stored = self._runs.store(run, self._tiers.of_medium(run.medium), starts_prompt=starts_prompt)
@@ -304,7 +304,9 @@ class PodView:
             if keys[engine_hash] is None:
                 change = CopyChange(group, engine_hash, tier, stored=True)
                 dropped = self._orphans.follow_up(change)
-                self._count_dropped(self._orphans.hold_copy(change) if dropped is None else dropped, applied)
+                if dropped is None:
+                    dropped = self._orphans.hold(Orphan(engine_hash, None, [change]))
+                self._count_dropped(dropped, applied)
                 self._leaderless += 1
 
     def _lead_holds(self, run: BlockStored) -> bool:

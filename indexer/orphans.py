@@ -86,21 +86,17 @@ class Orphans:
     def awaited(self) -> Collection[EngineHash]:
         return self._by_awaited.keys()
 
-    def hold_run(self, run: BlockStored, parent_hash: EngineHash) -> int:
-        """Lets a run of the lead group wait for its parent.
+    def hold(self, orphan: Orphan) -> int:
+        """Lets a run wait for its parent, or a group's copy until the lead group tells what the block is.
 
         Returns:
             How many orphans were dropped to make room.
         """
-        return self._hold(Orphan(parent_hash, run))
-
-    def hold_copy(self, change: CopyChange) -> int:
-        """Lets a group's copy wait until the lead group tells what the block is.
-
-        Returns:
-            How many orphans were dropped to make room.
-        """
-        return self._hold(Orphan(change.engine_hash, None, [change]))
+        self._waiting[orphan] = None
+        self._tokens += orphan.cost_tokens
+        self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
+        self._by_block.update(dict.fromkeys(_blocks(orphan), orphan))
+        return self._make_room()
 
     def follow_up(self, change: CopyChange) -> int | None:
         """Keeps what is said of a waiting block until it comes.
@@ -130,13 +126,6 @@ class Orphans:
         self._by_awaited.clear()
         self._by_block.clear()
         self._tokens = 0
-
-    def _hold(self, orphan: Orphan) -> int:
-        self._waiting[orphan] = None
-        self._tokens += orphan.cost_tokens
-        self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
-        self._by_block.update(dict.fromkeys(_blocks(orphan), orphan))
-        return self._make_room()
 
     def _make_room(self) -> int:
         dropped = 0

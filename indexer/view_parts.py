@@ -28,12 +28,9 @@ class GroupFact(Struct, frozen=True):
     """What is known of one KV cache group, see `cache_groups`.
 
     Attributes:
-        group: Its number.
         usable: Whether it is indexed.
         leads: Whether it is the lead; only of such a one the rest says nothing.
         stride: See `hybrid.GroupRule`, as the rest.
-        last_blocks: Of its blocks.
-        chunk: In index blocks.
     """
 
     group: Annotated[int, Meta(ge=0, le=65_535)]

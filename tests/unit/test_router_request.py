@@ -31,6 +31,7 @@ JSON = st.recursive(
         ("/v1/completions/render", RequestKind.PASSTHROUGH),
         ("/v1/messages", RequestKind.MESSAGES),
         ("/v1/messages/count_tokens", RequestKind.PASSTHROUGH),
+        ("/rooms/messages", RequestKind.PASSTHROUGH),
         ("/openai/v1/responses?x=1", RequestKind.RESPONSES),
         ("/v1/models", RequestKind.PASSTHROUGH),
         ("", RequestKind.PASSTHROUGH),

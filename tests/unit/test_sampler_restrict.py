@@ -166,6 +166,40 @@ def test_a_token_is_in_the_share_if_the_definition_leaves_it(
         assert tokens.tolist() == [token_id if token_id in left else -1 for left in wanted]
 
 
+def drawn(probabilities: list[float], sums: list[float], at: float, top_p: float = 1.0) -> int:
+    """Draw one token; -1 where top_p leaves it out."""
+    row, tokens = np.array([probabilities], np.float32), np.zeros(1, np.int64)
+    draw(row, np.array([sums]), np.zeros(1, np.int64), np.array([at]), np.array([top_p]), tokens)
+    return int(tokens[0])
+
+
+def test_a_draw_on_a_border_is_the_next_tokens() -> None:
+    """A token has the draws from what is cumulated before it to below what is cumulated with it."""
+    size = 2 * CHUNK
+    for token in range(size):
+        assert drawn([1.0] * size, [float(CHUNK)] * 2, token / size) == token
+
+
+def test_a_draw_behind_a_chunks_end_is_its_last_token_that_can_be_chosen() -> None:
+    """Where the sum was rounded up, the draw falls on no token: never on one without probability."""
+    assert drawn([1.0] * 3 + [0.0] * (CHUNK - 3), [3.5], 0.99) == 2
+
+
+def test_the_token_behind_the_share_is_left_out_and_none_without_top_p() -> None:
+    """What is more probable than a token must be less than the share, unless the share is everything."""
+    assert [drawn([1.0] * 4, [4.0], (token + 0.5) / 4, top_p=0.5) for token in range(4)] == [0, 1, -1, -1]
+    rounded_down = [2.0]
+    assert drawn([0.001, 1.0, 1.0], rounded_down, 0.0) == 0
+
+
+def test_weights_are_as_precise_as_float32() -> None:
+    """A power's error is a few parts in ten million, wherever it lies between two powers of two."""
+    weights = np.linspace(-3.0, 0.0, VOCAB_SIZE, dtype=np.float32)[None]
+    exact = np.exp(weights.astype(np.float64))
+    weigh(weights, np.ones(1, np.float32))
+    np.testing.assert_allclose(weights, exact, rtol=1e-6)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from([1, 127, 128, 129, 1000]),
