@@ -18,8 +18,6 @@ from indexer.ingest import Ingest
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
-from indexer.parity_alarm import ParityAlarm
-from indexer.peer_metrics import PeerMetrics
 from indexer.speculate import Speculation
 
 MODEL = "bench"
@@ -88,17 +86,14 @@ def ingest(index: FlatIndex, hasher: BlockHasher, pods: Sequence[str]) -> Ingest
     config = IndexerConfig(block_tokens=BLOCK_TOKENS, hash_seed=7, engine_hashes_per_pod=1 << 30)
     speculation = Speculation(index, ttl_s=2.0, max_s=60.0, max_entries=1_000_000)
     metrics = IndexerMetrics(registry, stats=index.stats, speculative=lambda: len(speculation))
-    parity = ParityWatch()
     sink = Ingest(
         config,
         index=index,
         hasher=hasher,
-        parity=parity,
-        alarm=ParityAlarm(parity, metrics),
+        parity=ParityWatch(metrics),
         hybrid=HybridMatcher(index, BLOCK_TOKENS),
         speculation=speculation,
         metrics=metrics,
-        peer_metrics=PeerMetrics(registry),
         on_stored=lambda *_: None,
         on_link=lambda *_: None,
         clock=time.monotonic,

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.queues import Arrival, Policy, Router, arrivals, run
 from benchmarks.report import Report, cpu_s, read_options
 from indexer import IndexerConfig, KvIndexer
-from indexer.peer_identity import PeerIdentity
+from indexer.peer_service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from router.dispatch import Dispatch
 from router.h2 import GrpcServer

@@ -8,22 +8,23 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
-from indexer.flags import CommandParser, add_index_flags, index_config, pairs
+from indexer.flags import CommandParser, add_flags, flag, pair, port
 from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
-from indexer.open_files import raise_open_files
 from indexer.page_server import Lane, PageServer, Request, Response
-from indexer.peer_service import PeerDoor
 from indexer.pods_file import parse_pods
 from indexer.service import IndexerDoor
+from indexer.subscribe import raise_open_files
 from indexer.tls import server_credentials
 from tokenization import PromptTokenizer, TokenizationError
 
@@ -33,14 +34,76 @@ _READY_POLL_S = 0.1
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
 
+_PODS, _SERVING = "pods and models", "serving"
+
 _log = logging.getLogger(__name__)
+_port = partial(flag, _SERVING, kind=port, metavar="PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class _ServiceFlags:
+    """Flags of the service, beside those of the index."""
+
+    pods_file: Path | None = flag(
+        _PODS,
+        "--pods-file",
+        Path,
+        None,
+        "YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
+        "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
+        "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
+        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (where; "
+        "the serving port), kvroute.io/kv-first-sequence (0)",
+        metavar="FILE",
+    )
+    tokenizer: tuple[tuple[str, str], ...] = flag(
+        _PODS,
+        "--tokenizer",
+        pair(str),
+        (),
+        "directory of a model's tokenizer, for prompts that come as text; may be repeated",
+        action="append",
+        metavar="MODEL=DIR",
+    )
+    host: str = flag(
+        _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
+    )
+    grpc_port: int = _port("--grpc-port", default=9010, text="0: any free port (default: %(default)s)")
+    metrics_port: int = _port(
+        "--metrics-port",
+        default=9091,
+        text="of the Prometheus page /metrics; 0: any free port (default: %(default)s)",
+    )
+    tls_cert: Path | None = flag(
+        _SERVING,
+        "--tls-cert",
+        Path,
+        None,
+        "PEM chain; followed when it changes (default: no TLS)",
+        metavar="FILE",
+    )
+    tls_key: Path | None = flag(_SERVING, "--tls-key", Path, None, "PEM key of --tls-cert", metavar="FILE")
+    tls_client_ca: Path | None = flag(
+        _SERVING,
+        "--tls-client-ca",
+        Path,
+        None,
+        "PEM; clients must show a certificate of it",
+        metavar="FILE",
+    )
+    log_level: str = flag(
+        "process",
+        "--log-level",
+        str,
+        "info",
+        "default: %(default)s",
+        choices=("debug", "info", "warning", "error"),
+        metavar=None,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the indexer until SIGTERM or SIGINT.
-
-    Args:
-        argv: The arguments after the command's name; None takes the process's own.
 
     Returns:
         0 after a regular stop, 1 if it could not start, 2 for wrong settings.
@@ -53,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.pods_file is None and args.events_bind is None:
             raise ConfigError("--pods-file or --events-bind: one of them must tell where events come from")
         streams = [] if args.pods_file is None else _streams(args.pods_file)
-        return _serve(args, index_config(args), streams, _tokenizers(args.tokenizer))
+        return _serve(args, index_config(args), streams, _tokenizers(dict(args.tokenizer or ())))
     except IndexerError as error:
         print(f"kvroute indexer: error: {error}", file=sys.stderr)
         return _EXIT_USAGE if isinstance(error, ConfigError) else _EXIT_FAILED
@@ -65,73 +128,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Follows the KV cache events of model servers and tells, over gRPC "
         "(kvroute.v1.IndexerService), how much of a prompt each of them holds.",
     )
-    _add_sources(parser)
-    add_index_flags(parser)
-    _add_listeners(parser)
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=_SHOWN
-    )
+    add_flags(parser, _ServiceFlags, IndexerConfig)
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
     return parser
 
 
-_SHOWN = "default: %(default)s"
-
-
-def _add_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pods-file",
-        type=Path,
-        metavar="FILE",
-        help="YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
-        "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
-        "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
-        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (where; "
-        "the serving port), kvroute.io/kv-first-sequence (0)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        action="append",
-        default=[],
-        metavar="MODEL=DIR",
-        help="directory of a model's tokenizer, for prompts that come as text; may be repeated",
-    )
-
-
-def _add_listeners(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="0.0.0.0", help=f"address to listen on ({_SHOWN})")
-    parser.add_argument(
-        "--grpc-port", type=_port, default=9010, metavar="PORT", help=f"0: any free port ({_SHOWN})"
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=_port,
-        default=9091,
-        metavar="PORT",
-        help=f"of the Prometheus page /metrics; 0: any free port ({_SHOWN})",
-    )
-    parser.add_argument(
-        "--tls-cert", type=Path, metavar="FILE", help="PEM chain; followed when it changes (default: no TLS)"
-    )
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of --tls-cert")
-    parser.add_argument(
-        "--tls-client-ca", type=Path, metavar="FILE", help="PEM; clients must show a certificate of it"
-    )
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65_536:
-        raise ValueError
-    return port
-
-
-def _tokenizers(texts: Sequence[str]) -> Mapping[str, PromptTokenizer]:
+def _tokenizers(directories: Mapping[str, str]) -> Mapping[str, PromptTokenizer]:
     try:
-        return {
-            model: PromptTokenizer.from_directory(directory)
-            for model, directory in pairs("--tokenizer", texts, str).items()
-        }
+        return {model: PromptTokenizer.from_directory(directory) for model, directory in directories.items()}
     except TokenizationError as error:
         raise ConfigError(f"--tokenizer: {error}") from error
 
@@ -160,8 +164,7 @@ def _serve(
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
     door = IndexerDoor(indexer, streams, tokenizers)
-    peers = PeerDoor(indexer.exports)
-    server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=peers)
+    server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=indexer.exports)
     metrics = _metrics_server(args.host, args.metrics_port, registry)
     server.start()
     metrics.start()

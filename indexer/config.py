@@ -1,16 +1,17 @@
-"""What the indexer is told: its settings and the event streams it shall follow.
-
-Values only, checked when made; nothing here opens a socket or reads a clock.
-"""
+"""What the indexer is told: its settings, with their flags, and the event streams it shall follow."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from indexer.errors import ConfigError
+from indexer.flags import flag, pair, said
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
@@ -25,6 +26,14 @@ _PORT_MAX = 65_535
 _MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence", "speculative_entries"})
 
 BACKENDS = ("flat", "redis")
+_ADMIN_TOKEN_VARIABLE = "KVROUTE_ADMIN_TOKEN"
+_ADMIN_TOKEN_CHARS_MAX = 4096
+_flag = partial(flag, "index")
+_secret = partial(_flag, repr=False)
+
+
+def _shown(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,41 +100,118 @@ class PodStream:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Settings of a `KvIndexer`.
+    """Settings of a `KvIndexer`; those with a flag say it once, with its help.
+
+    Attributes:
+        events_bind: Where pods connect to that publish to us, "tcp://*:5557"; None: we connect to all.
+        admin_token: Bearer secret of pods' administration ports; None: they ask for none.
+        peer_ca: PEM file, for TLS to peers: their authority.
 
     Raises:
         ConfigError: A value is out of its range.
     """
 
-    block_tokens: int = 16
-    # The index is in memory; with "redis" its views also lie on a server, for all routers that have the same
-    # namespace and hash seed.
-    backend: str = "flat"
-    # Unique blocks in the index; the least recently used go first.
-    capacity_blocks: int = 8_000_000
-    # Memory of the index.
-    capacity_bytes: int = 512 * _MIB
+    events_bind: str | None = _flag(
+        "--events-bind",
+        str,
+        None,
+        "tcp://*:5557 or the like: where pods connect to that publish to us, known by their topics "
+        "kv@<pod>@<model> (default: we connect to the pods of the file)",
+        metavar="ENDPOINT",
+    )
+    undeclared_pods: int = _flag(
+        "--undeclared-pods", int, 1024, "most pods that connect without being in the file; 0: none"
+    )
+    # How long after its connection went an undeclared pod is forgotten.
+    undeclared_forget_s: float = 600.0
+    first_sequence: int = _flag(
+        "--first-sequence", int, 0, "number of such a pod's first batch; 1 for llm-d's simulator"
+    )
+    bootstrap_s: float = _flag(
+        "--bootstrap-timeout",
+        float,
+        30.0,
+        "how long a pod's view is waited for before we are ready without it (default: 30)",
+        metavar="SECONDS",
+    )
+    admin_token: str | None = _secret(
+        "--admin-token-file",
+        Path,
+        None,
+        "file with the secret that pods' administration ports ask for (label kvroute.io/admin-port); no "
+        f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
+        metavar="FILE",
+    )
+    backend: str = _flag(
+        "--backend",
+        str,
+        "flat",
+        "flat: in memory; redis: views lie on a server besides, for other routers and the next start "
+        "(default: flat)",
+        choices=BACKENDS,
+        metavar=None,
+    )
+    block_tokens: int = _flag("--block-tokens", int, 16, "tokens of a block of the index")
+    # The least recently used go first.
+    capacity_blocks: int = _flag("--capacity-blocks", int, 8_000_000, "most unique blocks in the index")
+    capacity_bytes: int = _flag("--capacity-bytes", int, 512 * _MIB, "most memory of the index")
     # redis://, rediss://, valkey://, valkeys:// or unix://; may hold a password.
-    redis_url: str | None = field(default=None, repr=False)
-    redis_namespace: str = "kvroute"
+    redis_url: str | None = _secret("--redis-url", str, None, "of the redis backend's server", metavar="URL")
+    redis_namespace: str = _flag(
+        "--redis-namespace", str, "kvroute", "names there begin with it (default: kvroute)", metavar="NAME"
+    )
     # So long nobody else writes a pod's view without a sign of life of the router that does.
     redis_lease_s: float = 10.0
     # Life of a view there that nobody writes any more.
     redis_view_ttl_s: float = 86_400.0
     # None: random for each process, so that nobody can prepare colliding prompts.
-    hash_seed: int | None = None
+    hash_seed: int | None = _flag(
+        "--hash-seed",
+        int,
+        None,
+        "seed of the block keys, the same for all peers and all that share a redis server "
+        "(default: random at each start)",
+    )
+    peers: tuple[str, ...] = _flag(
+        "--peer",
+        str,
+        (),
+        "gRPC port of another indexer or router with the same --hash-seed, asked at the start for what "
+        "engines do not tell; a router also follows what the others have in flight; of a name all addresses "
+        "but our own; may be repeated",
+        action="append",
+        metavar="HOST:PORT",
+    )
+    peer_ca: Path | None = flag(
+        "index",
+        "--peer-ca",
+        Path,
+        None,
+        "PEM; peers must show a certificate of it (default: no TLS)",
+        metavar="FILE",
+    )
+    peer_cert: Path | None = flag(
+        "index", "--peer-cert", Path, None, "PEM chain that is shown to peers", metavar="FILE"
+    )
+    peer_key: Path | None = flag("index", "--peer-key", Path, None, "PEM key of --peer-cert", metavar="FILE")
     # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
-    tier_weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_WEIGHTS)
+    tier_weights: Mapping[str, float] = _flag(
+        "--tier-weight",
+        pair(float),
+        DEFAULT_WEIGHTS,
+        f"credit of a cached block, 0..1, besides {_shown(DEFAULT_WEIGHTS)}",
+        action="append",
+        metavar="TIER=WEIGHT",
+    )
     # From the medium that an event names to a tier; any other medium is in the tier "other".
-    tier_by_medium: Mapping[str, str] = field(default_factory=lambda: DEFAULT_TIERS)
-
-    # Where pods connect to that publish to us, "tcp://*:5557"; None: we connect to all.
-    events_bind: str | None = None
-    # Pods that connect there undeclared: how many may, how long after their connection went they are
-    # forgotten, and the number of their first batches.
-    undeclared_pods: int = 1024
-    undeclared_forget_s: float = 600.0
-    first_sequence: int = 0
+    tier_by_medium: Mapping[str, str] = _flag(
+        "--medium-tier",
+        pair(str),
+        DEFAULT_TIERS,
+        f"tier of a medium that events name, besides {_shown(DEFAULT_TIERS)}",
+        action="append",
+        metavar="MEDIUM=TIER",
+    )
 
     topic_prefix: str = ""
     max_payload_bytes: int = 16 * _MIB
@@ -147,17 +233,6 @@ class IndexerConfig:
     snapshot_max_bytes: int = 256 * _MIB
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
-    # Bearer secret of pods' administration ports; None: they ask for none.
-    admin_token: str | None = field(default=None, repr=False)
-    # "HOST:PORT" of other indexers and routers with the same hash seed, which are asked for what an engine
-    # does not tell of itself, and of which a router follows the ledgers; of a name all addresses but our own.
-    peers: tuple[str, ...] = ()
-    # PEM files, for TLS to peers: their authority, and what we show them.
-    peer_ca: Path | None = None
-    peer_cert: Path | None = None
-    peer_key: Path | None = None
-    # After this long a pod whose view could not be built is not waited for any more.
-    bootstrap_s: float = 30.0
 
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0
@@ -220,8 +295,40 @@ class IndexerConfig:
             )
 
 
+def index_config(flags: argparse.Namespace) -> IndexerConfig:
+    """What the flags say; reads the file of the administration's token.
+
+    Raises:
+        ConfigError: One is out of its range, or does not go with another.
+    """
+    values = said(IndexerConfig, flags)
+    return IndexerConfig(
+        **values
+        | {
+            "admin_token": _admin_token(values.get("admin_token")),
+            "tier_weights": {**DEFAULT_WEIGHTS, **dict(values.get("tier_weights", ()))},
+            "tier_by_medium": {**DEFAULT_TIERS, **dict(values.get("tier_by_medium", ()))},
+        }
+    )
+
+
+def _admin_token(path: Path | None) -> str | None:
+    source = f"${_ADMIN_TOKEN_VARIABLE}" if path is None else f"--admin-token-file {path}"
+    try:
+        text = os.environ.get(_ADMIN_TOKEN_VARIABLE, "") if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    token = text.strip()
+    if not token and path is None:
+        return None
+    if not (token.isascii() and token.isprintable() and 0 < len(token) <= _ADMIN_TOKEN_CHARS_MAX):
+        raise ConfigError(
+            f"{source}: must hold one line of 1 to {_ADMIN_TOKEN_CHARS_MAX} printable ASCII characters"
+        )
+    return token
+
+
 def _rank_endpoint(stream: PodStream, endpoint: str | None, rank: int) -> str | None:
-    """The address at port + rank."""
     if endpoint is None or not rank:
         return endpoint
     host, _, port = endpoint.rpartition(":")

@@ -27,11 +27,8 @@ class Prefix:
     """What one engine holds of a prompt.
 
     Attributes:
-        engine: Its name in the index.
         state: State of its stream; STALE if it is not followed.
-        reason: Why; empty for EXACT.
         cached_blocks: Length of the prefix that is of use.
-        end: Why it is not longer.
         held_blocks: Length of the prefix that is held, of use or not.
         held_beyond: Blocks that are held behind the first one missing.
         tiers: Best tier and length of each stretch of the held prefix.
@@ -55,8 +52,6 @@ def explain_prefix(
     Args:
         engine: The engine, or the name of one that is not followed.
         held: uint8 [blocks], see `Index.held`.
-        tiers: What its bits mean.
-        usable_blocks: Length of the prefix that is of use, as matched.
         stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
     """
     missing = np.flatnonzero(held == 0)

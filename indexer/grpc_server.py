@@ -27,10 +27,7 @@ class IndexerServer:
     """The gRPC server: bound when made, serving from `start` on, healthy by its name once it is ready.
 
     Args:
-        door: What answers.
-        peers: Answers other indexers.
         host: Address to listen on.
-        port: 0: any free one.
         credentials: For TLS; None for plain text.
 
     Raises:
@@ -86,7 +83,6 @@ class IndexerServer:
         self._tell(_SERVICE, ready=True)
 
     def close(self, grace_s: float) -> None:
-        """Tells that it does not serve any more, and ends after at most `grace_s`."""
         self._health.enter_graceful_shutdown()
         # gRPC never ends a call whose message it could not read, and would wait for it for ever.
         self._server.stop(grace_s).wait(grace_s + _STOP_S)

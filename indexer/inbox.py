@@ -1,40 +1,74 @@
 """The socket that pods connect to: messages of all of them in, each into the recovery of its own stream.
 
-Who published is told by the topic and the batch's rank (see `topic`). The socket tells for each message the
-connection that it came on, and when a connection was lost: so a publisher that vanished is noticed within its
-heartbeat, as where we connect. Runs on the subscriber's thread only.
+Who published is told by the topic, `kv@<pod>@<model>`, and the batch's rank. A model's name may hold any
+characters, '@' and '/' too, so only the first two '@' part it; pods are "ip:port", "[ipv6]:port" or any name.
+The socket tells for each message the connection that it came on, and when a connection was lost: so a
+publisher that vanished is noticed within its heartbeat, as where we connect. Runs on the subscriber's thread
+only.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ListenError
-from indexer.link import limit
-from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, Recovery
-from indexer.repeated_log import RepeatedLog
+from indexer.follower import ReplayingStream, limit
+from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
 from indexer.replay import Batch, Broken, parse_live
-from indexer.topic import Topic, batch_rank, parse_topic
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
-_log = logging.getLogger(__name__)
-_repeated = RepeatedLog(_log)
-
 _NOBODY = "inbox"
 # Full of pods, it does not look for room again before this time.
 _FULL_S = 1.0
+_PREFIX = b"kv"
+_TOPIC_BYTES_MAX = 1024
+_RANK_MAX = 65_535
+_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_RANK = msgspec.msgpack.Decoder(int | None)
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """The names in a topic."""
+
+    pod: str
+    model: str
+
+
+def parse_topic(frame: bytes) -> Topic | None:
+    """Reads the topic of a message; None if it names no pod and model."""
+    parts = frame.split(b"@", 2) if len(frame) <= _TOPIC_BYTES_MAX else ()
+    if len(parts) != 3 or parts[0] != _PREFIX:
+        return None
+    try:
+        pod, model = parts[1].decode(), parts[2].decode()
+    except UnicodeDecodeError:
+        return None
+    usable = pod and model and pod.isprintable() and "#" not in pod and not pod.isspace()
+    return Topic(pod, model) if usable else None
+
+
+def batch_rank(payload: bytes) -> int:
+    """The data-parallel rank that a batch names; 0 if it names none, or cannot be read."""
+    try:
+        parts = _PARTS.decode(payload)
+        rank = _RANK.decode(parts[2]) if len(parts) > 2 else None
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+    return rank if rank is not None and 0 <= rank <= _RANK_MAX else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +84,7 @@ class Connection:
     use: int
 
 
-class Publisher:
+class Publisher(ReplayingStream):
     """One engine that publishes to the inbox.
 
     Attributes:
@@ -68,57 +102,33 @@ class Publisher:
         declared: bool,
         now_s: float,
     ) -> None:
-        self.stream = stream
+        super().__init__(stream, config, sink, sockets)
         self.declared = declared
-        self.recovery = Recovery(stream, config, sink, sockets, self)
         self.connection: Connection | None = None
         self.lost_s = now_s
-        self._sink = sink
-        self._sockets = sockets
-        self.recovery.report()
-
-    @property
-    def name(self) -> str:
-        """Who it is, for the log."""
-        return self.stream.holder
+        self.report()
 
     @property
     def connected(self) -> bool:
-        """Whether its publisher is connected."""
         return self.connection is not None
 
-    @property
-    def due_s(self) -> float:
-        """When `tick` must be called next."""
-        return self.recovery.due_s
-
-    def tick(self, now_s: float) -> None:
-        """Does what is due."""
-        self.recovery.tick(now_s)
-
-    def close(self) -> None:
-        """Ends it."""
-        self.recovery.stop()
-
     def reset(self, now_s: float) -> None:
-        """Begins anew after an error of our own; its next message brings it up again."""
-        self.recovery.reset()
+        super().reset(now_s)
+        # Its next message brings it up again.
         self._set_connection(None, now_s)
 
-    def live(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
-        """Takes what came on this connection."""
+    def live_on(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
         if connection != self.connection:
             self.lost(now_s)
             self._sockets.relayed.end(self.name)
             self._set_connection(connection, now_s)
-            self.recovery.link_up(now_s)
-        self.recovery.live(batches, now_s)
+            self.link_up(now_s)
+        self.live(batches, now_s)
 
     def lost(self, now_s: float) -> None:
-        """Its connection is gone."""
         if self.connection is not None:
             self._set_connection(None, now_s)
-            self.recovery.link_down(now_s)
+            self.link_down(now_s)
 
     def _set_connection(self, connection: Connection | None, now_s: float) -> None:
         if (connection is None) != (self.connection is None):
@@ -126,25 +136,15 @@ class Publisher:
         self.connection, self.lost_s = connection, now_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Of whom, and on which connection, a message is."""
-
-    publisher: Publisher
-    connection: Connection
+# Of whom, and on which connection, a message is.
+_Source = tuple[Publisher, Connection]
 
 
 class Inbox:
     """The bound socket and its publishers.
 
-    Args:
-        config: Where to bind; bounds and times.
-        sink: Where the streams end.
-        sockets: What they share with others.
-
     Attributes:
         publishers: By their name in the index; others only read it.
-        endpoint: Where it is bound.
 
     Raises:
         ListenError: The address is in use, or not ours.
@@ -177,7 +177,6 @@ class Inbox:
 
     @property
     def name(self) -> str:
-        """Who it is, for the log."""
         return _NOBODY
 
     @property
@@ -195,7 +194,6 @@ class Inbox:
                         publisher.lost(now_s)
 
     def close(self) -> None:
-        """Ends it, and all its publishers."""
         for publisher in self.publishers.values():
             publisher.close()
         self._sockets.unwatch(self._monitor)
@@ -211,9 +209,7 @@ class Inbox:
         """Sets which streams come here, and whose are followed elsewhere.
 
         Args:
-            streams: By holder.
             elsewhere: Pods that we connect to: what they publish here too is passed over.
-            now_s: The time.
         """
         self._declared, self._elsewhere = streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
@@ -237,7 +233,6 @@ class Inbox:
                 self._lost.append(Connection(number, self._uses.get(number, 0)))
 
     def _connection(self, frame: zmq.Frame) -> Connection:
-        """The connection that a message came on."""
         number = frame.get(zmq.SRCFD)
         return Connection(number, self._uses.get(number, 0))
 
@@ -256,22 +251,9 @@ class Inbox:
             self._on_monitor(now_s)
             taken_bytes += sum(map(len, frames))
             self._take(frames, taken, now_s)
-        for source, batches in taken.items():
-            publisher = source.publisher
-            if self.publishers.get(publisher.name) is not publisher:
-                continue
-            try:
-                publisher.live(source.connection, batches, now_s)
-            except Exception as error:
-                _repeated.event(
-                    "stream_failed",
-                    publisher.name,
-                    "error while following %s; its view is dropped",
-                    publisher.name,
-                    level=logging.ERROR,
-                    error=error,
-                )
-                publisher.reset(now_s)
+        for (publisher, connection), batches in taken.items():
+            if self.publishers.get(publisher.name) is publisher:
+                self._sockets.guarded(publisher, partial(publisher.live_on, connection, batches))
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
         message = parse_live([frame.bytes for frame in frames])
@@ -288,7 +270,7 @@ class Inbox:
             self._sink.rejected(_NOBODY, reason)
             return
         publisher = self.publishers[self._stream(topic, rank).holder]
-        taken.setdefault(_Source(publisher, self._connection(frames[-1])), []).append(message)
+        taken.setdefault((publisher, self._connection(frames[-1])), []).append(message)
 
     def _stream(self, topic: Topic, rank: int) -> PodStream:
         """Whose message it is: a declared stream's, or one that nobody declared."""

@@ -21,14 +21,10 @@ from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
-from indexer.parity_alarm import ParityAlarm
 from indexer.peer_client import PeerClient
-from indexer.peer_exports import PeerExports
-from indexer.peer_identity import PeerIdentity
-from indexer.peer_metrics import PeerMetrics
+from indexer.peer_service import PeerDoor, PeerIdentity
 from indexer.peer_wire import FORM
 from indexer.reconcile import EngineReading, Finding, reconcile
-from indexer.roster import Roster
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
@@ -50,7 +46,6 @@ class KvIndexer:
     """Follows the event streams of pods and tells which pod holds how much of a prompt. Thread-safe.
 
     Args:
-        config: Settings.
         registry: Where its metrics are registered; at most one indexer for each.
         on_stored: Called with (pod, keys, now_s) after a batch's blocks were added. Like `on_link` it runs
             on the subscriber's thread and must not block.
@@ -59,6 +54,7 @@ class KvIndexer:
         clock: A monotonic clock, in seconds; every `now_s` is a time of this clock.
 
     Attributes:
+        roster: All engines that are followed, with the state of each stream and its reason.
         exports: Tells views to peers.
     """
 
@@ -88,31 +84,27 @@ class KvIndexer:
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
-        peer_metrics = PeerMetrics(registry)
         identity = PeerIdentity(self._hasher.fingerprint(), FORM, tiers.names)
-        self._parity = ParityWatch()
-        self._alarm = ParityAlarm(self._parity, self._metrics)
+        self._parity = ParityWatch(self._metrics)
         self._ingest = Ingest(
             config,
             parity=self._parity,
-            alarm=self._alarm,
             index=self._index,
             hasher=self._hasher,
             hybrid=self._hybrid,
             strides=self._strides,
             speculation=self._speculation,
             metrics=self._metrics,
-            peer_metrics=peer_metrics,
             on_stored=on_stored,
             on_link=on_link,
             clock=clock,
         )
-        self._roster = self._ingest.roster
-        peers = PeerClient(config, identity, peer_metrics) if config.peers else None
+        self.roster = self._ingest.roster
+        peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
         self._subscriber = Subscriber(config, self._ingest, peers=peers, relay=self._relay, clock=clock)
-        self.exports = PeerExports(
-            identity, self._subscriber.export, peer_metrics, total_s=config.snapshot_total_s
+        self.exports = PeerDoor(
+            identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
         self._bootstrap_s = config.bootstrap_s
         self._followed: frozenset[str] = frozenset()
@@ -122,7 +114,6 @@ class KvIndexer:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block."""
         return self._hasher.block_tokens
 
     @property
@@ -130,16 +121,10 @@ class KvIndexer:
         """Where pods connect to that publish to us; None if `events_bind` is not set."""
         return self._subscriber.bound_endpoint
 
-    @property
-    def roster(self) -> Roster:
-        """All engines that are followed, with the state of each stream and its reason."""
-        return self._roster
-
     def start(self) -> None:
-        """Starts the subscriber's thread, and the relay's."""
         self._subscriber.start()
         if self._relay is not None:
-            self._relay.start(self._subscriber.relayed, self._roster)
+            self._relay.start(self._subscriber, self.roster)
 
     def close(self) -> None:
         """Ends all subscriptions; idempotent. What is indexed can still be matched."""
@@ -185,9 +170,6 @@ class KvIndexer:
         engine's cache is known to be empty though it has not said so: then the pod is STALE until it does.
 
         Args:
-            pod: The pod.
-            reason: Why.
-            emptied: See above.
             seen_s: When the cache was seen to be empty, on the clock; events that came later know better.
                 None: now.
         """
@@ -207,8 +189,6 @@ class KvIndexer:
         Args:
             model: The base model's name, as in `PodStream.model`.
             token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
-            lora_name: The adapter's name; None for the base model.
-            cache_salt: The request's cache salt.
             extras: What each full block depends on besides, see `extras.extras_of_prompt`; empty for text.
 
         Raises:
@@ -224,13 +204,11 @@ class KvIndexer:
         A match ends where a block of the pod's own engine ends, as far as its events told their size.
 
         Args:
-            keys: The prompt's full blocks.
-            pods: The pods asked for.
             prompt_tokens: Its length; for pods of hybrid models, see `HybridMatcher.refine`.
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
-        roster = self._roster
+        roster = self.roster
         by_rank = self._index.match(keys, roster.holders(pods))
         by_rank = self._strides.whole_blocks(self._hybrid.refine(keys, by_rank, prompt_tokens))
         found = roster.best_ranks(by_rank, pods)
@@ -296,18 +274,15 @@ class KvIndexer:
 
         Args:
             request_id: The request; no other in flight has the same.
-            pod: Where it was sent.
-            keys: Its blocks.
-            now_s: The time.
             prompt: What the pod's events shall be held against, see `parity`, and what it holds of it; None:
                 nothing.
         """
-        if prompt is None or not (self._is_exact(pod) or self._roster.lacks_nothing(pod)):
+        if prompt is None or not self.roster.lacks_nothing(pod):
             self._speculation.assume(request_id, pod, keys, now_s)
             return
         # What the pod holds already needs no assumption: in a long conversation that is nearly all of it. Of
         # several ranks, another one may hold it than the request will meet.
-        held_blocks = prompt.held_blocks if self._roster.has_one_rank(pod) else 0
+        held_blocks = prompt.held_blocks if self.roster.has_one_rank(pod) else 0
         self._speculation.assume(request_id, pod, keys[held_blocks:], now_s)
         start, block_tokens = prompt.cached_blocks, self._hasher.block_tokens
         if start:
@@ -319,14 +294,11 @@ class KvIndexer:
             request_id, pod, prompt.model, parent, keys[start:], first, start_tokens=start * block_tokens
         )
 
-    def _is_exact(self, pod: str) -> bool:
-        return self._roster.states.get(pod) is StreamState.EXACT
-
     def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
         """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""
         self._speculation.settle(request_id, now_s, grace_s)
-        if (judged := self._alarm.settled(request_id, now_s)) is not None:
-            self._ingest.reconsider(judged)
+        if (mismatch := self._parity.settled(request_id, now_s)) is not None:
+            self._ingest.reconsider(mismatch.pod)
 
     def dropped(self, request_id: Hashable) -> None:
         """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
@@ -334,21 +306,19 @@ class KvIndexer:
 
     def check_parity(self) -> None:
         """Shows in metrics and log which pods never store what we compute; to be called every few seconds."""
-        self._alarm.check(self._clock())
+        self._parity.check(self._clock())
         for parity in self._parity.report():
             self._ingest.reconsider(parity.pod)
 
     def parity_details(self) -> list[str]:
         """A line for each pod that computes other tokens than we do, or seems to; for /ready."""
         self.check_parity()
-        return self._alarm.details()
+        return self._parity.details()
 
     def stats(self) -> IndexStats:
-        """Tells the size of the index."""
         return self._index.stats()
 
     def states(self) -> dict[str, StreamState]:
-        """State of every followed pod's stream."""
         return {pod: self._state(pod) for pod in self._followed}
 
     def _speculative_entries(self) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +25,7 @@ _OURS = "kvroute_indexer_"
 
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _LOOKED_UP_MAX = 32
+_SNAPSHOT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
@@ -31,9 +33,7 @@ class IndexerMetrics:
     """All metrics of one indexer.
 
     Args:
-        registry: Where they are registered.
         stats: Tells the size of the index; asked at every scrape.
-        speculative: Tells how many assumed entries there are.
 
     Attributes:
         lock: Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what
@@ -49,16 +49,15 @@ class IndexerMetrics:
         self._add_index_metrics()
         self._add_event_metrics()
         self._add_stream_metrics()
+        self._add_snapshot_metrics()
         registry.register(_Sizes(stats, speculative))
         registry.register(RepeatedEvents())
 
     def set_state(self, pod: str, state: StreamState) -> None:
-        """Shows the state of a pod's stream."""
         for each in StreamState:
             self.stream_state.labels(pod, each).set(each is state)
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
-        """A prompt was looked up."""
         # Counted some at a time, and before anybody looks: a lock for each costs more than its counting.
         self._looked_up.append((longest_blocks, took_s))
         if len(self._looked_up) >= _LOOKED_UP_MAX:
@@ -78,7 +77,6 @@ class IndexerMetrics:
             self.messages.drop([(pod,)])
 
     def _count_lookups(self) -> None:
-        """Counts the lookups of late."""
         with self._lookups_lock:
             late = [self._looked_up.popleft() for _ in range(len(self._looked_up))]
             for _, took_s in late:
@@ -89,13 +87,11 @@ class IndexerMetrics:
             self._best_hits.add(number=blocks)
 
     def _add_index_metrics(self) -> None:
-        self.admissions = self._applied.counter(
-            _INDEX + "admissions", "Blocks announced and added to the index."
-        )
-        self.evictions = self._applied.counter(_INDEX + "evictions", "Engine blocks removed by events.")
-        lookups = Tallies(self._registry, self._count_lookups)
+        lookups, tally = Tallies(self._registry, self._count_lookups), self._applied.counter
         self._lookups_lock = lookups.lock
         self._looked_up: deque[tuple[int, float]] = deque()
+        self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
+        self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")
         self._prompts = lookups.counter(_INDEX + "lookup_requests", "Prompts looked up.")
         self._hits = lookups.counter(_INDEX + "lookup_hits", "Blocks of the prompts' longest matches.")
         self._best_hits = lookups.counter(_INDEX + "max_pod_hit_count", "Blocks matched at the best pod.")
@@ -104,63 +100,58 @@ class IndexerMetrics:
         )
 
     def _add_event_metrics(self) -> None:
+        counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
         self.subscribers = self._gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
-        self.reconnections = self._counter(
-            _EVENTS + "subscriber_reconnections", "Connections to a publisher lost.", "pod_identifier"
-        )
-        self.messages = self._applied.counter(
-            _EVENTS + "messages_received", "Live batches received.", ["pod_identifier"]
-        )
-        self.zmq_errors = self._counter(
-            _EVENTS + "zmq_errors", "Socket operations that failed.", "pod_identifier", "operation"
-        )
-        self.stores_skipped = self._counter(
-            _EVENTS + "stores_skipped", "Stores that cannot be used.", "reason"
-        )
-        self.removals_skipped = self._counter(
-            _EVENTS + "removals_skipped", "Removals that cannot be used.", "reason"
-        )
-        self.removals_last = self._applied.counter(
+        self.reconnections = counter("subscriber_reconnections", "Connections to a publisher lost.", by_pod)
+        self.zmq_errors = counter("zmq_errors", "Socket operations that failed.", by_pod, "operation")
+        self.stores_skipped = counter("stores_skipped", "Stores that cannot be used.", "reason")
+        self.removals_skipped = counter("removals_skipped", "Removals that cannot be used.", "reason")
+        self.messages = tally(_EVENTS + "messages_received", "Live batches received.", [by_pod])
+        self.removals_last = tally(
             _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
         )
-        self.removals_copy = self._applied.counter(
+        self.removals_copy = tally(
             _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
         )
 
     def _add_stream_metrics(self) -> None:
-        self.stream_state = self._gauge(
-            _OURS + "stream_state", "1 for the state a stream is in.", "pod", "state"
+        counter, gauge = partial(self._counter, _OURS), self._gauge
+        self.stream_state = gauge(_OURS + "stream_state", "1 for the state a stream is in.", "pod", "state")
+        self.gaps = counter("gaps", "Times that batches were missing in a stream.", "pod")
+        self.replays = counter("replays", "Replays, by how they went.", "outcome")
+        self.snapshots = counter("snapshots", "Snapshots of engines, by how they went.", "outcome")
+        self.parity_mismatches = counter(
+            "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
         )
-        self.gaps = self._counter(_OURS + "gaps", "Times that batches were missing in a stream.", "pod")
-        self.replays = self._counter(_OURS + "replays", "Replays, by how they went.", "outcome")
-        self.snapshots = self._counter(
-            _OURS + "snapshots", "Snapshots of engines, by how they went.", "outcome"
-        )
-        self.parity_mismatches = self._counter(
-            _OURS + "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
-        )
-        self.parity_never_hit = self._gauge(
+        self.parity_never_hit = gauge(
             _OURS + "parity_never_hit", "1 for a pod that never stores what we compute for it.", "pod"
         )
-        self.findings = self._counter(
-            _OURS + "findings", "Views that an engine's metrics showed to be wrong.", "finding"
-        )
-        self.clears = self._counter(_OURS + "pod_clears", "Views dropped for doubt, by reason.", "reason")
+        self.findings = counter("findings", "Views that an engine's metrics showed to be wrong.", "finding")
+        self.clears = counter("pod_clears", "Views dropped for doubt, by reason.", "reason")
+        self.rejected = counter("rejected", "Frames, batches and events that cannot be read.", "reason")
+        self.orphans = gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
         self.events = self._applied.counter(
             _OURS + "events", "Events read, by type, usable or not.", ["type"]
         )
-        self.rejected = self._counter(
-            _OURS + "rejected", "Frames, batches and events that cannot be read.", "reason"
-        )
-        self.orphans = self._gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
         self.lag_s = self._applied.histogram(
             _OURS + "event_lag_seconds",
             "From an engine's time stamp to the batch being applied.",
             _LAG_BUCKETS_S,
         )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
+    def _add_snapshot_metrics(self) -> None:
+        counter = partial(self._counter, _OURS)
+        histogram = partial(Histogram, registry=self._registry, buckets=_SNAPSHOT_BUCKETS_S)
+        self.bootstraps = counter("bootstraps", "Views built, by where they come from.", "source")
+        self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")
+        self.snapshot_s = histogram(_OURS + "snapshot_seconds", "From asking for one to applied.", ["source"])
+        self.peers_asked = counter("peer_snapshots", "Snapshots asked of peers, by how it went.", "outcome")
+        self.told = counter("told_snapshots", "Snapshots that peers asked for, by how it went.", "outcome")
+        self.told_bytes = counter("told_snapshot_bytes", "Bytes of snapshots told to peers.")
+        self.told_s = histogram(_OURS + "told_snapshot_seconds", "From being asked for one to told.")
+
+    def _counter(self, prefix: str, name: str, text: str, *labels: str) -> Counter:
+        return Counter(prefix + name, text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self._registry)

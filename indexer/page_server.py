@@ -84,7 +84,6 @@ class Lane:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Wait for what runs, and drop what waits."""
         self.threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -115,7 +114,6 @@ class PageServer:
         self._thread = Thread(target=self._run, name="pages", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""Watches whether what pods store is what we computed for the requests that we sent there. Pure.
+"""Watches whether what pods store is what we computed for the requests that we sent there.
 
-Dispatches and stores come in, disagreements come out. A key depends on token ids, model, adapter, salt and
-block size; if an engine sees any of them differently than we do, it never holds what we look for, and nobody
-would notice but by a hit rate of zero. Two signs are watched:
+Dispatches and stores come in, disagreements come out: to the caller, to metrics, to the log now and then,
+and to /ready. A key depends on token ids, model, adapter, salt and block size; if an engine sees any of them
+differently than we do, it never holds what we look for, and nobody would notice but by a hit rate of zero.
+Two signs are watched:
 
 - Mismatch: we expect that the pod continues a chain that it holds (the parent) with a certain block. It
   continues that very chain with another one, no other request of ours in flight explains it, and the block
@@ -14,11 +15,13 @@ would notice but by a hit rate of zero. Two signs are watched:
 After either sign a pod is distrusted until several requests in a row found that it stores what we compute.
 Only requests that need at least one new block are expectations; beyond the cap the oldest are forgotten,
 which never makes a sign. Tokens are users' text: they leave this module as digests, keyed with a secret of
-the process. Knows no clock, no pods' states and no metrics.
+the process.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 import threading
 from collections import OrderedDict
@@ -31,6 +34,9 @@ from numpy.typing import NDArray
 
 from indexer.applied import StoredRun
 from indexer.keys import Keys
+from indexer.metrics import IndexerMetrics
+
+_log = logging.getLogger(__name__)
 
 # Why the view of a pod is in doubt that computes other tokens than we do.
 OTHER_TOKENS = "other_tokens"
@@ -40,6 +46,7 @@ TRUSTED_AFTER = 8
 _DIGEST_BYTES = 8
 # An engine stores a prompt's blocks in order: if it stores none of the first ones, it stores none.
 _WATCHED_BLOCKS = 8
+_LINES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +55,8 @@ class Mismatch:
 
     Attributes:
         request_id: The request whose block never came.
-        pod: The pod.
-        model: The base model.
         position: The prompt's first token that differs.
         computed: Digest of our token ids from there on, at most 16; comparable within this process only.
-        stored: Digest of the engine's.
     """
 
     request_id: Hashable
@@ -62,52 +66,56 @@ class Mismatch:
     computed: str
     stored: str
 
+    def __str__(self) -> str:
+        return (
+            f"pod {self.pod} computes other tokens of model {self.model!r} than we do (request "
+            f"{self.request_id}): they differ from token {self.position} of the prompt on (digest of "
+            f"ours {self.computed}, of the engine's {self.stored}); its predictions are not believed "
+            "meanwhile; compare tokenizer and template"
+        )
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class PodParity:
     """What is known of one pod.
 
     Attributes:
-        pod: The pod.
-        model: The model of its last dispatch.
         dispatches: Dispatches that needed a new block.
         met: Those of whose keys the pod stored one.
         unmet_in_a_row: Dispatches, since the last that was met, that ended while the pod stored other blocks.
-        mismatches: Mismatches so far.
-        last_mismatch: The last of them; None for none.
         never_hit: Whether so many were not met in a row that the keys must be wrong.
-        distrusted: Whether a sign was seen, and not enough that tells otherwise since.
+        to_be_met: Requests that must be met before the pod is trusted; 0: it is.
+        unexplained_runs: How often it stored what none of them explains.
     """
 
     pod: str
-    model: str
-    dispatches: int
-    met: int
-    unmet_in_a_row: int
-    mismatches: int
-    last_mismatch: Mismatch | None
-    never_hit: bool
-    distrusted: bool
-
-
-@dataclass(slots=True)
-class _Pod:
     model: str = ""
     dispatches: int = 0
     met: int = 0
     unmet_in_a_row: int = 0
     mismatches: int = 0
     last_mismatch: Mismatch | None = None
-    # Requests that must be met before the pod is trusted; 0: it is.
+    never_hit: bool = False
     to_be_met: int = 0
-    # Requests in flight there, and how often it stored what none of them explains.
     waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
     unexplained_runs: int = 0
+
+    @property
+    def distrusted(self) -> bool:
+        """Whether a sign was seen, and not enough that tells otherwise since."""
+        return self.to_be_met > 0
+
+    def __str__(self) -> str:
+        return (
+            f"pod {self.pod} stores blocks, but for the last {self.unmet_in_a_row} requests of model "
+            f"{self.model!r} none of the blocks that we computed: no prefix will ever hit there; compare "
+            "model name, adapter name and tokenizer"
+        )
 
 
 @dataclass(slots=True)
 class _Expectation:
-    pod: str
+    account: PodParity
     model: str
     parent: int
     keys: list[int]
@@ -123,21 +131,30 @@ class ParityWatch:
     """Expectations of requests in flight, and what became of them. Thread-safe.
 
     Args:
-        max_expectations: Most requests that are watched at once.
         max_pods: Most pods that are remembered; those without dispatches for longest are forgotten.
         never_hit_dispatches: So many unmet dispatches in a row are a sign.
+        warn_every_s: Shortest time between two warnings of one kind.
     """
 
     def __init__(
-        self, *, max_expectations: int = 1024, max_pods: int = 4096, never_hit_dispatches: int = 20
+        self,
+        metrics: IndexerMetrics,
+        *,
+        max_expectations: int = 1024,
+        max_pods: int = 4096,
+        never_hit_dispatches: int = 20,
+        warn_every_s: float = 60.0,
     ) -> None:
+        self._metrics = metrics
         self._max_expectations = max_expectations
         self._max_pods = max_pods
         self._never_hit_dispatches = never_hit_dispatches
+        self._warn_every_s = warn_every_s
+        self._warned_s: dict[type, float] = {}
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
-        self._pods: OrderedDict[str, _Pod] = OrderedDict()
+        self._pods: OrderedDict[str, PodParity] = OrderedDict()
 
     def expect(
         self,
@@ -154,10 +171,7 @@ class ParityWatch:
 
         Args:
             request_id: The request; said again, it is expected anew.
-            pod: The pod.
-            model: The base model.
             parent_key: Key of the last block that the pod holds, or the prompt's root.
-            keys: The blocks behind it.
             tokens: Token ids of the first of them.
             start_tokens: Tokens of the prompt in front of it.
         """
@@ -165,16 +179,13 @@ class ParityWatch:
         if not watched:
             return
         with self._lock:
-            if request_id in self._expected:
-                self._forget(request_id)
-            account = self._pods.get(pod)
-            if account is None:
-                account = self._pods[pod] = _Pod()
+            self._forget(request_id)
+            account = self._pods.setdefault(pod, PodParity(pod))
             self._pods.move_to_end(pod)
             account.model = model
             account.dispatches += 1
             expectation = _Expectation(
-                pod, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
+                account, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
             )
             self._expected[request_id] = account.waiting[request_id] = expectation
             if len(self._expected) > self._max_expectations:
@@ -183,21 +194,17 @@ class ParityWatch:
                 self._forget_pod(next(iter(self._pods)))
 
     def waits_for(self, pod: str) -> bool:
-        """Whether anything is expected of this pod."""
         account = self._pods.get(pod)
         return account is not None and bool(account.waiting)
 
     def distrusts(self, pod: str) -> bool:
-        """Return whether this pod's predictions are not to be believed."""
         account = self._pods.get(pod)
-        return account is not None and account.to_be_met > 0
+        return account is not None and account.distrusted
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
         """The pod told of runs of new blocks, in order.
 
         Args:
-            pod: The pod.
-            runs: The runs.
             keys: The keys of all their blocks, maybe of others too.
         """
         with self._lock:
@@ -216,7 +223,7 @@ class ParityWatch:
                     if expectation.parent == run.parent and expectation.instead is None:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
-    def settled(self, request_id: Hashable) -> Mismatch | None:
+    def settled(self, request_id: Hashable, now_s: float) -> Mismatch | None:
         """The request got its first token, or ended: what has not come by now does not come.
 
         Returns:
@@ -226,57 +233,63 @@ class ParityWatch:
         if request_id not in self._expected:
             return None
         with self._lock:
-            expectation = self._expected.pop(request_id, None)
-            if expectation is None:
+            expectation = self._forget(request_id)
+            if expectation is None or expectation.unexplained_runs == expectation.account.unexplained_runs:
                 return None
-            account = self._pods[expectation.pod]
-            del account.waiting[request_id]
-            if expectation.unexplained_runs == account.unexplained_runs:
-                return None
+            account = expectation.account
             account.unmet_in_a_row += 1
+            account.never_hit = account.unmet_in_a_row >= self._never_hit_dispatches
             mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
                 account.mismatches += 1
                 account.last_mismatch = mismatch
-            if mismatch is not None or account.unmet_in_a_row >= self._never_hit_dispatches:
+            if mismatch is not None or account.never_hit:
                 account.to_be_met = TRUSTED_AFTER
-            return mismatch
+        if mismatch is not None:
+            self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
+            self._warn(mismatch, now_s)
+        return mismatch
 
     def dropped(self, request_id: Hashable) -> None:
-        """The request failed, or was sent elsewhere: nothing is expected of it."""
         with self._lock:
             self._forget(request_id)
 
     def forget_pod(self, pod: str) -> None:
-        """The pod is gone, or not what it was."""
+        """The pod is gone, or not what it was; its series go too."""
         with self._lock:
             self._forget_pod(pod)
+        for metric in (self._metrics.parity_mismatches, self._metrics.parity_never_hit):
+            metric.remove_by_labels({"pod": pod})
 
     def report(self) -> Sequence[PodParity]:
-        """What is known of each pod."""
+        """What is known of each pod, to be read only."""
         with self._lock:
-            return [
-                PodParity(
-                    pod,
-                    account.model,
-                    account.dispatches,
-                    account.met,
-                    account.unmet_in_a_row,
-                    account.mismatches,
-                    account.last_mismatch,
-                    account.unmet_in_a_row >= self._never_hit_dispatches,
-                    account.to_be_met > 0,
-                )
-                for pod, account in self._pods.items()
-            ]
+            return list(self._pods.values())
 
-    def _meets(self, account: _Pod, stored: set[int]) -> bool:
+    def check(self, now_s: float) -> None:
+        """Shows which pods never store what is computed for them; to be called every few seconds."""
+        for account in self.report():
+            self._metrics.parity_never_hit.labels(account.pod).set(account.never_hit)
+            if account.never_hit:
+                self._warn(account, now_s)
+
+    def details(self) -> list[str]:
+        """One line for each pod that is distrusted, at most 20."""
+        distrusted = [account for account in self.report() if account.distrusted]
+        return [str(account.last_mismatch or account) for account in distrusted[:_LINES_MAX]]
+
+    def _warn(self, sign: Mismatch | PodParity, now_s: float) -> None:
+        if now_s - self._warned_s.get(type(sign), -math.inf) >= self._warn_every_s:
+            self._warned_s[type(sign)] = now_s
+            _log.warning("%s", sign)
+
+    def _meets(self, account: PodParity, stored: set[int]) -> bool:
         """Whether a run brought what was expected; nothing is expected any more of those that it met."""
         met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
         for request_id in met:
             self._forget(request_id)
             account.met += 1
-            account.unmet_in_a_row = 0
+            account.unmet_in_a_row, account.never_hit = 0, False
             account.to_be_met = max(0, account.to_be_met - 1)
         return bool(met)
 
@@ -287,11 +300,11 @@ class ParityWatch:
                 self._forget(request_id)
             del self._pods[pod]
 
-    def _forget(self, request_id: Hashable) -> None:
+    def _forget(self, request_id: Hashable) -> _Expectation | None:
         expectation = self._expected.pop(request_id, None)
-        if expectation is None:
-            return
-        del self._pods[expectation.pod].waiting[request_id]
+        if expectation is not None:
+            del expectation.account.waiting[request_id]
+        return expectation
 
     def _mismatch(self, request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
         """Return where the tokens differ; None if nothing was stored behind the parent, or equal tokens."""
@@ -305,7 +318,7 @@ class ParityWatch:
         window = slice(position, position + WINDOW_TOKENS)
         return Mismatch(
             request_id,
-            expectation.pod,
+            expectation.account.pod,
             expectation.model,
             expectation.start_tokens + position,
             self._digest(expectation.tokens[window]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +20,15 @@ from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, PeerError
-from indexer.peer_identity import PeerIdentity
-from indexer.peer_links import credentials, open_channel, resolve
-from indexer.peer_metrics import PeerMetrics
-from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot
+from indexer.metrics import IndexerMetrics
+from indexer.peer_service import PeerIdentity
+from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader
 from indexer.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
 
 _OVERHEAD_BYTES = 4096
+_CONNECT_MS = 3000
 # Who could not be reached is not asked again for so long: there are many engines to ask for.
 _DOWN_S = 5.0
 _ADDRESSES_MAX = 64
@@ -48,16 +49,11 @@ _USUAL = frozenset({"self", "recovering", "unproven", "unreachable"})
 class PeerClient:
     """Knows the peers, and which of them could not be reached lately. Thread-safe.
 
-    Args:
-        config: The peers, their TLS, bounds and times.
-        identity: Who we are.
-        metrics: Where outcomes are counted.
-
     Raises:
         ConfigError: A TLS file cannot be read.
     """
 
-    def __init__(self, config: IndexerConfig, identity: PeerIdentity, metrics: PeerMetrics) -> None:
+    def __init__(self, config: IndexerConfig, identity: PeerIdentity, metrics: IndexerMetrics) -> None:
         self._config = config
         self._identity = identity
         self._metrics = metrics
@@ -79,12 +75,11 @@ class PeerClient:
                     if error.reason != "busy" or self._closing.wait(_BUSY_S):
                         break
                 else:
-                    self._metrics.asked.labels("completed").inc()
+                    self._metrics.peers_asked.labels("completed").inc()
                     return snapshot, size_bytes
         return None, 0
 
     def close(self) -> None:
-        """Gives up what runs; idempotent."""
         self._closing.set()
         with self._lock:
             channels = tuple(self._channels)
@@ -106,7 +101,7 @@ class PeerClient:
         try:
             return resolve(peer)
         except OSError as error:
-            self._metrics.asked.labels("unknown_host").inc()
+            self._metrics.peers_asked.labels("unknown_host").inc()
             _log.info("peer %s: its name is not known: %s", peer, error)
             self._set_down(peer)
             return []
@@ -134,7 +129,7 @@ class PeerClient:
         channel = self._channel(host, address)
         try:
             call = stub(channel).Snapshot(request, timeout=max(0.0, ends_s - time.monotonic()))
-            return read_snapshot(reader, (chunk.message for chunk in call)), reader.size_bytes
+            return reader.read(chunk.message for chunk in call), reader.size_bytes
         except grpc.RpcError as error:
             raise self._refusal(address, error) from None
         except ValueError as error:
@@ -159,13 +154,12 @@ class PeerClient:
         return self._down_until_s.get(name, 0.0) > time.monotonic()
 
     def _set_down(self, name: str) -> None:
-        """Does not ask a name or an address for a while."""
         now_s = time.monotonic()
         still = {other: until_s for other, until_s in self._down_until_s.items() if until_s > now_s}
         self._down_until_s = {**still, name: now_s + _DOWN_S}
 
     def _failed(self, stream: PodStream, address: str, error: PeerError) -> None:
-        self._metrics.asked.labels(error.reason).inc()
+        self._metrics.peers_asked.labels(error.reason).inc()
         level = logging.INFO if error.reason in _USUAL else logging.WARNING
         _log.log(level, "no snapshot of %s from peer %s: %s", stream.holder, address, error)
 
@@ -181,3 +175,57 @@ class PeerClient:
                 raise PeerError("credentials", str(error)) from None
             self._channels.add(channel)
         return channel
+
+
+def resolve(peer: str) -> list[tuple[str, str]]:
+    """Host and address of all that a peer's name stands for, each once.
+
+    Args:
+        peer: HOST:PORT.
+
+    Raises:
+        OSError: Nobody has that name.
+    """
+    host, _, port = peer.rpartition(":")
+    host = host.strip("[]")
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys(str(address[0]) for *_, address in found)
+    return [(host, f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}") for ip in addresses]
+
+
+def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
+    """What peers are shown, and held against; None: no TLS.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    if config.peer_ca is None:
+        return None
+    try:
+        shown = [path.read_bytes() for path in (config.peer_key, config.peer_cert) if path is not None]
+        return grpc.ssl_channel_credentials(config.peer_ca.read_bytes(), *shown)
+    except OSError as error:
+        raise ConfigError(
+            f"--peer-ca, --peer-cert, --peer-key: TLS: {error.filename}: cannot be read: {error.strerror}"
+        ) from error
+
+
+def open_channel(config: IndexerConfig, host: str, address: str, *, receive_bytes_max: int) -> grpc.Channel:
+    """A channel of its own to one address; the caller closes it.
+
+    Args:
+        host: The peer's name, which its certificate must be for.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    options = [
+        ("grpc.max_receive_message_length", receive_bytes_max),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
+    ]
+    shown = credentials(config)
+    if shown is None:
+        return grpc.insecure_channel(address, options)
+    # The certificate is the name's, not the address's.
+    return grpc.secure_channel(address, shown, [*options, ("grpc.ssl_target_name_override", host)])

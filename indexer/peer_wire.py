@@ -102,12 +102,7 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
 
 
 class SnapshotReader:
-    """Reads the messages of one snapshot, in order.
-
-    Args:
-        tiers: How many tiers it has.
-        block_tokens: Tokens of one of its blocks.
-        max_bytes: Most bytes of all messages.
+    """Reads one snapshot, within bounds.
 
     Attributes:
         size_bytes: Of all messages so far.
@@ -117,59 +112,50 @@ class SnapshotReader:
         self._tiers = tiers
         self._block_tokens = block_tokens
         self._max_bytes = max_bytes
-        self._counted_bytes = 0
-        self._header: _Header | None = None
-        self._parts: list[ViewPart] = []
-        self._ended = False
-        self._groups: frozenset[int | None] = frozenset()
         self.size_bytes = 0
 
-    def read(self, data: bytes) -> None:
-        """Takes one message.
+    def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
+        """Reads all messages, in order.
 
         Raises:
-            PeerError: It is none, or not what may come now.
+            PeerError: They are none, not all of them, or more than may be.
         """
-        self.size_bytes += len(data)
-        self._counted_bytes += max(len(data), _MESSAGE_BYTES)
-        if self._counted_bytes > self._max_bytes:
-            raise PeerError("too_large", f"more than {self._max_bytes} bytes")
-        try:
-            message = _DECODER.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise PeerError("broken", f"message {len(self._parts)}: {error}") from None
-        _require(not self._ended, "a message behind the end")
-        if isinstance(message, _Header):
-            _require(self._header is None, "a second header")
-            self._begin(message)
-            return
-        _require(self._header is not None, "a part in front of the header")
-        if isinstance(message, _End):
-            _require(message.parts == len(self._parts), f"{len(self._parts)} parts of {message.parts}")
-            self._ended = True
-            return
-        _require(message.group in self._groups, f"group {message.group} was not told")
-        self._parts.append(ViewPart(message.group, self._part(message)))
+        header: _Header | None = None
+        groups: frozenset[int | None] = frozenset()
+        parts: list[ViewPart] = []
+        is_whole, counted_bytes = False, 0
+        for data in messages:
+            self.size_bytes += len(data)
+            counted_bytes += max(len(data), _MESSAGE_BYTES)
+            if counted_bytes > self._max_bytes:
+                raise PeerError("too_large", f"more than {self._max_bytes} bytes")
+            try:
+                message = _DECODER.decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise PeerError("broken", f"message {len(parts)}: {error}") from None
+            _require(not is_whole, "a message behind the end")
+            if isinstance(message, _Header):
+                _require(header is None, "a second header")
+                header, groups = message, self._groups(message)
+                continue
+            _require(header is not None, "a part in front of the header")
+            if isinstance(message, _End):
+                _require(message.parts == len(parts), f"{len(parts)} parts of {message.parts}")
+                is_whole = True
+                continue
+            _require(message.group in groups, f"group {message.group} was not told")
+            parts.append(ViewPart(message.group, self._part(message)))
+        if header is None or not is_whole:
+            raise PeerError("broken", f"it ended after {len(parts)} parts")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
 
-    def snapshot(self) -> ViewSnapshot:
-        """All of it.
-
-        Raises:
-            PeerError: It is not complete.
-        """
-        header = self._header
-        if header is None or not self._ended:
-            raise PeerError("broken", f"it ended after {len(self._parts)} parts")
-        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, self._parts)
-
-    def _begin(self, header: _Header) -> None:
-        facts = header.facts
-        tokens = facts.run_tokens
+    def _groups(self, header: _Header) -> frozenset[int | None]:
+        """The groups of which parts may come."""
+        tokens = header.facts.run_tokens
         _require(header.sequence <= _SEQUENCE_MAX, "sequence")
         _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
-        self._header = header
-        usable = (fact.group for fact in facts.groups if fact.usable and not fact.leads)
-        self._groups = frozenset((None, *usable))
+        usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
+        return frozenset((None, *usable))
 
     def _part(self, message: _Splits | _Held | _Released) -> CachePart:
         match message:
@@ -198,17 +184,6 @@ class SnapshotReader:
         _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
         _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
         return HeldBlocks(keys, tiers, name_counts, names, further)
-
-
-def read_snapshot(reader: SnapshotReader, messages: Iterable[bytes]) -> ViewSnapshot:
-    """Reads all messages of one snapshot.
-
-    Raises:
-        PeerError: They are none.
-    """
-    for message in messages:
-        reader.read(message)
-    return reader.snapshot()
 
 
 def _message(view_part: ViewPart) -> _Splits | _Held | _Released:

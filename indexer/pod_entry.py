@@ -76,11 +76,7 @@ class PodEntry:
     """One declared endpoint.
 
     Attributes:
-        name: The pod's name, unique within its namespace.
         namespace: "default" where the file names none.
-        address: An IP address.
-        port: Its serving port.
-        labels: As in Kubernetes.
         life: Changes with whatever empties the pod's cache: another pod of that address, another process.
         ready: Whether its declarer lets it take requests.
         events: How it publishes where its labels do not tell.
@@ -97,7 +93,6 @@ class PodEntry:
 
     @property
     def pod(self) -> str:
-        """The pod's identity, "ip:port"."""
         return pod_address(self.address, self.port)
 
     @property
@@ -107,20 +102,15 @@ class PodEntry:
         port = self.labels.get(ADMIN_PORT_LABEL)
         return None if port is None else pod_address(self.address, int(port))
 
-    def stream(self, *, events_port: int | None = None, replay_port: int | None = None) -> PodStream | None:
-        """Where the pod publishes its events; None for a pod without a model label.
-
-        Args:
-            events_port: Of pods without a label of their own; None: as `events` says.
-            replay_port: The same.
-        """
+    def stream(self) -> PodStream | None:
+        """Where the pod publishes its events; None for a pod without a model label."""
         model = self.labels.get(MODEL_LABEL)
         if not model:
             return None
         # The labels were checked by who read them.
         connects = self.labels.get(EVENTS_LABEL) == "connects"
-        port = int(self.labels.get(EVENTS_PORT_LABEL, events_port or self.events.port))
-        replay = self.labels.get(REPLAY_PORT_LABEL, replay_port or self.events.replay_port)
+        port = int(self.labels.get(EVENTS_PORT_LABEL, self.events.port))
+        replay = self.labels.get(REPLAY_PORT_LABEL, self.events.replay_port)
         ranks = int(self.labels.get(RANKS_LABEL, 1))
         snapshots = self.labels.get(SNAPSHOT_LABEL)
         # Of several engines behind one port, a snapshot would be of any.

@@ -31,7 +31,6 @@ class Ahead:
         self._last_child: dict[tuple[int | None, EngineHash], int] | None = None
 
     def continues(self, run: BlockStored) -> bool:
-        """Whether a later store of the same group continues this run."""
         if self.position + 1 >= len(self._events):
             return False
         if self._last_child is None:
@@ -159,7 +158,6 @@ class UncertainCopies:
         return [engine_hash for engine_hash, _ in gone]
 
     def present(self, hashes: Collection[EngineHash], tier: str) -> None:
-        """Take note that the engine holds each of these blocks."""
         if self._doubtful:
             for engine_hash in hashes:
                 self._doubtful.pop((engine_hash, tier), None)
@@ -177,7 +175,6 @@ class UncertainCopies:
         return doubtful
 
     def clear(self) -> None:
-        """Forget all: the engine's cache is empty."""
         self._copies.clear()
         self._doubtful.clear()
         self._stored_later.clear()

@@ -28,11 +28,8 @@ class EngineReading:
 
     Attributes:
         started_s: Start time of the process, seconds since the epoch.
-        capacity_blocks: Blocks of its KV cache.
-        prompt_tokens: Counter of prompt tokens.
         query_tokens: Counter of tokens looked up in the prefix cache.
         hit_tokens: Counter of tokens found there.
-        asleep: Whether it sleeps and has dropped its cache.
         asked_s: When the page was asked for, on a monotonic clock: what came of the events since is newer.
         predicted_tokens: Counter of ours: cached tokens predicted for requests that it had answered before
             the page was asked for.

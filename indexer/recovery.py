@@ -1,25 +1,22 @@
 """Keeps one engine's view up: link changes and live batches come in, the sink gets what they mean.
 
 Drives the stream machine and does what it asks for: replays, snapshots, their retries and timers. Runs on the
-subscriber's thread only; knows neither how live batches arrive (see `follower` and `inbox`) nor events.
+subscriber's thread only; how live batches arrive is told by `follower`, `inbox` and `relayed`.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-import zmq
-
 from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
-from indexer.healing import Healing
-from indexer.journal import Entry
-from indexer.relay_feed import Feed, Position
-from indexer.replay import Batch, Broken, End, ReplayRequest
+from indexer.journal import Entry, Feed
+from indexer.replay import Batch, End
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
 from indexer.stream_actions import Action, Apply, Clear, Fetch, Purpose, Replay
@@ -27,10 +24,7 @@ from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.follower import Follower
-    from indexer.inbox import Publisher
     from indexer.ingest import Ingest
-    from indexer.relayed import RelayedStream
     from indexer.subscribe import Subscriber
 
 # What one source may take of the thread before the others have their turn.
@@ -44,41 +38,26 @@ MESSAGE_FACTOR = 2
 
 RETRY_MAX_S = 5.0
 _RETRY_S = 0.1
-_SLOT_RETRY_S = 0.02
 # Quiet for this long, a stream's tail is checked.
 _QUIET_S = 1.0
 # Between two snapshots of one engine.
 _FETCH_SPACING_S = 1.0
+# Pauses before what a STALE view lacks is tried to be had again: the first at most, and the last. They are
+# drawn a little at random, so that many views that broke together are not mended all at once.
+_HEAL_FIRST_S, _HEAL_LAST_S = 30.0, 600.0
 
 
-class Recovery:
-    """One engine's stream.
+class EngineStream:
+    """One engine's stream: its view, and whatever keeps it up. An error costs the view and nothing else."""
 
-    Args:
-        stream: What is followed.
-        config: Bounds and times.
-        sink: Where the stream ends.
-        sockets: What it shares with others.
-        owner: Whom an error costs the view.
-    """
-
-    def __init__(
-        self,
-        stream: PodStream,
-        config: IndexerConfig,
-        sink: Ingest,
-        sockets: Subscriber,
-        owner: Follower | Publisher | RelayedStream,
-    ) -> None:
-        self._stream = stream
+    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
+        self.stream = stream
         self._config = config
         self._sink = sink
         self._sockets = sockets
-        self._owner = owner
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
         self._gaps_reported = 0
-        self._replay: ReplayRequest | None = None
         self._replay_attempts = 0
         # The snapshot that is waited for; the one that is being applied, and what is left of it.
         self._ticket: object | None = None
@@ -89,68 +68,65 @@ class Recovery:
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
-        self._healing = Healing()
+        self._heal_pause_s = _HEAL_FIRST_S
         self._snapshot_offered = True
         self._changed_s = -math.inf
-        # When to do what; infinity: not at all.
-        self._ask_s = math.inf
-        self._quiet_s = math.inf
-        self._fetch_s = math.inf
+        # When to do what; what is not here is not to be done.
+        self._timers: dict[Callable[[float], None], float] = {}
+
+    @property
+    def name(self) -> str:
+        return self.stream.holder
 
     @property
     def due_s(self) -> float:
-        """When `tick` must be called next."""
-        if self._restoring is not None:
-            return -math.inf
-        replay_s = self._replay.fails_at_s if self._replay else math.inf
-        ours_s = self._ask_s, self._quiet_s, self._fetch_s
-        return min(*ours_s, replay_s, self._healing.due_s, self._exports.due_s)
+        return min(self._exports.due_s, *self._timers.values(), math.inf)
 
     def tick(self, now_s: float) -> None:
-        """Does what is due."""
         if self._exports.running:
             # The tail must wait, too.
-            self._quiet_s = now_s + _QUIET_S
+            self._timers[self._check_tail] = now_s + _QUIET_S
             self._exports.turn(now_s)
         elif self._exports.holds:
             self._take(self._exports.take(_HELD_TURN_MESSAGES), now_s)
-        if self._replay is not None and now_s >= self._replay.fails_at_s:
-            self._stop_replay()
-            self._retry(now_s)
-        if now_s >= self._ask_s:
-            self._ask(now_s)
-        if now_s >= self._fetch_s:
-            self._fetch(now_s)
-        if self._restoring is not None:
-            self._restore(now_s)
-        if now_s >= self._quiet_s:
-            self._quiet_s = math.inf
-            self._perform(self._machine.check_tail(), now_s)
-        if now_s >= self._healing.due_s:
-            self._healing.cancel()
-            self._perform(self._machine.heal(), now_s)
+        for act, due_s in tuple(self._timers.items()):
+            # What was done before it may have put it off.
+            if self._timers.get(act) == due_s <= now_s:
+                del self._timers[act]
+                act(now_s)
+
+    def close(self) -> None:
+        self.stop()
+
+    def reset(self, now_s: float) -> None:  # noqa: ARG002 (whoever connects needs it)
+        """Begins anew after an error of our own, so that it costs one view and nothing else."""
+        self.restart()
+
+    def _check_tail(self, now_s: float) -> None:
+        self._perform(self._machine.check_tail(), now_s)
+
+    def _heal(self, now_s: float) -> None:
+        self._perform(self._machine.heal(), now_s)
 
     def report(self) -> None:
-        """Tells the state if it changed."""
         current = (self._machine.state, self._machine.reason)
         if current == self._reported:
             return
         self._reported = current
-        self._sink.state(self._stream.holder, *current)
+        self._sink.state(self.name, *current)
         if self._source is not None and current[0] is not StreamState.RECOVERING:
             source = self._source if current[0] is StreamState.EXACT else "none"
-            self._sink.built(self._stream.holder, source)
+            self._sink.built(self.name, source)
             self._source = None
         if current[0] is StreamState.EXACT:
-            self._healing.healed()
+            self._timers.pop(self._heal, None)
+            self._heal_pause_s = _HEAL_FIRST_S
 
     def link_up(self, now_s: float) -> None:
-        """The connection to the publisher was made."""
         self._snapshot_offered = True
         self._perform(self._machine.link_up(), now_s)
 
     def link_down(self, now_s: float) -> None:
-        """The connection was lost, with all that had not been received."""
         self._end_export(now_s)
         self.stop()
         self._perform(self._machine.link_down(), now_s)
@@ -162,8 +138,10 @@ class Recovery:
         elif not self._exports.hold(batches):
             self._end_export(now_s)
 
-    def export(self, told: Future[ViewSnapshot], now_s: float) -> None:
-        """Lists the view for a peer, turn by turn; the future gets it, or a PeerError.
+    def export(self, told: Future[ViewSnapshot], now_s: float, epoch: str | None) -> None:
+        """Lists the view for a peer, or for an epoch of the relay, which is told all changes from there on.
+
+        That takes some turns; then the future gets it, or a PeerError.
 
         Raises:
             PeerError: It is not listed.
@@ -171,21 +149,10 @@ class Recovery:
         if self._machine.forgo_tail():
             self._stop_replay()
         mark = mark_of(self._machine)
-        self._exports.begin(told, mark, self._sink.list_view(self._stream.holder), now_s)
-
-    def feed(self, told: Future[ViewSnapshot], epoch: str, now_s: float) -> Position:
-        """Lists the view for the relay, as `export` does, and tells it all changes from there on.
-
-        Returns:
-            The place in the epoch where the view is listed.
-
-        Raises:
-            PeerError: It is not listed.
-        """
-        assert self._feed is not None
-        self.export(told, now_s)
-        self._feed.flush(self._machine)
-        return self._feed.begin(epoch, mark_of(self._machine))
+        if epoch is not None and self._feed is not None:
+            self._feed.flush(self._machine)
+            self._feed.begin(epoch, mark)
+        self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
 
     def end_feed(self, epoch: str) -> None:
         """Tells the relay nothing more in this epoch."""
@@ -203,17 +170,14 @@ class Recovery:
         for batch in batches:
             actions += self._machine.live(batch.sequence, batch.payload)
         gaps = self._machine.gaps
-        self._sink.received(self._stream.holder, len(batches), gaps - self._gaps_reported)
+        self._sink.received(self.name, len(batches), gaps - self._gaps_reported)
         self._gaps_reported = gaps
-        self._quiet_s = now_s + _QUIET_S
+        self._timers[self._check_tail] = now_s + _QUIET_S
         self._perform(actions, now_s)
 
-    def doubted(self, reason: str, now_s: float) -> bool:
-        """See `StreamMachine.doubted`; False for a view that is being built, which it does not change."""
+    def doubted(self, reason: str, now_s: float) -> None:
         self._end_export(now_s)
-        counts = self._machine.state is not StreamState.RECOVERING
         self._perform(self._machine.doubted(reason), now_s)
-        return counts
 
     def emptied_silently(self, reason: str, seen_s: float | None, now_s: float) -> None:
         """See `StreamMachine.emptied_silently`; a view that has changed since `seen_s` (None: now) stays."""
@@ -228,24 +192,24 @@ class Recovery:
         self._exports.take()
         self._stop_replay()
         self._stop_fetch()
-        self._quiet_s = math.inf
-        self._healing.cancel()
+        self._timers.pop(self._check_tail, None)
+        self._timers.pop(self._heal, None)
         if self._feed is not None:
             self._feed.end()
 
-    def reset(self, reason: str = "internal_error") -> None:
+    def restart(self, reason: str = "internal_error") -> None:
         """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
         self._gaps_reported, self._source = 0, "none"
-        self._sink.clear(self._stream.holder, reason)
+        self._sink.clear(self.name, reason)
         self.report()
 
     def _new_machine(self) -> StreamMachine:
         return StreamMachine(
-            replayable=self._stream.replay_endpoint is not None,
-            snapshots=self._stream.snapshot_url is not None or self._sockets.has_peers,
-            first_sequence=self._stream.first_sequence,
+            replayable=self.stream.replay_endpoint is not None,
+            snapshots=self.stream.snapshot_url is not None or self._sockets.has_peers,
+            first_sequence=self.stream.first_sequence,
             max_batches=self._config.recovery_batches_per_pod,
             max_bytes=self._config.recovery_bytes_per_pod,
         )
@@ -262,7 +226,7 @@ class Recovery:
             match action:
                 case Clear(reason):
                     self._source = "none"
-                    self._sink.clear(self._stream.holder, reason)
+                    self._sink.clear(self.name, reason)
                 case Replay():
                     self._stop_fetch()
                     self._begin_replay(now_s)
@@ -270,16 +234,17 @@ class Recovery:
                     self._stop_replay()
                     self._stop_fetch()
                     self._peers = peers
-                    self._fetch_s = max(now_s, self._fetched_s + _FETCH_SPACING_S)
+                    self._timers[self._fetch] = max(now_s, self._fetched_s + _FETCH_SPACING_S)
         self._apply(batches)
         if self._feed is not None:
             self._feed.flush(self._machine)
         self.report()
-        if self._machine.healable(snapshots=self._snapshot_offered or self._sockets.has_peers):
-            self._healing.plan(now_s)
+        healable = self._machine.healable(snapshots=self._snapshot_offered or self._sockets.has_peers)
+        if healable and self._heal not in self._timers:
+            self._timers[self._heal] = now_s + self._heal_pause_s * random.uniform(0.5, 1.0)
+            self._heal_pause_s = min(2 * self._heal_pause_s, _HEAL_LAST_S)
 
     def _apply(self, batches: Sequence[Apply]) -> None:
-        """Applies batches of one view together."""
         if not batches:
             return
         verdict = self._outcome([batch.payload for batch in batches])
@@ -289,11 +254,9 @@ class Recovery:
             self._machine.damaged(batches[0].view, verdict.damage)
 
     def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
-        return self._sink.apply(self._stream.holder, payloads)
+        return self._sink.apply(self.name, payloads)
 
     def _begin_replay(self, now_s: float) -> None:
-        if self._replay is not None:
-            self._sink.replay(self._stream.holder, "superseded")
         self._stop_replay()
         self._replay_attempts = 0
         if self._machine.reason == Purpose.HISTORY:
@@ -301,82 +264,47 @@ class Recovery:
         self._ask(now_s)
 
     def _stop_replay(self) -> None:
-        self._ask_s = math.inf
-        if self._replay is not None:
-            self._sockets.unwatch(self._replay.socket)
-            self._replay.close()
-            self._replay = None
-            self._sockets.free_replays += 1
+        raise NotImplementedError
 
     def _ask(self, now_s: float) -> None:
-        self._ask_s = math.inf
-        start = self._machine.replay_start
-        if start is None or self._stream.replay_endpoint is None:
-            return
-        if not self._sockets.free_replays:
-            self._ask_s = now_s + _SLOT_RETRY_S
-            return
-        try:
-            self._replay = ReplayRequest(
-                self._sockets.context,
-                self._stream.replay_endpoint,
-                start,
-                now_s,
-                idle_s=self._config.replay_idle_s,
-                total_s=self._config.replay_total_s,
-                max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
-            )
-        except zmq.ZMQError:
-            self._sink.socket_error(self._stream.holder, "replay")
-            self._retry(now_s)
-            return
-        self._sockets.free_replays -= 1
-        self._sockets.watch(self._owner, self._replay.socket, self._on_replay)
+        """Asks for all from the machine's `replay_start` on."""
+        raise NotImplementedError
 
     def _retry(self, now_s: float) -> None:
         """Asks once more, later and later; gives up in the end."""
         self._replay_attempts += 1
         if self._replay_attempts < self._config.replay_attempts:
-            self._ask_s = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
             return
-        self._sink.replay(self._stream.holder, "failed")
+        self._sink.replay(self.name, "failed")
         self._perform(self._machine.replay_failed(), now_s)
 
-    def _on_replay(self, now_s: float) -> None:
-        """Takes a turn's share of the answers, then applies them together."""
-        replay = self._replay
-        assert replay is not None
+    def _on_replayed(self, answers: Iterable[Batch | End], now_s: float) -> None:
+        """Applies answers of a replay together."""
         actions: list[Action] = []
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
-            answer = replay.receive(now_s) if taken_bytes < TURN_BYTES else None
-            if answer is None:
-                break
-            if isinstance(answer, Broken):
-                self._sink.rejected(self._stream.holder, answer.reason)
-            elif isinstance(answer, End):
+        for answer in answers:
+            if isinstance(answer, End):
                 self._stop_replay()
-                self._sink.replay(self._stream.holder, "completed")
+                self._sink.replay(self.name, "completed")
                 if self._machine.state is StreamState.RECOVERING:
                     # What was published before the subscription took effect shows as a lost tail.
-                    self._quiet_s = now_s + _QUIET_S
+                    self._timers[self._check_tail] = now_s + _QUIET_S
                 actions += self._machine.replay_ended()
                 break
-            else:
-                taken_bytes += len(answer.payload)
-                step = self._machine.replayed(answer.sequence, answer.payload)
-                actions += step
-                if any(isinstance(action, Replay | Fetch) for action in step):
-                    break
+            step = self._machine.replayed(answer.sequence, answer.payload)
+            actions += step
+            if any(isinstance(action, Replay | Fetch) for action in step):
+                break
         self._perform(actions, now_s)
 
     def _stop_fetch(self) -> None:
-        self._fetch_s = math.inf
+        for act in (self._fetch, self._restore):
+            self._timers.pop(act, None)
         self._ticket = self._restoring = None
         self._left.clear()
 
     def _fetch(self, now_s: float) -> None:
-        self._fetch_s, self._fetched_s = math.inf, now_s
+        self._fetched_s = now_s
         ticket = self._ticket = object()
 
         def deliver(fetched: Fetched, now_s: float) -> None:
@@ -388,21 +316,22 @@ class Recovery:
         self._request(deliver)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        self._sockets.fetch(self._owner, self._stream, deliver, peers=self._peers)
+        self._sockets.fetch(self, self.stream, deliver, peers=self._peers)
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
         if fetched.refusal is not None:
-            self._sink.snapshot(self._stream.holder, fetched.refusal)
+            self._sink.snapshot(self.name, fetched.refusal)
         if fetched.answer is None:
             self._snapshot_offered = fetched.refusal != "not_offered"
             self._perform(self._machine.snapshot_failed(), now_s)
             return
         self._perform(self._machine.snapshot_begun(), now_s)
         self._restoring, self._source = fetched, "none"
+        self._timers[self._restore] = -math.inf
         if isinstance(fetched.answer, Snapshot):
             self._left.extend(fetched.answer.batches)
         else:
-            self._sink.restore_facts(self._stream.holder, fetched.answer.facts)
+            self._sink.restore_facts(self.name, fetched.answer.facts)
             self._left.extend(fetched.answer.parts)
 
     def _restore(self, now_s: float) -> None:
@@ -418,24 +347,26 @@ class Recovery:
             else:
                 taken_bytes = TURN_BYTES
                 if self._machine.part_imported():
-                    self._sink.restore(self._stream.holder, following)
+                    self._sink.restore(self.name, following)
         self._perform(actions, now_s)
-        if not self._left:
+        if self._left:
+            self._timers[self._restore] = -math.inf
+        else:
             self._restored(self._restoring, now_s)
 
     def _restored(self, fetched: Fetched, now_s: float) -> None:
         """The snapshot is applied, all of it: the stream goes on from there."""
         self._restoring = None
         # What was published before the subscription took effect shows as a lost tail.
-        self._quiet_s = now_s + _QUIET_S
+        self._timers[self._check_tail] = now_s + _QUIET_S
         answer = fetched.answer
         if isinstance(answer, Snapshot):
-            self._sink.snapshot(self._stream.holder, "completed")
+            self._sink.snapshot(self.name, "completed")
             self._source = "engine"
             actions = self._machine.snapshot_ended(answer.sequence)
         else:
             assert answer is not None
             self._source = fetched.source
             actions = self._machine.imported(answer.sequence, answer.digest)
-        self._sink.restored(self._stream.holder, fetched, now_s - self._fetched_s)
+        self._sink.restored(self.name, fetched, now_s - self._fetched_s)
         self._perform(actions, now_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -36,16 +36,19 @@ _SCHEMES = {
     "unix": "unix",
 }
 _CONNECTIONS_MAX = 32
-
-_T = TypeVar("_T")
+# Labels for metrics; the first that fits.
+_REASONS = {
+    AuthenticationError: "auth",
+    NoPermissionError: "auth",
+    RedisTimeoutError: "timeout",
+    BusyLoadingError: "loading",
+    RedisConnectionError: "connection",
+    ResponseError: "refused",
+}
 
 
 class RedisMetrics:
-    """What happened to the connections.
-
-    Args:
-        registry: Where it is registered.
-    """
+    """What happened to the connections."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.failures = Counter(
@@ -67,10 +70,8 @@ class RedisLink:
 
     Args:
         url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database.
-        name: Label of its metrics.
         timeout_s: Longest wait for a connection, and for each part of an answer.
         retries: How often a call is tried again after a broken connection; never after a time-out.
-        metrics: Where failures are counted.
 
     Raises:
         ConfigError: The URL is wrong.
@@ -91,23 +92,22 @@ class RedisLink:
 
     @property
     def up(self) -> bool:
-        """Whether calls are let through."""
         return self._up
 
-    def call(self, command: Callable[[Redis], _T]) -> _T:
-        """Gives what the server answers.
+    def call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Gives what the server answers to a command of `client`.
 
         Raises:
             UnavailableError: The link is down, or the call failed.
         """
         if not self._up:
             raise UnavailableError("down")
-        return self._try(command)
+        return self._try(command, *arguments, **options)
 
     def probe(self) -> None:
         """Asks the server for a sign of life; the link is up again if there is one."""
         try:
-            self._try(lambda client: client.ping())
+            self._try(self._client.ping)
         except UnavailableError:
             return
         if not self._up:
@@ -116,15 +116,14 @@ class RedisLink:
             _log.info("redis (%s) answers again", self._name)
 
     def close(self) -> None:
-        """Closes all connections."""
         self._client.close()
         self._pool.disconnect()
 
-    def _try(self, command: Callable[[Redis], _T]) -> _T:
+    def _try(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            return command(self._client)
+            return command(*arguments, **options)
         except RedisError as error:
-            reason = _reason(error)
+            reason = next((label for kind, label in _REASONS.items() if isinstance(error, kind)), "protocol")
             self._metrics.failures.labels(self._name, reason).inc()
             # An answer that refuses one command says nothing against the next.
             if reason != "refused" and self._up:
@@ -161,16 +160,3 @@ def _pool(url: str, timeout_s: float, retries: int) -> BlockingConnectionPool:
             f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
             f"{scheme}://[user:password@]host:port/database, or unix://path"
         ) from None
-
-
-def _reason(error: RedisError) -> str:
-    """A short label for metrics."""
-    if isinstance(error, AuthenticationError | NoPermissionError):
-        return "auth"
-    if isinstance(error, RedisTimeoutError):
-        return "timeout"
-    if isinstance(error, BusyLoadingError):
-        return "loading"
-    if isinstance(error, RedisConnectionError):
-        return "connection"
-    return "refused" if isinstance(error, ResponseError) else "protocol"

@@ -25,21 +25,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from redis import Redis
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError, UnavailableError
+from indexer.journal import FIRST, Position
 from indexer.keys import utf8
 from indexer.peer_wire import snapshot_messages
 from indexer.redis_link import RedisLink, RedisMetrics
-from indexer.relay_feed import FIRST, Position
 from indexer.relay_reader import RelayReader
 from indexer.stream import StreamState
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.relayed import RelayedStreams
     from indexer.roster import Roster
+    from indexer.subscribe import Subscriber
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +54,7 @@ _BYTES_PER_VIEW = 4 << 20
 _ENTRIES_MAX = 8 * _ENTRIES_PER_VIEW
 # What may wait for the server, of all engines; beyond it all epochs end.
 _WAITING_BYTES_MAX = 64 << 20
+_NOWHERE = Position(0, b"")
 
 # Lease, stream, view; token, lease_ms (0: give the lease back), ttl_ms, "1" where the epoch begins, most
 # entries, number of entries, id and bytes of each, then, if the view is written: its id, its entry's digest,
@@ -77,16 +77,9 @@ return 1
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A view to write, and the place in the epoch where it was listed."""
-
-    position: Position
-    snapshot: ViewSnapshot
-
-
-# An engine, its epoch, and number and bytes of an entry, a view, or nothing: the epoch has ended.
-_Left = tuple[str, str, tuple[int, bytes] | _View | None]
+# Number and bytes of an entry; the place in the epoch where the view is being listed; that view; or nothing:
+# the epoch has ended.
+Left = tuple[int, bytes] | Position | ViewSnapshot | None
 
 
 @dataclass(slots=True)
@@ -94,38 +87,31 @@ class _Lease:
     """An engine whose lease this router holds.
 
     Attributes:
-        epoch: The lease's epoch.
-        token: What the lease's key holds.
         entries: Number and bytes of those that are not written yet.
-        view: To be written.
-        is_listing: Whether the view is being listed.
+        listed_at: Where in the epoch the view was listed last.
         last_view: Number of the entry of the view that was written last; 0: none was.
-        view_bytes: Its size.
         last_number: Number of the last entry.
         bytes_since: Bytes of entries since that view.
-        written_s: When something was written last.
     """
 
     epoch: str
     token: bytes
+    written_s: float
     entries: deque[tuple[int, bytes]] = field(default_factory=deque)
-    view: _View | None = None
+    listed_at: Position = _NOWHERE
+    view: ViewSnapshot | None = None
     is_listing: bool = True
     last_view: int = 0
     view_bytes: int = 0
     last_number: int = 0
     bytes_since: int = 0
-    written_s: float = 0.0
 
 
 class Relay:
     """All that one router has to do with the server. Thread-safe.
 
     Args:
-        config: Where the server is, and how long leases and views last.
         fingerprint: `BlockHasher.fingerprint`: routers with other keys never meet.
-        tiers: Names of the tiers.
-        registry: Where metrics are registered.
 
     Raises:
         ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
@@ -143,7 +129,7 @@ class Relay:
         form = ".".join((f"{fingerprint:016x}", *tiers))
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
-        self._reader = RelayReader(
+        self.reader = RelayReader(
             RedisLink(url, name="read", timeout_s=_TIMEOUT_S, retries=1, metrics=metrics),
             self.key,
             config,
@@ -151,7 +137,7 @@ class Relay:
         )
         # What other threads leave for ours, and how large its entries are.
         self._lock = threading.Lock()
-        self._left: list[_Left] = []
+        self._left: list[tuple[str, str, Left]] = []
         self._waiting_bytes = 0
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -160,19 +146,13 @@ class Relay:
         self._leases: dict[str, _Lease] = {}
         self._beaten_s = -_BEAT_S
 
-    @property
-    def reader(self) -> RelayReader:
-        """Reads what others wrote."""
-        return self._reader
-
     def key(self, holder: str, what: str) -> bytes:
         """Return the name of an engine's "lease", "stream" or "view"; all lie in one slot of a cluster."""
         return utf8(f"{{{self._prefix}{holder}}}:{what}")
 
-    def start(self, relayed: RelayedStreams, roster: Roster) -> None:
-        """Begin to write and to follow."""
-        self._relayed, self._roster = relayed, roster
-        self._reader.start(relayed, roster)
+    def start(self, subscriber: Subscriber, roster: Roster) -> None:
+        self._subscriber, self._roster = subscriber, roster
+        self.reader.start(subscriber.relayed, roster)
         self._thread.start()
 
     def close(self) -> None:
@@ -182,25 +162,19 @@ class Relay:
             self._wake.set()
             if self._thread.ident is not None:
                 self._thread.join()
-            self._reader.close()
+            self.reader.close()
             self._link.close()
 
-    def tell(self, holder: str, epoch: str, number: int, data: bytes) -> None:
-        """Write an entry; the subscriber's thread calls."""
+    def leave(self, holder: str, epoch: str, item: Left) -> None:
+        """Take what the subscriber's thread has of an epoch; nothing: give the lease back."""
         with self._lock:
-            self._waiting_bytes += len(data)
-            # One that is missing ends all epochs.
-            if self._waiting_bytes <= _WAITING_BYTES_MAX:
-                self._left.append((holder, epoch, (number, data)))
-        self._wake.set()
-
-    def ended(self, holder: str, epoch: str) -> None:
-        """Give a lease back: nothing more comes in this epoch; the subscriber's thread calls."""
-        self._leave(holder, epoch, None)
-
-    def _leave(self, holder: str, epoch: str, item: _View | None) -> None:
-        with self._lock:
-            self._left.append((holder, epoch, item))
+            entry_bytes = 0
+            if isinstance(item, tuple) and not isinstance(item, Position):
+                entry_bytes = len(item[1])
+            self._waiting_bytes += entry_bytes
+            # An entry that is missing ends all epochs.
+            if self._waiting_bytes <= _WAITING_BYTES_MAX or not entry_bytes:
+                self._left.append((holder, epoch, item))
         self._wake.set()
 
     def _run(self) -> None:
@@ -234,7 +208,6 @@ class Relay:
             self._claim()
 
     def _sort(self) -> None:
-        """Take what other threads have left."""
         with self._lock:
             left, self._left = self._left, []
             waiting_bytes, self._waiting_bytes = self._waiting_bytes, 0
@@ -246,8 +219,10 @@ class Relay:
                 continue
             if item is None:
                 self._end(holder)
-            elif isinstance(item, _View):
+            elif isinstance(item, ViewSnapshot):
                 lease.view, lease.is_listing = item, False
+            elif isinstance(item, Position):
+                lease.listed_at = item
             else:
                 lease.entries.append(item)
                 lease.last_number = item[0]
@@ -278,23 +253,23 @@ class Relay:
         for number, data in lease.entries:
             arguments += [f"{lease.epoch}-{number}", data]
         if view is not None:
-            data = msgspec.msgpack.encode(list(snapshot_messages(view.snapshot)))
+            data = msgspec.msgpack.encode(list(snapshot_messages(view)))
             # Who reads a little late still finds all entries since the view before.
             kept = max(lease.last_view, FIRST)
-            place = f"{lease.epoch}-{view.position.number}"
-            arguments += [place, view.position.digest, data, f"{lease.epoch}-{kept}"]
+            place = f"{lease.epoch}-{lease.listed_at.number}"
+            arguments += [place, lease.listed_at.digest, data, f"{lease.epoch}-{kept}"]
         if not self._run_script(holder, arguments):
             return False
         lease.entries.clear()
         lease.written_s = time.monotonic()
         if view is not None:
-            lease.view, lease.last_view, lease.view_bytes = None, view.position.number, len(data)
+            lease.view, lease.last_view, lease.view_bytes = None, lease.listed_at.number, len(data)
             lease.bytes_since = 0
         return True
 
     def _run_script(self, holder: str, arguments: Sequence[bytes | int | str]) -> bool:
         keys = [self.key(holder, what) for what in ("lease", "stream", "view")]
-        return bool(self._link.call(lambda client: self._write(keys=keys, args=arguments, client=client)))
+        return bool(self._link.call(self._write, keys=keys, args=arguments))
 
     def _claim(self) -> None:
         """Ask for the leases of engines whose view is exact here, and that nobody writes."""
@@ -306,37 +281,35 @@ class Relay:
         ]
         if not wanted or listing >= _LISTED_AT_ONCE:
             return
-        seconds, microseconds = self._link.call(lambda client: client.time())
+        seconds, microseconds = self._link.call(self._link.client.time)
         epoch = f"{seconds * 1000 + microseconds // 1000}"
         token = utf8(f"{self._owner}:{epoch}")
         for holder in wanted:
-            lease, lease_ms = self.key(holder, "lease"), self._lease_ms
-            if self._link.call(partial(_set_new, lease, token, lease_ms)):
-                self._leases[holder] = _Lease(epoch, token, written_s=time.monotonic())
+            lease = self.key(holder, "lease")
+            if self._link.call(self._link.client.set, lease, token, nx=True, px=self._lease_ms):
+                self._leases[holder] = _Lease(epoch, token, time.monotonic())
                 self._list(holder, self._leases[holder])
                 if (listing := listing + 1) >= _LISTED_AT_ONCE:
                     return
 
     def _list(self, holder: str, lease: _Lease) -> None:
         lease.is_listing = True
-        listed = self._relayed.feed(holder, lease.epoch)
+        listed = self._subscriber.export(holder, epoch=lease.epoch)
         listed.add_done_callback(partial(self._listed, holder, lease.epoch))
 
-    def _listed(self, holder: str, epoch: str, listed: Future[tuple[Position, ViewSnapshot]]) -> None:
+    def _listed(self, holder: str, epoch: str, listed: Future[ViewSnapshot]) -> None:
         """Take a view that was listed; the subscriber's thread calls."""
         try:
-            view = _View(*listed.result())
+            self.leave(holder, epoch, listed.result())
         except PeerError as error:
             _log.debug("view is not relayed: engine=%s error=%s", holder, error)
-            self._relayed.end_feed(holder, epoch)
-            self._leave(holder, epoch, None)
-        else:
-            self._leave(holder, epoch, view)
+            self._subscriber.relayed.end_feed(holder, epoch)
+            self.leave(holder, epoch, None)
 
     def _end(self, holder: str) -> None:
         """End an epoch of ours, and give its lease back if the server answers."""
         lease = self._leases.pop(holder)
-        self._relayed.end_feed(holder, lease.epoch)
+        self._subscriber.relayed.end_feed(holder, lease.epoch)
         try:
             self._run_script(holder, [lease.token, 0, self._ttl_ms, 1, _ENTRIES_MAX, 0])
         except UnavailableError:
@@ -344,13 +317,8 @@ class Relay:
 
     def _end_all(self) -> None:
         for holder, lease in self._leases.items():
-            self._relayed.end_feed(holder, lease.epoch)
+            self._subscriber.relayed.end_feed(holder, lease.epoch)
         self._leases.clear()
         with self._lock:
             self._left.clear()
             self._waiting_bytes = 0
-
-
-def _set_new(key: bytes, value: bytes, lease_ms: int, client: Redis) -> bool:
-    """Set a key, unless it is there; tell whether it was set."""
-    return bool(client.set(key, value, nx=True, px=lease_ms))

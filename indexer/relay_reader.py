@@ -17,14 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from redis import Redis
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
-from indexer.journal import Entry, decode_entry
-from indexer.peer_wire import SnapshotReader, read_snapshot
+from indexer.journal import Entry, Position, decode_entry
+from indexer.peer_wire import SnapshotReader
 from indexer.redis_link import RedisLink
-from indexer.relay_feed import Position
 from indexer.replay import Batch
 from indexer.view_parts import ViewSnapshot
 
@@ -49,7 +47,6 @@ class StoredView:
     """A view as it lies on the server.
 
     Attributes:
-        epoch: Its epoch.
         position: Number and digest of the last entry that is in it.
         snapshot: The view, at the engine's own sequence number.
         size_bytes: Of its messages.
@@ -65,10 +62,7 @@ class RelayReader:
     """Follows engines that others write, and fetches views. Thread-safe.
 
     Args:
-        link: Where it reads.
         key: Names an engine's "lease", "stream" or "view".
-        config: Bounds.
-        tiers: How many tiers there are.
     """
 
     def __init__(
@@ -88,12 +82,10 @@ class RelayReader:
         self._forgotten: deque[str] = deque()
 
     def start(self, relayed: RelayedStreams, roster: Roster) -> None:
-        """Begin to follow."""
         self._relayed, self._roster = relayed, roster
         self._thread.start()
 
     def close(self) -> None:
-        """End all; idempotent."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -150,10 +142,9 @@ class RelayReader:
         deliver(answer)
 
     def _view(self, holder: str) -> StoredView | None:
-        fields = ["id", "digest", "view"]
-        key = self._key(holder, "view")
-        found: Any = self._link.call(lambda client: client.hmget(key, fields))
-        place, digest, data = found
+        place, digest, data = self._link.call(
+            self._link.client.hmget, self._key(holder, "view"), ["id", "digest", "view"]
+        )
         if place is None or digest is None or data is None or (at := _place(place)) is None:
             return None
         reader = SnapshotReader(
@@ -162,7 +153,7 @@ class RelayReader:
             max_bytes=self._config.snapshot_max_bytes,
         )
         try:
-            snapshot = read_snapshot(reader, _MESSAGES.decode(data))
+            snapshot = reader.read(_MESSAGES.decode(data))
         except msgspec.MsgspecError as error:
             raise PeerError("broken", str(error)) from None
         return StoredView(at[0], Position(at[1], digest), snapshot, len(data))
@@ -174,10 +165,9 @@ class RelayReader:
             PeerError: There are more than a view's stream may have wait.
         """
         key, left_bytes = self._key(holder, "stream"), self._config.recovery_bytes_per_pod
-        following = f"{epoch}-{start}"
+        following, last = f"{epoch}-{start}", f"{epoch}-18446744073709551615"
         while True:
-            first = following
-            page = self._link.call(partial(_page, key, first, f"{epoch}-18446744073709551615"))
+            page = self._link.call(self._link.client.xrange, key, following, last, count=_ENTRIES_AT_ONCE)
             for batch in _batches(page, epoch):
                 left_bytes -= len(batch.payload)
                 if left_bytes < 0:
@@ -219,9 +209,7 @@ class RelayReader:
         if not self._link.up:
             self._link.probe()
         for holder in wanted if self._link.up else ():
-            epoch, last = self._link.call(
-                partial(_written, self._key(holder, "lease"), self._key(holder, "stream"))
-            )
+            epoch, last = self._written(holder)
             followed = self._at.get(holder)
             if followed is not None and followed[0] != epoch:
                 self._leave([holder])
@@ -229,13 +217,20 @@ class RelayReader:
                 self._at[holder] = epoch, last
                 self._relayed.up(holder, epoch, self)
 
+    def _written(self, holder: str) -> tuple[str | None, int | None]:
+        """The epoch in which somebody writes an engine now, and the number of the last entry in it."""
+        pipeline: Any = self._link.client.pipeline(transaction=False)
+        pipeline.get(self._key(holder, "lease")).xrevrange(self._key(holder, "stream"), count=1)
+        token, last = self._link.call(pipeline.execute)
+        epoch = None if token is None else token.rpartition(b":")[2].decode("ascii", "replace")
+        at = _place(last[0][0]) if last else None
+        return epoch, at[1] if at is not None and at[0] == epoch else None
+
     def _read(self) -> None:
         """Wait for entries of the engines that are followed, a moment long."""
         streams = {self._key(holder, "stream"): holder for holder in self._at}
         places = {key: "{}-{}".format(*self._at[holder]) for key, holder in streams.items()}
-        answer: Any = self._link.call(
-            lambda client: client.xread(places, count=_ENTRIES_AT_ONCE, block=_BLOCK_MS)  # type: ignore[arg-type]
-        )
+        answer = self._link.call(self._link.client.xread, places, count=_ENTRIES_AT_ONCE, block=_BLOCK_MS)
         for key, page in answer or ():
             holder = streams[key]
             epoch = self._at[holder][0]
@@ -251,20 +246,6 @@ class RelayReader:
         for holder in holders:
             del self._at[holder]
             self._relayed.down(holder)
-
-
-def _written(lease: bytes, stream: bytes, client: Redis) -> tuple[str | None, int | None]:
-    """The epoch in which somebody writes an engine now, and the number of the last entry in it."""
-    pipeline: Any = client.pipeline(transaction=False)
-    token, last = pipeline.get(lease).xrevrange(stream, count=1).execute()
-    epoch = None if token is None else token.rpartition(b":")[2].decode("ascii", "replace")
-    at = _place(last[0][0]) if last else None
-    return epoch, at[1] if at is not None and at[0] == epoch else None
-
-
-def _page(key: bytes, first: str, last: str, client: Redis) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    page: Any = client.xrange(key, first, last, count=_ENTRIES_AT_ONCE)
-    return page  # type: ignore[no-any-return]
 
 
 def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> Iterator[Batch]:

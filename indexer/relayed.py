@@ -7,24 +7,17 @@ subscriber's thread only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
-from indexer.errors import PeerError
-from indexer.recovery import Recovery
-from indexer.relay_feed import Position
-from indexer.replay import Batch
+from indexer.recovery import EngineStream
+from indexer.replay import Batch, End
 from indexer.snapshot import Fetched
 from indexer.stream import StreamMachine
-from indexer.stream_actions import Action, Fetch, Replay
-from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest
@@ -32,24 +25,31 @@ if TYPE_CHECKING:
     from indexer.subscribe import Subscriber
 
 
-class _RelayedRecovery(Recovery):
-    """A recovery that asks the server where others ask the engine."""
+class RelayedStream(EngineStream):
+    """One engine that this router cannot reach: the server is asked where others ask the engine."""
 
     def __init__(
-        self,
-        stream: PodStream,
-        config: IndexerConfig,
-        sink: Ingest,
-        sockets: Subscriber,
-        owner: RelayedStream,
+        self, stream: PodStream, config: IndexerConfig, sink: Ingest, reader: RelayReader, sockets: Subscriber
     ) -> None:
-        super().__init__(stream, config, sink, sockets, owner)
+        super().__init__(stream, config, sink, sockets)
+        self.epoch = ""
+        self._reader = reader
         self._feed = None
-        self._source_of_entries = owner
         self._asked: object = None
 
+    def up(self, epoch: str, now_s: float) -> None:
+        """Somebody writes the engine's view in this epoch."""
+        if self.epoch and epoch != self.epoch:
+            self.restart("relay_changed")
+        self.epoch = epoch
+        self.link_up(now_s)
+
+    def close(self) -> None:
+        super().close()
+        self._reader.forget(self.name)
+
     def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
-        return self._sink.apply_entries(self._stream.holder, payloads)
+        return self._sink.apply_entries(self.name, payloads)
 
     def _new_machine(self) -> StreamMachine:
         return StreamMachine(
@@ -60,19 +60,19 @@ class _RelayedRecovery(Recovery):
         )
 
     def _ask(self, now_s: float) -> None:  # noqa: ARG002 (the server is asked at once)
-        self._ask_s = math.inf
         start, asked = self._machine.replay_start, object()
         if start is None:
             return
-        self._asked, owner = asked, self._source_of_entries
+        self._asked = asked
 
         def deliver(entries: Sequence[Batch] | None) -> None:
-            self._sockets.post(owner, lambda now_s: self._on_entries(asked, entries, now_s))
+            self._sockets.post(self, lambda now_s: self._on_entries(asked, entries, now_s))
 
-        owner.reader.replay(self._stream.holder, owner.epoch, start, deliver)
+        self._reader.replay(self.name, self.epoch, start, deliver)
 
     def _stop_replay(self) -> None:
-        self._ask_s, self._asked = math.inf, None
+        self._timers.pop(self._ask, None)
+        self._asked = None
 
     def _on_entries(self, asked: object, entries: Sequence[Batch] | None, now_s: float) -> None:
         if asked is not self._asked:
@@ -80,92 +80,24 @@ class _RelayedRecovery(Recovery):
         self._asked = None
         if entries is None:
             self._retry(now_s)
-            return
-        actions: list[Action] = []
-        for entry in entries:
-            actions += self._machine.replayed(entry.sequence, entry.payload)
-            if any(isinstance(action, Replay | Fetch) for action in actions):
-                break
         else:
-            self._sink.replay(self._stream.holder, "completed")
-            actions += self._machine.replay_ended()
-        self._perform(actions, now_s)
+            self._on_replayed([*entries, End()], now_s)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        owner = self._source_of_entries
-
         def delivered(view: StoredView | None) -> None:
             fetched = Fetched(None)
             # A view that is in doubt is not built from the same entries again.
-            if view is not None and view.epoch == owner.epoch and self._peers:
+            if view is not None and view.epoch == self.epoch and self._peers:
                 number, digest = view.position
                 snapshot = replace(view.snapshot, sequence=number, digest=digest)
                 fetched = Fetched(snapshot, view.size_bytes, source="redis")
-            self._sockets.post(owner, lambda now_s: deliver(fetched, now_s))
+            self._sockets.post(self, lambda now_s: deliver(fetched, now_s))
 
-        owner.reader.fetch(self._stream.holder, delivered)
-
-
-class RelayedStream:
-    """One engine that this router cannot reach.
-
-    Args:
-        stream: The engine's stream.
-        config: Bounds and times.
-        sink: Where its view is, which this object has for itself.
-        reader: Fetches views and entries.
-        sockets: Brings what was fetched back to this thread.
-
-    Attributes:
-        epoch: The epoch that is followed.
-    """
-
-    def __init__(
-        self, stream: PodStream, config: IndexerConfig, sink: Ingest, reader: RelayReader, sockets: Subscriber
-    ) -> None:
-        self.stream = stream
-        self.reader = reader
-        self.epoch = ""
-        self.recovery = _RelayedRecovery(stream, config, sink, sockets, self)
-
-    @property
-    def name(self) -> str:
-        """The engine, for the log."""
-        return self.stream.holder
-
-    @property
-    def due_s(self) -> float:
-        """When `tick` must be called next."""
-        return self.recovery.due_s
-
-    def tick(self, now_s: float) -> None:
-        """Do what is due."""
-        self.recovery.tick(now_s)
-
-    def up(self, epoch: str, now_s: float) -> None:
-        """Somebody writes the engine's view in this epoch."""
-        if self.epoch and epoch != self.epoch:
-            self.recovery.reset("relay_changed")
-        self.epoch = epoch
-        self.recovery.link_up(now_s)
-
-    def reset(self, _now_s: float) -> None:
-        """Begin anew after an error of our own."""
-        self.recovery.reset()
-
-    def close(self) -> None:
-        """End it; the view stays."""
-        self.recovery.stop()
-        self.reader.forget(self.name)
+        self._reader.fetch(self.name, delivered)
 
 
 class RelayedStreams:
     """All engines that are followed through the relay, and what the relay asks of the subscriber's thread.
-
-    Args:
-        config: Bounds.
-        sink: Where views are.
-        sockets: Whose thread it is.
 
     Attributes:
         streams: By name in the index; on the subscriber's thread only.
@@ -177,40 +109,13 @@ class RelayedStreams:
         self._sink = sink
         self._sockets = sockets
 
-    def feed(self, engine: str, epoch: str) -> Future[tuple[Position, ViewSnapshot]]:
-        """List an engine's view for the relay, and tell it all changes from there on.
-
-        The future gets the place in the epoch where the view was listed, and the view, or a PeerError.
-
-        Args:
-            engine: Its name in the index.
-            epoch: Which epoch begins, or goes on.
-        """
-        told: Future[tuple[Position, ViewSnapshot]] = Future()
-        listed: Future[ViewSnapshot] = Future()
-
-        def act() -> None:
-            with refused_to(told):
-                owner = self._sockets.stream(engine)
-                if owner is None:
-                    raise PeerError("not_followed", f"{engine} is not followed")
-                position = owner.recovery.feed(listed, epoch, self._sockets.now_s())
-                listed.add_done_callback(partial(pass_on, position))
-
-        def pass_on(position: Position, listed: Future[ViewSnapshot]) -> None:
-            with refused_to(told):
-                told.set_result((position, listed.result()))
-
-        self._sockets.call(act)
-        return told
-
     def end_feed(self, engine: str, epoch: str) -> None:
         """Tell the relay nothing more of an engine in this epoch."""
 
         def act() -> None:
             owner = self._sockets.stream(engine)
             if owner is not None:
-                owner.recovery.end_feed(epoch)
+                owner.end_feed(epoch)
 
         self._sockets.call(act)
 
@@ -223,21 +128,20 @@ class RelayedStreams:
                 return
             if engine not in self.streams:
                 # Its view begins anew; what the connection had brought is forgotten with it.
-                owner.recovery.reset("relayed")
+                owner.restart("relayed")
                 self.streams[engine] = RelayedStream(
                     owner.stream, self._config, self._sink, reader, self._sockets
                 )
-            self._sockets.post(self.streams[engine], partial(self.streams[engine].up, epoch))
+            self._sockets.guarded(self.streams[engine], partial(self.streams[engine].up, epoch))
 
         self._sockets.call(act)
 
     def down(self, engine: str) -> None:
         """Nothing comes of an engine through the relay any more, for now."""
-        self._sockets.call(lambda: self._step(engine, lambda stream: stream.recovery.link_down))
+        self._step(engine, RelayedStream.link_down)
 
     def live(self, engine: str, entries: Sequence[Batch]) -> None:
-        """Entries of an engine came through the relay."""
-        self._sockets.call(lambda: self._step(engine, lambda stream: partial(stream.recovery.live, entries)))
+        self._step(engine, lambda stream, now_s: stream.live(entries, now_s))
 
     def end(self, engine: str) -> None:
         """Follow an engine no more through the relay, if it is: it is connected, or not to be followed."""
@@ -245,17 +149,9 @@ class RelayedStreams:
             relayed.close()
             self._sink.clear(engine, "relay_ended")
 
-    def _step(self, engine: str, step_of: Callable[[RelayedStream], Callable[[float], object]]) -> None:
-        if (relayed := self.streams.get(engine)) is not None:
-            self._sockets.post(relayed, step_of(relayed))
+    def _step(self, engine: str, step: Callable[[RelayedStream, float], object]) -> None:
+        def act() -> None:
+            if (relayed := self.streams.get(engine)) is not None:
+                self._sockets.guarded(relayed, partial(step, relayed))
 
-
-@contextmanager
-def refused_to(told: Future[Any]) -> Iterator[None]:
-    """Hands an error on to whoever waits: nothing of the view changed, it is only not told."""
-    try:
-        yield
-    except Exception as error:
-        refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
-        if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
-            told.set_exception(refusal)
+        self._sockets.call(act)

@@ -109,7 +109,6 @@ class RepeatedEvents(Collector):
     """Events of all `RepeatedLog`s of the process as a metric, logged or not."""
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
         family = CounterMetricFamily(
             "kvroute_repeated_events_total",
             "Events that peers can repeat at will; the log has few of them a minute and source.",

@@ -39,10 +39,7 @@ class ReplayRequest:
     """A replay that runs.
 
     Args:
-        context: Where its socket is made.
         endpoint: The engine's ROUTER socket.
-        start: First sequence number wanted.
-        now_s: The time.
         idle_s: Without an answer for this long it has failed.
         total_s: It has failed after this long in any case.
         max_message_bytes: Above it the connection is cut.
@@ -80,11 +77,9 @@ class ReplayRequest:
 
     @property
     def fails_at_s(self) -> float:
-        """When it has failed unless it is answered."""
         return min(self._idle_at_s, self._fails_at_s)
 
     def receive(self, now_s: float) -> Batch | End | Broken | None:
-        """The next answer; None when none is there yet."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -93,7 +88,6 @@ class ReplayRequest:
         return parse_answer(frames)
 
     def close(self) -> None:
-        """Ends it."""
         self.socket.close()
 
 

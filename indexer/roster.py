@@ -21,7 +21,6 @@ from indexer.stream import StreamState
 
 # From best to worst.
 _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)
-_LACKS_NOTHING = (StreamState.EXACT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +28,30 @@ class EngineState:
     """What is known of one engine's stream.
 
     Attributes:
-        stream: The stream.
-        state: How far its view can be trusted.
-        reason: Why; empty for EXACT.
+        stream_state: How far the view can be trusted by what its stream tells, whoever doubts it.
+        stream_reason: Why; empty for EXACT.
         settled: Whether it was anything but RECOVERING since it is followed.
-        linked: Whether its publisher is connected.
         doubts: By who has it: why a view is in doubt of whose stream nothing lacks.
     """
 
     stream: PodStream
-    state: StreamState = StreamState.RECOVERING
-    reason: str = "link_down"
+    stream_state: StreamState = StreamState.RECOVERING
+    stream_reason: str = "link_down"
     settled: bool = False
     linked: bool = False
     doubts: Mapping[str, str] = field(default_factory=dict)
 
-    def with_state(self, state: StreamState, reason: str) -> EngineState:
-        """Return this engine with another state of its stream, as the doubts leave it."""
-        settled = self.settled or state is not StreamState.RECOVERING
-        if state is StreamState.EXACT and self.doubts:
-            state, reason = StreamState.STALE, next(iter(self.doubts.values()))
-        return replace(self, state=state, reason=reason, settled=settled)
+    @property
+    def state(self) -> StreamState:
+        return StreamState.STALE if self._is_doubted else self.stream_state
+
+    @property
+    def reason(self) -> str:
+        return next(iter(self.doubts.values())) if self._is_doubted else self.stream_reason
+
+    @property
+    def _is_doubted(self) -> bool:
+        return bool(self.doubts) and self.stream_state is StreamState.EXACT
 
 
 class Roster:
@@ -57,8 +59,6 @@ class Roster:
 
     def __init__(self) -> None:
         self._lock = RLock()
-        # State of each stream and its reason, whoever doubts the view.
-        self._streams: dict[str, tuple[StreamState, str]] = {}
         # Replaced as a whole, never changed.
         self._engines: Mapping[str, EngineState] = {}
         self._states: Mapping[str, StreamState] = {}
@@ -66,34 +66,28 @@ class Roster:
 
     @property
     def engines(self) -> Mapping[str, EngineState]:
-        """Every engine, by holder."""
         return self._engines
 
     @property
     def states(self) -> Mapping[str, StreamState]:
-        """Every pod's state."""
         return self._states
 
     def opened(self, stream: PodStream) -> None:
-        """An engine is followed from now on."""
         with self._lock:
             self._put(stream.holder, EngineState(stream))
 
     def closed(self, holder: str) -> None:
-        """An engine is not followed any more."""
         with self._lock:
-            self._streams.pop(holder, None)
             self._put(holder, None)
 
     def pod(self, holder: str) -> str:
-        """The pod that an engine stands behind."""
         return self._engines[holder].stream.pod
 
     def told(self, holder: str, state: StreamState, reason: str) -> None:
-        """The state of an engine's stream changed."""
         with self._lock:
-            self._streams[holder] = state, reason
-            self._put(holder, self._engines[holder].with_state(state, reason))
+            engine = self._engines[holder]
+            settled = engine.settled or state is not StreamState.RECOVERING
+            self._put(holder, replace(engine, stream_state=state, stream_reason=reason, settled=settled))
 
     def doubt(self, holder: str, source: str, reason: str | None) -> bool:
         """Record that this source doubts an engine's view, or with None that it does not any more.
@@ -108,18 +102,17 @@ class Roster:
             doubts = {other: why for other, why in engine.doubts.items() if other != source}
             if reason is not None:
                 doubts[source] = reason
-            told = self._streams.get(holder, (engine.state, engine.reason))
-            self._put(holder, replace(engine, doubts=doubts).with_state(*told))
+            self._put(holder, replace(engine, doubts=doubts))
             return True
 
     def members(self, pod: str) -> list[str]:
-        """The engines behind a pod."""
         return [holder for holder in (pod, *self._further.get(pod, ())) if holder in self._engines]
 
     def lacks_nothing(self, pod: str) -> bool:
         """Whether no engine's stream behind a pod lacks anything, in doubt or not."""
-        members = self.members(pod)
-        return bool(members) and all(self._streams.get(each) == _LACKS_NOTHING for each in members)
+        engines = self._engines
+        states = [engines[each].stream_state for each in self.members(pod) if each in engines]
+        return bool(states) and all(state is StreamState.EXACT for state in states)
 
     def link(self, holder: str, up: bool) -> bool | None:
         """An engine's connection was made or lost.
@@ -135,7 +128,6 @@ class Roster:
         return None if before == after else after
 
     def linked_engines(self) -> int:
-        """How many engines' publishers are connected."""
         return sum(engine.linked for engine in self._engines.values())
 
     def unsettled(self) -> frozenset[str]:
@@ -143,7 +135,6 @@ class Roster:
         return frozenset(engine.stream.pod for engine in tuple(self._engines.values()) if not engine.settled)
 
     def has_one_rank(self, pod: str) -> bool:
-        """Whether no more than one engine stands behind a pod."""
         return pod not in self._further
 
     def holders(self, pods: Collection[str]) -> Collection[str]:
@@ -180,24 +171,17 @@ class Roster:
         return any(self._engines[holder].linked for holder in self.members(pod))
 
     def _put(self, holder: str, engine: EngineState | None) -> None:
-        """Sets or drops one engine, and what follows from it for its pod; with the lock held."""
-        pod = (engine or self._engines[holder]).stream.pod
+        """Sets or drops one engine, and makes anew what follows from all of them; with the lock held."""
         engines = dict(self._engines)
         if engine is None:
             del engines[holder]
         else:
             engines[holder] = engine
-        self._engines = engines
-        if holder != pod:
-            ranks = [*(other for other in self._further.get(pod, ()) if other != holder)]
-            if engine is not None:
-                ranks.append(holder)
-            others = {other: names for other, names in self._further.items() if other != pod}
-            self._further = {**others, pod: tuple(ranks)} if ranks else others
-        states = dict(self._states)
-        members = self.members(pod)
-        if members:
-            states[pod] = max((engines[member].state for member in members), key=_ORDER.index)
-        else:
-            del states[pod]
-        self._states = states
+        states: dict[str, StreamState] = {}
+        further: dict[str, tuple[str, ...]] = {}
+        for other, known in engines.items():
+            pod = known.stream.pod
+            states[pod] = max(states.get(pod, StreamState.EXACT), known.state, key=_ORDER.index)
+            if other != pod:
+                further[pod] = (*further.get(pod, ()), other)
+        self._engines, self._states, self._further = engines, states, further

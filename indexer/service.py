@@ -40,8 +40,6 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
     """kvroute.v1.IndexerService.
 
     Args:
-        indexer: Answers.
-        streams: What it was told to follow.
         tokenizers: By model; for prompts that come as text.
     """
 
@@ -58,7 +56,6 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
     def Score(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ScoreResponse:
-        """Tells for each pod how much of the prompt it holds."""
         keys, pods, prompt_tokens = self._prompt(request, context)
         matches = self._indexer.match(keys, pods, prompt_tokens=prompt_tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
@@ -71,7 +68,6 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
     def ScoreBatch(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
     ) -> pb.ScoreBatchResponse:
-        """Tells it for several prompts."""
         if len(request.prompts) > _PROMPTS_MAX:
             _abort(
                 context,
@@ -95,7 +91,6 @@ class IndexerDoor(pb_grpc.IndexerServiceServicer):
     def Stats(  # noqa: N802 (the name is the proto's)
         self, _request: pb.StatsRequest, _context: grpc.ServicerContext
     ) -> pb.StatsResponse:
-        """Tells the size of the index and the state of every event stream."""
         stats = self._indexer.stats()
         return pb.StatsResponse(
             blocks=stats.blocks,

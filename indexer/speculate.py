@@ -35,7 +35,6 @@ class _Request:
     runs: tuple[_Run, ...] = ()
 
     def release(self, pod: str | None) -> tuple[_Run, ...]:
-        """Gives up the runs of one pod, or of all."""
         runs, self.runs = self.runs, ()
         if pod is None:
             return runs
@@ -54,9 +53,7 @@ class Speculation:
     stores a block: it works off its queue. The hard cap ends it anyway.
 
     Args:
-        index: Where the blocks are assumed.
         ttl_s: Life of an assumption without a sign of life.
-        max_s: Hard cap of its life.
         max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped. 0:
             nothing is assumed.
     """
@@ -129,13 +126,11 @@ class Speculation:
             self._end([each for key in awaited.keys() & keys for each in awaited[key]], pod)
 
     def drop_pod(self, pod: str) -> None:
-        """The pod is not what it was: nothing is assumed of it any more."""
         with self._lock:
             awaited = self._awaited.get(pod, {})
             self._end([each for requests in awaited.values() for each in requests], pod)
 
     def expire(self, now_s: float) -> None:
-        """Drops what is over by now."""
         # Without the lock, on a copy: an entry that is added meanwhile is not over yet.
         first = self._due[:1]
         if first and first[0][0] <= now_s:
@@ -177,7 +172,6 @@ class Speculation:
                 del self._requests[request_id]
 
     def _forget(self, request_id: Hashable, run: _Run) -> None:
-        """A run that is to leave the index is not awaited any more."""
         pod, keys, last = run
         self._entries -= len(keys)
         awaited = self._awaited[pod]

@@ -28,9 +28,19 @@ from __future__ import annotations
 
 from xxhash import xxh3_128_digest
 
-from indexer.stream_actions import CHECKS, FETCHES, UNSEEN, Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.stream_actions import (
+    CHECKS,
+    FETCHES,
+    UNSEEN,
+    Action,
+    Apply,
+    Clear,
+    Fetch,
+    Purpose,
+    Replay,
+    WaitingBatches,
+)
 from indexer.stream_actions import StreamState as StreamState
-from indexer.waiting import WaitingBatches
 
 # So many snapshots in a row that no live batch could follow: it is tried without.
 _FRUITLESS_MAX = 3
@@ -40,14 +50,9 @@ class StreamMachine:
     """The state of one pod's stream.
 
     Args:
-        replayable: Whether the pod has a replay socket.
         max_batches: Most live batches that wait for a replay.
         max_bytes: Most payload bytes that wait. Beyond either, all that wait are dropped, and replayed later.
-        snapshots: Whether the pod, or somebody for it, offers snapshots.
         first_sequence: Number of a life's first batch: 0, but llm-d's simulator begins with 1.
-
-    Attributes:
-        gaps: How often batches were found missing.
     """
 
     def __init__(
@@ -87,7 +92,6 @@ class StreamMachine:
 
     @property
     def state(self) -> StreamState:
-        """How far the view can be trusted now."""
         if not self._up or self._purpose not in UNSEEN:
             return StreamState.RECOVERING
         return StreamState.STALE if self._lacking else StreamState.EXACT
@@ -126,7 +130,6 @@ class StreamMachine:
         return self._replayable and self._lacking == "replay_failed"
 
     def link_up(self) -> list[Action]:
-        """The connection to the publisher was made."""
         self._up = True
         if self._replayable and self._last_digest:
             return self._ask(Purpose.IDENTITY)
@@ -146,7 +149,6 @@ class StreamMachine:
         return []
 
     def live(self, sequence: int, payload: bytes) -> list[Action]:
-        """The publisher sent a batch."""
         self.forgo_tail()
         actions: list[Action] = [] if self._up else self.link_up()
         if sequence <= self._last_live:
@@ -177,7 +179,6 @@ class StreamMachine:
         return self._fetch(Purpose.HEALING) if self._snapshots else self._ask(Purpose.RETRY)
 
     def snapshot_begun(self) -> list[Action]:
-        """A snapshot is here; its batches follow."""
         if self._purpose not in FETCHES:
             return []
         self._purpose = Purpose.SNAPSHOT
@@ -187,7 +188,6 @@ class StreamMachine:
         return actions
 
     def snapshot_batch(self, payload: bytes) -> list[Action]:
-        """A part of the snapshot, as a batch of events."""
         if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._empty = False
@@ -251,7 +251,6 @@ class StreamMachine:
         return actions + self._drain(give_up=not self._replayable)
 
     def replayed(self, sequence: int, payload: bytes) -> list[Action]:
-        """The replay socket answered with a batch."""
         if self._purpose is None or self._purpose in FETCHES:
             return []
         expected = self._next or 0
@@ -316,7 +315,6 @@ class StreamMachine:
             self._lacking = self._lacking or reason
 
     def _restart(self, reason: str, *, peers: bool = True) -> list[Action]:
-        """Begins a new life."""
         actions = self._lose("no_history", reason)
         if self._snapshots:
             return actions + self._fetch(Purpose.SNAPSHOT, peers=peers)

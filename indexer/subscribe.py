@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import resource
 import socket
 import threading
 import time
@@ -27,17 +28,17 @@ from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
 from indexer.peer_client import PeerClient
-from indexer.relayed import RelayedStream, RelayedStreams, refused_to
+from indexer.recovery import EngineStream
+from indexer.relayed import RelayedStreams
 from indexer.repeated_log import RepeatedLog
-from indexer.snapshot import Fetched
-from indexer.snapshot_fetch import SnapshotFetcher
+from indexer.snapshot import Fetched, SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.relay import Relay
 
 # Who has sockets watched and things to do at times; whoever fails is reset.
-Owner = Follower | Publisher | RelayedStream | Inbox
+Owner = EngineStream | Inbox
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -49,21 +50,25 @@ _LONGEST_WAIT_S = 60.0
 _GATHER_S, _GATHER_MOST_S = 0.004, 0.015
 _GATHER_FOR_TURN = 10.0
 
+# Sockets, their signallers and monitors of some thousand pods.
+_OPEN_FILES = 65_536
+
 
 def gather_s(turn_s: float) -> float:
     """How long what comes is left to gather behind a turn that took so many seconds."""
     return min(_GATHER_MOST_S, max(_GATHER_S, _GATHER_FOR_TURN * turn_s))
 
 
+def raise_open_files() -> None:
+    """Each followed pod needs about five open files, far more than the usual soft limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Subscriber:
     """Follows a declared set of streams.
-
-    Args:
-        config: Bounds and times.
-        sink: Where the streams end.
-        peers: Asked for snapshots that engines do not tell; None: there are none.
-        relay: Has views on a server; None: there is none.
-        clock: A monotonic clock, in seconds.
 
     Raises:
         ListenError: Pods cannot connect where they should.
@@ -80,7 +85,7 @@ class Subscriber:
     ) -> None:
         self._config = config
         self._sink = sink
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self._wanted: Mapping[str, PodStream] = {}
         self._closing = False
@@ -126,7 +131,6 @@ class Subscriber:
         return None if self._inbox is None else self._inbox.endpoint
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -166,8 +170,6 @@ class Subscriber:
         """Something else than the stream tells that the view of a pod is wrong.
 
         Args:
-            pod: The pod; each of its ranks is meant.
-            reason: Why.
             emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
             anew.
             seen_s: When it was seen to be empty; a view that has changed since stays. None: now.
@@ -176,46 +178,43 @@ class Subscriber:
         def act() -> None:
             for owner in (*self._streams(), *self.relayed.streams.values()):
                 if owner.stream.pod == pod:
-                    recovery = owner.recovery
-                    step: Callable[[float], object] = (
-                        partial(recovery.emptied_silently, reason, seen_s)
-                        if emptied
-                        else partial(recovery.doubted, reason)
-                    )
-                    self._guarded(owner, step)
+                    step = partial(owner.emptied_silently, reason, seen_s)
+                    self.guarded(owner, step if emptied else partial(owner.doubted, reason))
 
-        self._post(act)
+        self.call(act)
 
-    def export(self, engine: str, model: str) -> Future[ViewSnapshot]:
-        """Lists an engine's view for a peer; the future gets it, or a PeerError.
+    def export(self, engine: str, model: str | None = None, epoch: str | None = None) -> Future[ViewSnapshot]:
+        """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
 
         Args:
             engine: Its name in the index.
-            model: Which model it must serve.
+            model: Which model it must serve; None: any.
+            epoch: For the relay, which is told all changes from there on; None: for a peer.
         """
         told: Future[ViewSnapshot] = Future()
 
         def act() -> None:
-            with refused_to(told):
+            try:
                 owner = self.stream(engine)
-                if owner is None or owner.stream.model != model:
+                if owner is None or model not in (None, owner.stream.model):
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
-                owner.recovery.export(told, self._clock())
+                owner.export(told, self.clock(), epoch)
+            except Exception as error:
+                refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
+                if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
+                    told.set_exception(refusal)
 
-        self._post(act)
+        self.call(act)
         return told
 
     def post(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something on our thread, from any thread."""
-        self._post(lambda: self._guarded(owner, step))
-
-    def now_s(self) -> float:
-        """The time by our clock."""
-        return self._clock()
+        self.call(lambda: self.guarded(owner, step))
 
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
-        self._post(act)
+        self._calls.append(act)
+        self._wake()
 
     def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
         """Calls back with the time whenever the socket can be read."""
@@ -223,7 +222,6 @@ class Subscriber:
         self._poller.register(watched, zmq.POLLIN)
 
     def unwatch(self, watched: zmq.Socket[bytes]) -> None:
-        """Ends that."""
         del self._watched[watched]
         self._poller.unregister(watched)
 
@@ -233,14 +231,9 @@ class Subscriber:
         """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
 
         def fetched(answer: Fetched) -> None:
-            self._post(lambda: self._guarded(owner, lambda now_s: deliver(answer, now_s)))
+            self.post(owner, partial(deliver, answer))
 
         self._fetcher.fetch(stream, fetched, others=peers)
-
-    def _post(self, call: Callable[[], None]) -> None:
-        """Has something done on our thread."""
-        self._calls.append(call)
-        self._wake()
 
     def _wake(self) -> None:
         # A full pipe wakes it just as well; a closed one has nobody to wake.
@@ -266,30 +259,30 @@ class Subscriber:
 
         What follows a turn at once waits, so that more of it is taken together; what is due does not.
         """
-        rest_s = min(self._due_s, self._turned_s + self._gather_s) - self._clock()
+        rest_s = min(self._due_s, self._turned_s + self._gather_s) - self.clock()
         if rest_s > 0:
             time.sleep(rest_s)
-        wait_s = min(_LONGEST_WAIT_S, max(0.0, self._due_s - self._clock()))
+        wait_s = min(_LONGEST_WAIT_S, max(0.0, self._due_s - self.clock()))
         readable = self._poller.poll(math.ceil(wait_s * 1000))
-        begun_s = self._clock()
+        begun_s = self.clock()
         for ready, _ in readable:
             if isinstance(ready, zmq.Socket):
                 # An earlier turn may have closed it.
                 if ready in self._watched:
                     owner, on_readable = self._watched[ready]
-                    self._guarded(owner, on_readable)
+                    self.guarded(owner, on_readable)
             else:
                 self._wake_out.recv(4096)
                 self._reconcile()
                 while self._calls:
                     self._calls.popleft()()
-        self._turned_s = now_s = self._clock()
+        self._turned_s = now_s = self.clock()
         self._gather_s = gather_s(now_s - begun_s)
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
             for owner in tuple(self._owners()):
                 if owner.due_s <= now_s:
-                    self._guarded(owner, owner.tick)
+                    self.guarded(owner, owner.tick)
             self._due_s = self._next_due_s()
 
     def _next_due_s(self) -> float:
@@ -301,7 +294,6 @@ class Subscriber:
             yield from self._inbox.publishers.values()
 
     def stream(self, engine: str) -> Follower | Publisher | None:
-        """The stream of an engine, by its name in the index."""
         return next((owner for owner in self._streams() if owner.name == engine), None)
 
     def _owners(self) -> Iterator[Owner]:
@@ -310,9 +302,10 @@ class Subscriber:
         if self._inbox is not None:
             yield self._inbox
 
-    def _guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
+    def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
+        """Has an owner do something; an error costs its view and nothing else."""
         try:
-            step(self._clock())
+            step(self.clock())
         except Exception as error:
             _repeated.event(
                 "stream_failed",
@@ -322,7 +315,7 @@ class Subscriber:
                 level=logging.ERROR,
                 error=error,
             )
-            owner.reset(self._clock())
+            owner.reset(self.clock())
 
     def _reconcile(self) -> None:
         with self._lock:
@@ -337,7 +330,7 @@ class Subscriber:
         if self._inbox is not None:
             awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
             elsewhere = frozenset(stream.pod for stream in dialled.values())
-            self._inbox.declare(awaited, elsewhere, self._clock())
+            self._inbox.declare(awaited, elsewhere, self.clock())
         for holder, stream in dialled.items():
             if holder not in self._followers:
                 self._sink.opened(stream)

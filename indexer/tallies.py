@@ -24,12 +24,8 @@ Labels = tuple[str, ...]
 class Tallies:
     """Makes counters and histograms of one registry that share a lock.
 
-    Args:
-        catch_up: Called before samples are made, without the lock: counts what was left for later.
-
     Attributes:
         lock: Held by whoever counts, once for all that is counted together.
-        catch_up: As given.
     """
 
     def __init__(self, registry: CollectorRegistry, catch_up: Callable[[], None] = lambda: None) -> None:
@@ -60,24 +56,19 @@ class Tally(Collector):
         self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
 
     def add(self, labels: Labels = (), number: float = 1.0) -> None:
-        """Counts."""
         self._counts[labels] = self._counts.get(labels, 0.0) + number
 
     def drop(self, unwanted: Iterable[Labels]) -> None:
-        """Ends series."""
         for labels in unwanted:
             self._counts.pop(labels, None)
 
     def series(self) -> list[Labels]:
-        """Labels of what was counted."""
         return list(self._counts)
 
     def describe(self) -> Iterable[Metric]:
-        """Its name."""
         return (CounterMetricFamily(*self._head, labels=self._names),)
 
     def collect(self) -> Iterable[Metric]:
-        """Its samples."""
         family = CounterMetricFamily(*self._head, labels=self._names)
         self._tallies.catch_up()
         with self._tallies.lock:
@@ -103,7 +94,6 @@ class Spread(Collector):
         self._counts: dict[Labels, list[float]] = {} if labels else {(): self._nothing()}
 
     def observe(self, value: float, labels: Labels = ()) -> None:
-        """Counts a value."""
         counts = self._counts.get(labels)
         if counts is None:
             counts = self._counts[labels] = self._nothing()
@@ -111,11 +101,9 @@ class Spread(Collector):
         counts[-1] += value
 
     def describe(self) -> Iterable[Metric]:
-        """Its name."""
         return (HistogramMetricFamily(*self._head, labels=self._names),)
 
     def collect(self) -> Iterable[Metric]:
-        """Its samples."""
         family = HistogramMetricFamily(*self._head, labels=self._names)
         self._tallies.catch_up()
         with self._tallies.lock:

@@ -1,4 +1,4 @@
-"""TLS of gRPC: files in, credentials out. A server's follow the files when they change."""
+"""TLS of a gRPC server: files in, credentials out that follow the files when they change."""
 
 from __future__ import annotations
 
@@ -62,21 +62,3 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
     return grpc.dynamic_ssl_server_credentials(
         first, fetcher, require_client_authentication=client_ca is not None
     )
-
-
-def client_credentials(ca: Path, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials:
-    """Makes credentials of a client from PEM files, as they are now.
-
-    Args:
-        ca: The servers' authority.
-        cert: What the client shows; None: nothing.
-        key: Of `cert`.
-
-    Raises:
-        ConfigError: A file cannot be read.
-    """
-    try:
-        shown = [path.read_bytes() for path in (key, cert) if path is not None]
-        return grpc.ssl_channel_credentials(ca.read_bytes(), *shown)
-    except OSError as error:
-        raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error

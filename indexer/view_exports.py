@@ -69,8 +69,6 @@ class ViewExports:
         Args:
             told: Gets the snapshot, or a PeerError.
             mark: Number and digest of the last batch in the view.
-            content: The view.
-            now_s: The time.
 
         Raises:
             PeerError: It is being listed already.

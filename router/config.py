@@ -15,24 +15,21 @@ from pathlib import Path
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
-from indexer.flags import CommandParser, add_index_flags, index_config
+from indexer.config import index_config
+from indexer.flags import CommandParser, add_flags, flag, port, said
 from router.config_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import (
-    add_flags,
     add_reference_flags,
     boolean,
     duration,
-    flag,
     milliseconds,
     model_source,
     names,
     objective,
-    port,
     positive,
     positive_duration,
     positive_number,
-    said,
     size_bytes,
     switch,
 )
@@ -281,8 +278,7 @@ def router_parser() -> argparse.ArgumentParser:
         description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
     )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
-    add_flags(parser, _Sources, RouterConfig, TlsFlags, TlsOptions, KubeConfig, LogFlags)
-    add_index_flags(parser.add_argument_group("index"))
+    add_flags(parser, _Sources, RouterConfig, TlsFlags, TlsOptions, KubeConfig, LogFlags, IndexerConfig)
     add_reference_flags(parser)
     return parser
 

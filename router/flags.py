@@ -1,36 +1,16 @@
-"""Settings that flags make: a dataclass's fields with their flags in, argparse's arguments and values out.
-
-Below it what flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong.
-"""
+"""What flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from indexer.flags import bounded, flag
 from router.config_fields import quantity, seconds
 
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
-
-
-def flag(group: str, name: str, kind: Callable[[str], Any], default: Any, text: str, **options: Any) -> Any:
-    """A field of a dataclass that a flag sets.
-
-    Args:
-        group: Title in the help.
-        name: The flag, or several.
-        kind: From text to value.
-        text: Help; of numbers in N the default is added.
-        options: Further ones of `argparse`; with action="append" the values are a tuple.
-    """
-    options.setdefault("metavar", "N")
-    if options["metavar"] == "N" and default is not None:
-        text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
-    told = {"group": group, "names": name.split(), "options": {"type": kind, "help": text, **options}}
-    return dataclasses.field(default=default, metadata=told)
 
 
 def switch(group: str, name: str, default: bool, text: str, **options: Any) -> Any:
@@ -39,41 +19,14 @@ def switch(group: str, name: str, default: bool, text: str, **options: Any) -> A
     return flag(group, name, boolean, default, text, **options)
 
 
-def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:
-    """Add the flags of some dataclasses; groups come in the order in which they are first named."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in (field for kind in settings for field in dataclasses.fields(kind)):
-        if told := field.metadata:
-            if told["group"] not in groups:
-                groups[told["group"]] = parser.add_argument_group(told["group"])
-            options = {"default": field.default, **told["options"]}
-            # argparse would read a default that is text as it reads the flag's value.
-            is_read = isinstance(field.default, str) and options["type"] is not str
-            if is_read or options.get("action") == "append":
-                options["default"] = None
-            groups[told["group"]].add_argument(*told["names"], dest=field.name, **options)
-
-
-def said(kind: type, flags: argparse.Namespace) -> dict[str, Any]:
-    """The values of a dataclass's fields that have flags."""
-    values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind) if field.metadata}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return {name: value for name, value in {**values, **lists}.items() if value is not None}
-
-
-def port(text: str) -> int:
-    """A TCP port; 0 lets the system choose."""
-    return _bounded(text, 0, 65_535)
-
-
 def count(text: str) -> int:
     """A whole number from 0 up."""
-    return _bounded(text, 0, 1_000_000_000)
+    return bounded(text, 0, 1_000_000_000)
 
 
 def positive(text: str) -> int:
     """A whole number from 1 up."""
-    return _bounded(text, 1, 1 << 40)
+    return bounded(text, 1, 1 << 40)
 
 
 def positive_number(text: str) -> float:
@@ -146,7 +99,7 @@ def log_level(text: str) -> int:
         return named[text.lower()]
     if text.lower() == "panic":
         return logging.CRITICAL
-    return logging.DEBUG if _bounded(text, 0, 127) else logging.INFO
+    return logging.DEBUG if bounded(text, 0, 127) else logging.INFO
 
 
 def model_source(text: str) -> tuple[str, str]:
@@ -155,12 +108,6 @@ def model_source(text: str) -> tuple[str, str]:
     if not (model and equals and source):
         raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
     return model, source
-
-
-def _bounded(text: str, least: int, most: int) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r}")
-    return int(text)
 
 
 # Flags of the reference picker that change nothing here: taken, and why is told.

@@ -10,7 +10,8 @@ from functools import partial
 
 import msgspec
 
-from router.flags import count, flag, log_level, switch
+from indexer.flags import flag
+from router.flags import count, log_level, switch
 
 _CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _flag = partial(flag, "process")

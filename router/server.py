@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer
-from indexer.open_files import raise_open_files
-from indexer.peer_service import PEER_SERVICE, PeerDoor
+from indexer.peer_service import PEER_SERVICE
+from indexer.subscribe import raise_open_files
 from router.access_log import AccessLogDoor
 from router.assembly import connector_sign, entrance, may_wait, open_source, plugin_states, ranker, scheduler
 from router.body_guard import BodyGuard
@@ -246,7 +246,7 @@ class RouterServer:
             CHECK_SERVICE: CheckDoor(gateway, metrics, config.max_request_bytes).add_to,
             PICK_SERVICE: PickDoor(gateway, outcomes, metrics, self.pods).add_to,
             ACCESS_LOG_SERVICE: AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
-            PEER_SERVICE: PeerDoor(self.index.exports).add_to,
+            PEER_SERVICE: self.index.exports.add_to,
             LEDGER_SERVICE: self._fleet.door.add_to,
             "grpc.health.v1.Health": self.health.add_to,
         }

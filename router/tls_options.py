@@ -7,8 +7,9 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from indexer.flags import flag, said
 from router.errors import ConfigError
-from router.flags import flag, names, said, switch
+from router.flags import names, switch
 
 TLS = "TLS"
 """Title of these flags in the help."""

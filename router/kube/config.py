@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
+from indexer.flags import flag, port, said
 from router.errors import ConfigError
-from router.flags import flag, port, positive_duration, said
+from router.flags import positive_duration
 
 POOL_GROUP = "inference.networking.k8s.io"
 OLD_GROUP = "inference.networking.x-k8s.io"

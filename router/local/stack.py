@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from indexer.flags import flag
 from indexer.pod_entry import (
     ADMIN_PORT_LABEL,
     EVENTS_PORT_LABEL,
@@ -22,7 +23,7 @@ from indexer.pod_entry import (
     REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
 )
-from router.flags import flag, switch
+from router.flags import switch
 from router.local.envoy_config import Door, EnvoySettings, Responses, bootstrap
 
 HOST = "127.0.0.1"

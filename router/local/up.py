@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from indexer.flags import CommandParser
-from router.flags import add_flags, said
+from indexer.flags import CommandParser, add_flags, said
 from router.local.demo import run_demo
 from router.local.stack import LocalStackError, StackOptions, StackPlan, plan_stack
 from router.local.stack_api import await_pods

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from indexer.config import IndexerConfig
-from indexer.peer_identity import PeerIdentity
+from indexer.peer_service import PeerIdentity
 from router.ledger import Ledger, LedgerParameters
 from router.outcomes import Heard, Outcomes
 from router.pods import PodSet

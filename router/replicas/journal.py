@@ -17,7 +17,7 @@ import grpc
 
 from indexer.errors import PeerError
 from indexer.keys import Keys
-from indexer.peer_identity import PeerIdentity
+from indexer.peer_service import PeerIdentity
 from router.dispatch import Dispatch, InFlight
 from router.ledger import Ledger
 from router.outcomes import Heard

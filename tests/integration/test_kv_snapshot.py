@@ -14,7 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
-from indexer.flags import add_index_flags, index_config
+from indexer.config import index_config
+from indexer.flags import add_flags
 from indexer.pod_entry import PodEntry
 from indexer.snapshot import Snapshot, read_snapshot
 from model_server.events import KVEventBatch
@@ -150,7 +151,7 @@ def test_a_snapshot_is_followed_with_the_servers_token(tmp_path: Path) -> None:
         assert stream is not None
         for flags, state in ([f"--admin-token-file={secret}"], StreamState.EXACT), ([], StreamState.STALE):
             parser = ArgumentParser()
-            add_index_flags(parser)
+            add_flags(parser, IndexerConfig)
             config = index_config(parser.parse_args(flags))
             with closing(KvIndexer(config, registry=CollectorRegistry())) as indexer:
                 indexer.start()

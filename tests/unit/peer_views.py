@@ -13,7 +13,7 @@ from indexer.flat_applier import PodStates
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
-from indexer.peer_wire import SnapshotReader, read_snapshot, snapshot_messages
+from indexer.peer_wire import SnapshotReader, snapshot_messages
 from indexer.tiers import Tiers
 from indexer.view_parts import ViewSnapshot
 from tests.support.held_copies import references
@@ -55,7 +55,7 @@ class Views:
     def take(self, pod: str, messages: Sequence[bytes]) -> None:
         """Goes on from what a peer told of a pod."""
         reader = SnapshotReader(tiers=len(TIERS.names), block_tokens=self._block_tokens, max_bytes=1 << 26)
-        snapshot = read_snapshot(reader, messages)
+        snapshot = reader.read(messages)
         view = self.states[pod].view
         view.restore_facts(snapshot.facts)
         for part in snapshot.parts:

@@ -15,8 +15,6 @@ from indexer.ingest import Ingest
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
 from indexer.parity import TRUSTED_AFTER, ParityWatch
-from indexer.parity_alarm import ParityAlarm
-from indexer.peer_metrics import PeerMetrics
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.tiers import Tiers
@@ -33,21 +31,18 @@ class Bench:
 
     def __init__(self) -> None:
         config, self.registry = IndexerConfig(block_tokens=1, hash_seed=1), CollectorRegistry()
-        index, parity = FlatIndex(1 << 20, Tiers()), ParityWatch()
-        self.hasher, self.parity = BlockHasher(1, 1), parity
+        index, self.hasher = FlatIndex(1 << 20, Tiers()), BlockHasher(1, 1)
         speculation = Speculation(index, ttl_s=1.0, max_s=1.0, max_entries=10)
         metrics = IndexerMetrics(self.registry, stats=index.stats, speculative=lambda: 0)
-        self.alarm = ParityAlarm(parity, metrics)
+        self.parity = ParityWatch(metrics)
         self.ingest = Ingest(
             config,
             index=index,
             hasher=self.hasher,
-            parity=parity,
-            alarm=self.alarm,
+            parity=self.parity,
             hybrid=HybridMatcher(index, 1),
             speculation=speculation,
             metrics=metrics,
-            peer_metrics=PeerMetrics(self.registry),
             on_stored=lambda *_: None,
             on_link=lambda *_: None,
             clock=lambda: 1.0,
@@ -139,7 +134,7 @@ def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
         keys = bench.hasher.chain(root, prompt)
         bench.parity.expect(number, POD, "m", root, keys, np.array(prompt[:1], np.uint32))
         bench.apply(stored(engine_sees))
-        bench.alarm.settled(number, 0.0)
+        bench.parity.settled(number, 0.0)
         bench.ingest.reconsider(POD)
 
     send(0, [1, 2], [1001, 1002])

@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from indexer.applied import StoredRun
+from indexer.index import IndexStats
 from indexer.keys import BlockHasher, Keys
+from indexer.metrics import IndexerMetrics
 from indexer.parity import TRUSTED_AFTER, ParityWatch, PodParity
 
 POD, OTHER, MODEL = "10.0.0.1:8000", "10.0.0.2:8000", "m"
 HASHER = BlockHasher(4, 1)
 ROOT = HASHER.root(MODEL, None, None)
+
+
+def watch_of(**bounds: int) -> ParityWatch:
+    """A watch with metrics of its own."""
+    metrics = IndexerMetrics(CollectorRegistry(), stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
+    return ParityWatch(metrics, **bounds)
 
 
 def tokens(*numbers: int) -> np.ndarray:
@@ -56,20 +65,20 @@ def known(watch: ParityWatch, pod: str = POD) -> PodParity:
 
 def test_blocks_that_come_as_computed_are_no_sign() -> None:
     """A request whose first block arrives is met, whatever else is stored."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
     store(watch, OURS)
-    assert watch.settled("a") is None
+    assert watch.settled("a", 0.0) is None
     assert (known(watch).met, known(watch).mismatches) == (1, 0)
 
 
 def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
     """The first differing position is named, and digests that tell the two windows apart, but no tokens."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
-    mismatch = watch.settled("a")
+    mismatch = watch.settled("a", 0.0)
     assert mismatch is not None
     assert (mismatch.request_id, mismatch.pod, mismatch.model) == ("a", POD, MODEL)
     assert mismatch.position == 2
@@ -82,10 +91,10 @@ def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
 def test_a_digest_is_the_processs_own() -> None:
     """One watch digests the same tokens alike; another, with a secret of its own, differently."""
     told = []
-    for watch in (first := ParityWatch(), first, ParityWatch()):
+    for watch in (first := watch_of(), first, watch_of()):
         expect(watch, "a")
         store(watch, THEIRS)
-        mismatch = watch.settled("a")
+        mismatch = watch.settled("a", 0.0)
         assert mismatch is not None
         told.append((mismatch.computed, mismatch.stored))
     assert told[0] == told[1]
@@ -95,12 +104,12 @@ def test_a_digest_is_the_processs_own() -> None:
 
 def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
     """After a mismatch a pod is trusted again once it stored what was computed for some requests in a row."""
-    watch = ParityWatch()
+    watch = watch_of()
     assert not watch.distrusts(POD)
     for _ in range(2):
         expect(watch, "a")
         store(watch, THEIRS)
-        watch.settled("a")
+        watch.settled("a", 0.0)
         for number in range(TRUSTED_AFTER):
             assert watch.distrusts(POD)
             expect(watch, str(number))
@@ -111,70 +120,70 @@ def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
 
 def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     """The parent is the last block that the pod holds."""
-    watch = ParityWatch()
+    watch = watch_of()
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:], start_tokens=4)
     told(watch, run(tokens(5, 6, 7, 9), parent))
-    mismatch = watch.settled("a")
+    mismatch = watch.settled("a", 0.0)
     assert mismatch is not None
     assert mismatch.position == 7
 
 
 def test_another_request_in_flight_explains_a_store() -> None:
     """Two prompts that begin differently are not each other's mismatch."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a", OURS)
     expect(watch, "b", THEIRS)
     store(watch, THEIRS)
-    assert watch.settled("b") is None
-    assert watch.settled("a") is None
+    assert watch.settled("b", 0.0) is None
+    assert watch.settled("a", 0.0) is None
     assert known(watch).mismatches == 0
 
 
 def test_runs_of_one_batch_are_told_apart() -> None:
     """The run that meets one request excuses itself only; the run beside it is another one's mismatch."""
-    watch = ParityWatch()
+    watch = watch_of()
     parent = int(chain(OURS)[0])
     expect(watch, "a")
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
     watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
     told(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
-    assert watch.settled("a") is None
-    mismatch = watch.settled("b")
+    assert watch.settled("a", 0.0) is None
+    mismatch = watch.settled("b", 0.0)
     assert mismatch is not None
     assert mismatch.position == 2
-    assert watch.settled("c") is None
+    assert watch.settled("c", 0.0) is None
     assert (known(watch).met, known(watch).mismatches, known(watch).unmet_in_a_row) == (1, 1, 2)
 
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
     """A request that ended without any store may have failed; other pods' stores do not count."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS, OTHER)
-    assert watch.settled("a") is None
+    assert watch.settled("a", 0.0) is None
     assert known(watch).unmet_in_a_row == 0
 
 
 def test_dropped_requests_show_nothing() -> None:
     """What failed, or was sent elsewhere, is expected no more."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
     watch.dropped("a")
-    assert watch.settled("a") is None
+    assert watch.settled("a", 0.0) is None
     assert known(watch).mismatches == 0
 
 
 def test_keys_that_never_meet_are_told() -> None:
     """Stores under another root, for example another model's name, show after enough dispatches."""
-    watch = ParityWatch(never_hit_dispatches=3)
+    watch = watch_of(never_hit_dispatches=3)
     elsewhere = HASHER.root("other", None, None)
     for number in range(3):
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
         told(watch, run(OURS, elsewhere))
-        assert watch.settled(str(number)) is None
+        assert watch.settled(str(number), 0.0) is None
     assert known(watch).never_hit
     expect(watch, "met")
     store(watch, OURS)
@@ -183,11 +192,11 @@ def test_keys_that_never_meet_are_told() -> None:
 
 def test_a_pod_that_is_gone_is_forgotten() -> None:
     """Its requests with it."""
-    watch = ParityWatch()
+    watch = watch_of()
     expect(watch, "a")
     watch.forget_pod(POD)
     assert watch.report() == []
-    assert watch.settled("a") is None
+    assert watch.settled("a", 0.0) is None
 
 
 _STEPS = st.lists(
@@ -205,7 +214,7 @@ _STEPS = st.lists(
 @settings(deadline=None)
 def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> None:
     """Whatever happens, no more than the caps is kept, and nothing is left of what is over."""
-    watch = ParityWatch(max_expectations=3, max_pods=2)
+    watch = watch_of(max_expectations=3, max_pods=2)
     for what, request, prompt, pod in steps:
         ids = np.arange(8, dtype=np.uint32) + prompt
         if what == "expect":
@@ -213,7 +222,7 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         elif what == "store":
             store(watch, ids, pod)
         elif what == "settle":
-            watch.settled(str(request))
+            watch.settled(str(request), 0.0)
         elif what == "drop":
             watch.dropped(str(request))
         else:
@@ -221,5 +230,5 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         assert len(watch._expected) <= 3
         assert len(watch.report()) <= 2
     for request in range(6):
-        watch.settled(str(request))
+        watch.settled(str(request), 0.0)
     assert not any(account.waiting for account in watch._pods.values())

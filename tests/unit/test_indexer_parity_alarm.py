@@ -14,7 +14,6 @@ from indexer.index import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
-from indexer.parity_alarm import ParityAlarm
 
 POD, MODEL = "10.0.0.1:8000", "m"
 HASHER = BlockHasher(4, 1)
@@ -23,13 +22,12 @@ OURS, THEIRS = np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 4], np.uint
 
 
 class Bench:
-    """A watch, its alarm, and what they tell."""
+    """A watch, and what it tells."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         metrics = IndexerMetrics(self.registry, stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-        self.watch = ParityWatch(never_hit_dispatches=2)
-        self.alarm = ParityAlarm(self.watch, metrics, warn_every_s=60.0)
+        self.watch = ParityWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
         """A request whose tokens the engine sees differently, or under another root."""
@@ -37,7 +35,7 @@ class Bench:
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
         keys = HASHER.chain(root, THEIRS)
         self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
-        self.alarm.settled(request, now_s)
+        self.watch.settled(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric's value."""
@@ -55,7 +53,7 @@ def test_a_mismatch_is_counted_and_its_position_is_told(caplog: pytest.LogCaptur
     assert len(caplog.records) == 2
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) == 3
     assert "(request a)" in caplog.records[0].getMessage()
-    for told in (caplog.records[0].getMessage(), *bench.alarm.details()):
+    for told in (caplog.records[0].getMessage(), *bench.watch.details()):
         for part in (POD, MODEL, "token 2 "):
             assert part in told
         for window in ("[3, 4]", "[9, 4]", "3, 4", "9, 4"):
@@ -68,10 +66,10 @@ def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> Non
     for number in range(2):
         bench.disagree(str(number), 0.0, other)
     with caplog.at_level(logging.WARNING):
-        bench.alarm.check(0.0)
-        bench.alarm.check(1.0)
+        bench.watch.check(0.0)
+        bench.watch.check(1.0)
     assert bench.metric("parity_never_hit", pod=POD) == 1
-    assert len(caplog.records) == len(bench.alarm.details()) == 1
+    assert len(caplog.records) == len(bench.watch.details()) == 1
     assert "last 2 requests" in caplog.records[0].getMessage()
 
 
@@ -79,8 +77,8 @@ def test_a_pod_that_is_gone_leaves_no_series() -> None:
     """Nor lines."""
     bench = Bench()
     bench.disagree("a", 0.0)
-    bench.alarm.check(0.0)
-    bench.alarm.forget_pod(POD)
+    bench.watch.check(0.0)
+    bench.watch.forget_pod(POD)
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) is None
     assert bench.metric("parity_never_hit", pod=POD) is None
-    assert bench.alarm.details() == []
+    assert bench.watch.details() == []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import PeerError
-from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, read_snapshot, snapshot_messages
+from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
 from indexer.view_parts import ReleasedNames, ViewPart, ViewSnapshot
 from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 
@@ -69,7 +69,7 @@ def test_what_is_told_is_read() -> None:
     messages = list(snapshot_messages(snapshot))
     assert len(messages) == len(snapshot.parts) + 2 > 4
     assert max(map(len, messages)) <= MESSAGE_BYTES_MAX
-    read = read_snapshot(reader(), messages)
+    read = reader().read(messages)
     assert (read.sequence, read.digest, read.evicted_blocks) == (7, DIGEST, 0)
     assert read.facts == snapshot.facts
     use(TOLD)
@@ -139,7 +139,7 @@ def test_each_field_is_checked(fault: str) -> None:
     after = [change(message) for message in before]
     assert after != before
     with pytest.raises(PeerError, match="broken"):
-        read_snapshot(reader(), [msgspec.msgpack.encode(message) for message in after])
+        reader().read([msgspec.msgpack.encode(message) for message in after])
 
 
 def test_only_whole_snapshots_in_order_are_read() -> None:
@@ -157,17 +157,17 @@ def test_only_whole_snapshots_in_order_are_read() -> None:
         [*parts, header, end],
     ):
         with pytest.raises(PeerError, match="broken"):
-            read_snapshot(reader(), wrong)
+            reader().read(wrong)
 
 
 def test_what_is_read_is_bounded() -> None:
     """Bytes are counted over all messages, and messages that take more than they weigh."""
     with pytest.raises(PeerError, match="too_large"):
-        read_snapshot(reader(max_bytes=4096), TOLD)
+        reader(max_bytes=4096).read(TOLD)
     header = TOLD[0]
     nothing = msgspec.msgpack.encode({"type": "splits", "group": None, "splits": []})
     with pytest.raises(PeerError, match="too_large"):
-        read_snapshot(reader(max_bytes=1 << 16), [header, *[nothing] * 100])
+        reader(max_bytes=1 << 16).read([header, *[nothing] * 100])
 
 
 @st.composite
@@ -199,7 +199,7 @@ def test_no_message_breaks_an_index(data: st.DataObject) -> None:
     """Whatever a peer sends is refused with a reason, or is a view that can be used and cleared."""
     messages = data.draw(spoilt(TOLD))
     try:
-        read_snapshot(reader(), messages)
+        reader().read(messages)
     except PeerError:
         pass
     else:

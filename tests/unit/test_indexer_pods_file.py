@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError
-from indexer.pod_entry import PodEntry
+from indexer.pod_entry import EventDefaults, PodEntry
 from indexer.pods_file import parse_pods
 
 GOOD = """
@@ -55,11 +56,11 @@ def test_endpoints_are_read_in_order() -> None:
 def test_labels_tell_the_event_streams() -> None:
     """Ports come from the labels, else from the defaults; a pod without a model has no stream."""
     a, b, c = parse_pods(GOOD, "pods.yaml")
-    assert a.stream(events_port=1, replay_port=2) == PodStream(
+    assert replace(a, events=EventDefaults(1, 2)).stream() == PodStream(
         "10.0.0.1:8000", "tiny", "tcp://10.0.0.1:6000", "tcp://10.0.0.1:6001"
     )
     assert b.stream() == PodStream("[fd00::1]:8001", "tiny", "tcp://[fd00::1]:5557", None)
-    assert b.stream(events_port=7, replay_port=8) == PodStream(
+    assert replace(b, events=EventDefaults(7, 8)).stream() == PodStream(
         "[fd00::1]:8001", "tiny", "tcp://[fd00::1]:7", "tcp://[fd00::1]:8"
     )
     assert c.stream() is None
@@ -82,7 +83,7 @@ def test_labels_tell_how_a_pod_publishes() -> None:
         first_sequence=1,
     )
     ranked = PodEntry("a", "default", "10.0.0.1", 8000, {"kvroute.io/model": "m", "kvroute.io/kv-ranks": "3"})
-    stream = ranked.stream(replay_port=6000)
+    stream = replace(ranked, events=EventDefaults(replay_port=6000)).stream()
     assert stream is not None
     assert [(each.holder, each.events_endpoint, each.replay_endpoint) for each in stream.by_rank()] == [
         ("10.0.0.1:8000", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6000"),

@@ -81,7 +81,7 @@ def test_each_mistake_has_its_reason(fields: dict[str, Any], reason: Reason, par
         (POD, (), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, models=None), (), Reason.ENGINE_WITHOUT_EVENTS),
         (POD, (replace(ENGINE, linked=False),), Reason.ENGINE_WITHOUT_EVENTS),
-        (POD, (ENGINE, replace(ENGINE, state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
+        (POD, (ENGINE, replace(ENGINE, stream_state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, sources=EventSources(told=True, off=True)), (), Reason.ENGINE_WITHOUT_EVENTS),
     ],
 )
@@ -129,7 +129,7 @@ def test_dropped_and_rejected_connections_in_turn_are_one_steady_problem() -> No
         (GOOD, replace(POD, ready=False, refused=True), ()),
         (GOOD, replace(POD, ready=False, unreachable=True), ()),
         (GOOD, POD, (replace(ENGINE, linked=False),)),
-        (GOOD, POD, (replace(ENGINE, state=StreamState.RECOVERING),)),
+        (GOOD, POD, (replace(ENGINE, stream_state=StreamState.RECOVERING),)),
     ],
 )
 def test_what_is_normal_for_a_moment_is_no_problem(

@@ -14,7 +14,6 @@ import pytest
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.grpc_server import IndexerServer
-from indexer.peer_service import PeerDoor
 from indexer.service import IndexerDoor
 from indexer.view_exports import ViewExports
 from tests.wire.engine_publisher import DEADLINE_S
@@ -39,9 +38,8 @@ def serving(
     watched: Watched, port: int = 0, credentials: grpc.ServerCredentials | None = None
 ) -> Iterator[str]:
     """The gRPC server of an indexer; yields its address."""
-    peers = PeerDoor(watched.indexer.exports)
     door = IndexerDoor(watched.indexer, [])
-    server = IndexerServer(door, "127.0.0.1", port, credentials, peers=peers)
+    server = IndexerServer(door, "127.0.0.1", port, credentials, peers=watched.indexer.exports)
     server.start()
     try:
         yield f"127.0.0.1:{server.port}"

@@ -259,7 +259,7 @@ def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "--pods-file or --events-bind"),
         (["--events-bind", "ipc://x"], "must begin with tcp://"),
-        (["--pods-file", "{good}", "--tier-weight", "cpu=much"], "--tier-weight cpu=much"),
+        (["--pods-file", "{good}", "--tier-weight", "cpu=much"], "--tier-weight: cpu=much"),
         (["--pods-file", "{good}", "--tier-weight", "cpu"], "NAME=VALUE"),
         (["--pods-file", "{good}", "--tokenizer", "m=missing"], "--tokenizer"),
         (["--pods-file", "{good}", "--tls-cert", "missing.pem"], "--tls-key"),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from indexer.config import IndexerConfig
-from indexer.peer_identity import PeerIdentity
+from indexer.peer_service import PeerIdentity
 from router.replicas import follow
 from router.replicas.follow import Followers, PeerState
 from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor

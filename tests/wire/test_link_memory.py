@@ -6,7 +6,7 @@ import time
 
 import zmq
 
-from indexer.link import Link, LinkEvent
+from indexer.follower import Link
 from tests.wire.engine_publisher import wait_until
 
 MESSAGE_BYTES = 1 << 20
@@ -21,14 +21,7 @@ def test_few_messages_wait_at_the_socket() -> None:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         link = Link(ours, f"tcp://127.0.0.1:{port}", topic_prefix="", max_message_bytes=4 * MESSAGE_BYTES)
         try:
-            events: list[LinkEvent] = []
-
-            def is_up() -> bool:
-                if (event := link.next_event()) is not None:
-                    events.append(event)
-                return LinkEvent.UP in events
-
-            wait_until("connected", is_up)
+            wait_until("connected", lambda: link.next_change() is True)
             for sequence in range(SENT):
                 publisher.send_multipart([b"", sequence.to_bytes(8, "big"), bytes(MESSAGE_BYTES)])
             wait_until("the first message", lambda: link.waiting)

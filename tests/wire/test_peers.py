@@ -12,7 +12,7 @@ import grpc
 import pytest
 import trustme
 
-from indexer import StreamState, healing, peer_client
+from indexer import StreamState, peer_client, recovery
 from indexer.tls import server_credentials
 from tests.loopback import free_port
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
@@ -131,7 +131,7 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
-    monkeypatch.setattr(healing, "_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
     monkeypatch.setattr(peer_client, "_DOWN_S", 0.0)
     port = free_port()
     with indexer() as first:
@@ -267,7 +267,7 @@ def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer's view counts if we received its last batch ourselves; of a quiet engine it is not believed."""
-    monkeypatch.setattr(healing, "_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
     with EnginePublisher(replay=False) as engine, indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address) as second:

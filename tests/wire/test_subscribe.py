@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from indexer import StreamState, healing, recovery
+from indexer import StreamState, recovery
 from indexer.dispatched import DispatchedPrompt
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.subscribe_support import POD, Watched, block, stream
@@ -108,7 +108,7 @@ def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -
 @pytest.mark.parametrize("answers", [0, 1], ids=["silent at once", "silent halfway"])
 def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay socket that is silent in all attempts leaves the view STALE, and EXACT once it answers."""
-    monkeypatch.setattr(healing, "_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
     watched = Watched(replay_attempts=2, replay_idle_s=0.2)
     with EnginePublisher() as engine:
         for number in (1, 2, 3):
