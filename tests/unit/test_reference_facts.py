@@ -150,6 +150,7 @@ def test_every_api_gives_its_prompt(
     [
         ("/v1/chat/completions", {"model": "m", "messages": []}, "must have valid messages field"),
         ("/v1/chat/completions", {"model": "m", "messages": "hi"}, "must have valid messages field"),
+        ("/v1/chat/completions", {"model": "m", "messages": ["hi"]}, "must have valid messages field"),
         ("/v1/completions", {"model": "m", "prompt": ""}, "must have prompt field"),
         ("/v1/completions", b"{", "error unmarshaling request bodyMap: unexpected end of JSON input$"),
         ("/v1/completions", b"", "error unmarshaling request bodyMap: unexpected end of JSON input$"),
@@ -202,6 +203,13 @@ def test_sglangs_parser_asks_for_ids_in_its_own_words() -> None:
     assert request.cache_salt == "mine"
 
 
+@pytest.mark.parametrize("value", ["", 7, None])
+def test_no_model_and_no_salt_are_none(value: object) -> None:
+    """An empty text or a value of another kind names no model and keeps no caches apart."""
+    request = parsed("/v1/completions", {"model": value, "cache_salt": value, "prompt": "x"})
+    assert (request.model, request.cache_salt) == (None, None)
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_vertex_body_is_read_or_refused(message: bytes) -> None:
@@ -215,6 +223,12 @@ def test_unknown_paths_need_the_passthrough_parser() -> None:
     """Where it is not configured they are refused in the reference's words."""
     with pytest.raises(RequestError, match=r"^no parser registered matching path suffix for: /unknown$"):
         parsed("/unknown", {}, "openai-parser")
+
+
+def test_a_refusal_quotes_no_more_than_the_beginning_of_a_path() -> None:
+    """A client that sends a path of megabytes does not get it back."""
+    with pytest.raises(RequestError, match=r"for: /x{255}$"):
+        parsed("/" + "x" * 100_000, {}, "openai-parser")
 
 
 @pytest.mark.parametrize("case", FACTS["weighted_rewrite"]["cases"], ids=lambda case: str(case["targets"]))
