@@ -1,7 +1,6 @@
 """Decides what each step computes: continuous batching under one token budget, decodes first.
 
-Knows tokens and blocks, not tensors or threads; times are arguments. Routers that count the work ahead of a
-request order prefills by the same rule.
+Knows tokens and blocks, not tensors or threads; times are arguments.
 """
 
 from collections import deque

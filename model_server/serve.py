@@ -153,8 +153,6 @@ class Server:
             "block_size": str(self._engine.block_tokens),
             "num_gpu_blocks": str(self._engine.stats().total_blocks),
             "num_cpu_blocks": str(self._engine.stats().host_blocks),
-            "prefill_order": config.scheduling_policy,
-            "max_num_batched_tokens": str(config.max_num_batched_tokens),
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "max_model_len": str(self._engine.max_model_len),
