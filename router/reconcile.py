@@ -13,6 +13,8 @@ from router.scrape import EngineLoad
 
 # Longer than Envoy keeps its access log back.
 _NEWS_TRAVEL_S = 1.0
+# Longer than what a deleted pod has begun usually lasts.
+_GONE_S = 60.0
 
 
 class Reconciler:
@@ -20,12 +22,15 @@ class Reconciler:
 
     An engine's count is compared a moment after it was read: by then the ends that came before it have been
     told, so whatever the ledger still has beyond it is lost news. An engine without any request has no queue:
-    that counts at once.
+    that counts at once. Of a pod that went away nobody tells any more once its gateway is replaced, too: what
+    was sent there is over a minute later. No pick depends on it, but the number of requests in flight does.
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
         self._told: dict[str, EngineLoad] = {}
+        self._present: frozenset[str] = frozenset()
+        self._gone_s: dict[str, float] = {}
 
     def look(self, pods: PodSnapshot, now_s: float) -> None:
         """Looks at what the pods have told; cheap, to be called often."""
@@ -41,6 +46,15 @@ class Reconciler:
             elif address in self._told and load.requests is not None:
                 self._outcomes.reconcile(address, load.requests, load.scraped_s, now_s)
         self._told = told
+        self._end_of_gone(pods, now_s)
+
+    def _end_of_gone(self, pods: PodSnapshot, now_s: float) -> None:
+        gone = (self._present | self._gone_s.keys()) - pods.keys()
+        self._gone_s = {address: self._gone_s.get(address, now_s) for address in gone}
+        self._present = frozenset(pods)
+        for address in [address for address in gone if now_s - self._gone_s[address] >= _GONE_S]:
+            self._outcomes.reconcile(address, 0, now_s, now_s)
+            del self._gone_s[address]
 
 
 class EngineWatch:

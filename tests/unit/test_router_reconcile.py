@@ -57,6 +57,20 @@ def test_a_count_that_was_old_when_first_seen_is_not_judged() -> None:
     reconciler.look({}, 23.0)
 
 
+def test_what_was_sent_to_a_pod_that_went_away_is_over_a_minute_later() -> None:
+    """Its gateway may be gone as well, so nobody tells; a pod that comes back in time keeps its requests."""
+    bench, reconciler = in_flight(2)
+    reconciler.look({A.address: A}, 10.0)
+    reconciler.look({}, 11.0)
+    reconciler.look({A.address: A}, 70.0)
+    reconciler.look({}, 72.0)
+    reconciler.look({}, 131.0)
+    assert len(bench.ledger) == 2
+    reconciler.look({}, 132.5)
+    assert len(bench.ledger) == 0
+    assert bench.sample("kvroute_router_request_ends_total", source="scrape", outcome="failed") == 2
+
+
 def test_half_a_count_is_not_judged() -> None:
     """An engine that tells its queue and not what it computes has not told how many requests it has."""
     bench, reconciler = in_flight(1)
