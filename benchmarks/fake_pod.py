@@ -24,7 +24,7 @@ MAX_MODEL_LEN = 1_048_576
 
 
 def model_directory(bodies: Path) -> Path:
-    """Where `conversations.write_bodies` puts the model of a file of bodies; its name is the served one."""
+    """Return the folder that `write_bodies` makes for the model beside a file of bodies, named as served."""
     return bodies.with_name(MODEL)
 
 

@@ -55,7 +55,7 @@ _HARMLESS = frozenset({"unknown_hash"})
 
 @dataclass(slots=True)
 class Outcome:
-    """What applying payloads did.
+    """The outcome of applying payloads.
 
     Attributes:
         applied: Of all batches together.

@@ -1,4 +1,4 @@
-"""What the indexer is told: its settings, with their flags, and the event streams it shall follow."""
+"""The indexer's settings, with their flags, and the event streams that it is to follow."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class IndexerConfig:
 
 
 def index_config(flags: argparse.Namespace) -> IndexerConfig:
-    """What the flags say; reads the file of the administration's token.
+    """Return the settings that flags name; reads the file of the administration's token.
 
     Raises:
         ConfigError: One is out of its range, or does not go with another.

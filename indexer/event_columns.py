@@ -186,7 +186,7 @@ class EventDecoder:
         return table
 
     def _many_rows(self, events: Sequence[Event], token_counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same, column by column."""
+        """Fill the rows column by column, as `_few_rows` does one by one."""
         # Lists of attributes: to transpose tuples of all takes twice as long.
         parents = [event.parent_block_hash for event in events]
         loras = [event.lora_name for event in events]

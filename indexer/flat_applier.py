@@ -256,7 +256,7 @@ class _SlowBatch:
 
 @dataclass(frozen=True, slots=True)
 class PodState:
-    """What the indexer keeps of one followed engine."""
+    """The state of one followed engine."""
 
     view: PodView
     applier: FlatApplier

@@ -31,7 +31,7 @@ def _which(slot: int, pod: int, tier: int) -> np.uint64:
 
 @inlined
 def _find(arrays: FlatArrays, which: np.uint64) -> int:
-    """Where in `further` an entry is; -1: there is none."""
+    """Return the place of an entry in `further`; -1: there is none."""
     buckets = arrays.further_buckets
     bits = hash_bits(which)
     place = home_of(bits, buckets)

@@ -54,7 +54,7 @@ def name_hashes(handles: NDArray[np.uint64], scope: np.uint64, split: int, names
 
 
 _LIFE_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
-# What takes a multiplication by it back, modulo 2**64.
+# Its inverse: takes a multiplication by it back, modulo 2**64.
 _LIFE_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
 _SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
 _WORD = 0xFFFF_FFFF_FFFF_FFFF

@@ -184,19 +184,7 @@ class RouterServer:
         registry.register(self._fleet)
         if config.index.peers:
             self._outcomes.join(self._fleet)
-        self.watch = PodWatch(
-            self._source,
-            self.pods,
-            Prober(
-                timeout_s=_PROBE_TIMEOUT_S,
-                admin_token=config.index.admin_token,
-                metrics_path=config.metrics_path,
-            ),
-            self.index.follow,
-            interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._ledger, self.index.observe),
-            declared=self._forget_others,
-        )
+        self.watch = self._pod_watch()
         opened.callback(self.watch.close)
         self.router = Router(
             pods=self.pods,
@@ -218,6 +206,22 @@ class RouterServer:
         if self._flow is not None:
             # Before the doors: whoever waits in it waits in them.
             opened.callback(self._flow.close)
+
+    def _pod_watch(self) -> PodWatch:
+        config = self._config
+        return PodWatch(
+            self._source,
+            self.pods,
+            Prober(
+                timeout_s=_PROBE_TIMEOUT_S,
+                admin_token=config.index.admin_token,
+                metrics_path=config.metrics_path,
+            ),
+            self.index.follow,
+            interval_s=config.refresh_interval_s,
+            engines=EngineWatch(self._ledger, self.index.observe),
+            declared=self._forget_others,
+        )
 
     def _pages(self) -> DebugPages:
         return DebugPages(
