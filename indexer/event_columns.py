@@ -83,16 +83,9 @@ class Columns(Struct, frozen=True):
     kinds: Sequence[int]
     _rows: Sequence[_Read]
 
-    def event(self, row: int) -> KVEvent:
-        """The typed event of a row.
-
-        Raises:
-            PayloadError: It is an "unknown_event", or a "broken_event".
-        """
-        event = self._rows[row]
-        if isinstance(event, PayloadError):
-            raise event
-        return typed(event) if isinstance(event, Event) else event
+    def typed(self, batch: Batch) -> list[KVEvent | PayloadError]:
+        """Return a batch's events, and the error in place of each that cannot be read."""
+        return [_typed_or_error(row) for row in self._rows[batch.first : batch.end]]
 
 
 class EventDecoder:
@@ -248,9 +241,11 @@ class EventDecoder:
         return known
 
 
-def _typed_or_error(raw: Raw) -> KVEvent | PayloadError:
+def _typed_or_error(read: _Read | Raw) -> KVEvent | PayloadError:
     try:
-        return decode_event(raw)
+        if isinstance(read, Raw):
+            return decode_event(read)
+        return typed(read) if isinstance(read, Event) else read
     except PayloadError as error:
         return error
 
