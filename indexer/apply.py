@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from indexer.applied import Outcome, StoredRun
-from indexer.cache_groups import UNUSABLE, CacheGroups
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.hybrid import PodGroups
+from indexer.hybrid import UNUSABLE, CacheGroups, PodGroups
 from indexer.journal import Entry, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.orphans import CopyChange, Orphan, Orphans
@@ -160,7 +159,7 @@ class PodView:
     def restore(self, part: ViewPart) -> None:
         """Adds blocks that another view of this life held; nothing was stored here."""
         cache = self._lead_cache if part.group is None else self._cache(part.group)
-        cache.restore(part.part)
+        cache.restore(part.blocks)
 
     def take(self, entry: Entry) -> tuple[list[Keys], str | None]:
         """Apply what another router recorded of this life.

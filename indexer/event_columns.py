@@ -30,7 +30,6 @@ from indexer.decode import (
 )
 from indexer.errors import PayloadError
 from indexer.events import MAX_TOKENS, EngineHash, KVEvent
-from indexer.token_kernel import read_token_lists
 
 _KINDS = {kind: place for place, kind in enumerate(KINDS, rows.STORED)}
 _UNUSUAL = -2
@@ -278,7 +277,7 @@ def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int
     ends = np.array([*accumulate(map(len, lists))], np.int64)
     data = np.frombuffer(b"".join(lists), np.uint8)
     tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
-    used = read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
+    used = rows.read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
     return tokens[:used], counts
 
 

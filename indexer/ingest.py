@@ -31,7 +31,7 @@ from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.tiers import GPU_TIER
-from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
+from indexer.view_parts import ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.
@@ -227,8 +227,8 @@ class Ingest:
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
-        if part.group is None and isinstance(part.part, HeldBlocks):
-            self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
+        if part.group is None:
+            self._tell_stored(self.roster.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         answer = fetched.answer

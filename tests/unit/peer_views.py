@@ -64,7 +64,8 @@ class Views:
             view.restore(part)
 
     def copy(self, other: Views, pod: str) -> None:
-        """Goes on from another's view of a pod."""
+        """Goes on from another's view of a pod, which forgets the blocks that went: a snapshot has none."""
+        other.index.arrays.released[:] = 0
         self.take(pod, list(snapshot_messages(other.snapshot(pod))))
 
     def held(self, pod: str, keys: Keys) -> list[list[int]]:
