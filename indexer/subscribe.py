@@ -35,6 +35,7 @@ from indexer.snapshot import Fetched, SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
+    from indexer.journal import Feed
     from indexer.relay import Relay
 
 # Who has sockets watched and things to do at times; whoever fails is reset.
@@ -102,7 +103,6 @@ class Subscriber:
             | ({} if relay is None else {"redis": relay.reader.ask}),
         )
         self._peers = peers
-        self.relay = relay
         self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
@@ -183,13 +183,13 @@ class Subscriber:
 
         self.call(act)
 
-    def export(self, engine: str, model: str | None = None, epoch: str | None = None) -> Future[ViewSnapshot]:
+    def export(self, engine: str, model: str | None = None, feed: Feed | None = None) -> Future[ViewSnapshot]:
         """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
 
         Args:
             engine: Its name in the index.
             model: Which model it must serve; None: any.
-            epoch: For the relay, which is told all changes from there on; None: for a peer.
+            feed: Gets all changes from there on, for the relay; None: a peer asks.
         """
         told: Future[ViewSnapshot] = Future()
 
@@ -198,7 +198,7 @@ class Subscriber:
                 owner = self.stream(engine)
                 if owner is None or model not in (None, owner.stream.model):
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
-                owner.export(told, self.clock(), epoch)
+                owner.export(told, self.clock(), feed)
             except Exception as error:
                 refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
                 if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
