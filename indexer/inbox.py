@@ -73,15 +73,10 @@ def batch_rank(payload: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One TCP connection.
+    """One TCP connection."""
 
-    Attributes:
-        number: Its file descriptor, which is used again once it is lost.
-        use: How many connections had this number, with it.
-    """
-
-    number: int
-    use: int
+    number: int  # its file descriptor, which is used again once it is lost
+    use: int  # how many connections had this number, with it
 
 
 class Publisher(ReplayingStream):

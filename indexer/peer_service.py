@@ -45,17 +45,13 @@ class PeerIdentity:
     seed, without telling it: whoever does not know it is told nothing.
 
     Attributes:
-        fingerprint: See `BlockHasher.fingerprint`.
-        form: What its views are made of, see `peer_wire.FORM`.
-        tiers: Its tiers' names, best first; a tier's number is its place.
-        schema: See `peer_wire.SCHEMA`.
         instance: Of this process; a peer that has the same is itself.
     """
 
-    fingerprint: int
-    form: str
-    tiers: tuple[str, ...]
-    schema: int = SCHEMA
+    fingerprint: int  # see `BlockHasher.fingerprint`
+    form: str  # what its views are made of, see `peer_wire.FORM`
+    tiers: tuple[str, ...]  # its tiers' names, best first; a tier's number is its place
+    schema: int = SCHEMA  # see `peer_wire.SCHEMA`
     instance: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def admit(self, other: PeerIdentity) -> None:

@@ -29,15 +29,13 @@ class EngineState:
 
     Attributes:
         stream_state: How far the view can be trusted by what its stream tells, whoever doubts it.
-        stream_reason: Why; empty for EXACT.
-        settled: Whether it was anything but RECOVERING since it is followed.
         doubts: By who has it: why a view is in doubt of whose stream nothing lacks.
     """
 
     stream: PodStream
     stream_state: StreamState = StreamState.RECOVERING
-    stream_reason: str = "link_down"
-    settled: bool = False
+    stream_reason: str = "link_down"  # why; empty for EXACT
+    settled: bool = False  # whether it was anything but RECOVERING since it is followed
     linked: bool = False
     doubts: Mapping[str, str] = field(default_factory=dict)
 

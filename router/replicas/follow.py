@@ -46,14 +46,12 @@ class PeerState:
     Attributes:
         state: "followed"; "lost" or "connecting", until it answers (again); "refused", it does not tell us;
             "no_ledger", it has nothing to tell; "self", it is we.
-        why: Why it is not followed.
-        heard_s: When it last told anything; None: never.
     """
 
     address: str
     state: str
-    why: str
-    heard_s: float | None
+    why: str  # why it is not followed
+    heard_s: float | None  # when it last told anything; None: never
 
 
 class Followers:
