@@ -13,8 +13,7 @@ import pytest
 
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.grpc_server import IndexerServer
-from indexer.service import IndexerDoor
+from indexer.service import IndexerServer
 from indexer.view_exports import ViewExports
 from tests.wire.engine_publisher import DEADLINE_S
 from tests.wire.subscribe_support import Watched
@@ -38,8 +37,7 @@ def serving(
     watched: Watched, port: int = 0, credentials: grpc.ServerCredentials | None = None
 ) -> Iterator[str]:
     """The gRPC server of an indexer; yields its address."""
-    door = IndexerDoor(watched.indexer, [])
-    server = IndexerServer(door, "127.0.0.1", port, credentials, peers=watched.indexer.exports)
+    server = IndexerServer(watched.indexer, [], "127.0.0.1", port, credentials)
     server.start()
     try:
         yield f"127.0.0.1:{server.port}"
