@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from indexer.journal import Feed
     from indexer.relay import Relay
 
-# Who has sockets watched and things to do at times; whoever fails is reset.
+# Who has sockets watched; whoever fails is reset.
 Owner = EngineStream | Inbox
 
 _log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Subscriber:
         """
 
         def act() -> None:
-            for owner in (*self._streams(), *self.relayed.streams.values()):
+            for owner in self._all_streams():
                 if owner.stream.pod == pod:
                     step = partial(owner.emptied_silently, reason, seen_s)
                     self.guarded(owner, step if emptied else partial(owner.doubted, reason))
@@ -280,13 +280,13 @@ class Subscriber:
         self._gather_s = gather_s(now_s - begun_s)
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
-            for owner in tuple(self._owners()):
-                if owner.due_s <= now_s:
-                    self.guarded(owner, owner.tick)
+            for stream in tuple(self._all_streams()):
+                if stream.due_s <= now_s:
+                    self.guarded(stream, stream.tick)
             self._due_s = self._next_due_s()
 
     def _next_due_s(self) -> float:
-        return min((owner.due_s for owner in self._owners()), default=math.inf)
+        return min((stream.due_s for stream in self._all_streams()), default=math.inf)
 
     def _streams(self) -> Iterator[Follower | Publisher]:
         yield from self._followers.values()
@@ -296,11 +296,9 @@ class Subscriber:
     def stream(self, engine: str) -> Follower | Publisher | None:
         return next((owner for owner in self._streams() if owner.name == engine), None)
 
-    def _owners(self) -> Iterator[Owner]:
+    def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
         yield from self.relayed.streams.values()
-        if self._inbox is not None:
-            yield self._inbox
 
     def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something; an error costs its view and nothing else."""
