@@ -27,7 +27,7 @@ from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
-from indexer.peer_client import PeerClient
+from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
 from indexer.relayed import RelayedStreams
 from indexer.repeated_log import RepeatedLog

@@ -17,8 +17,7 @@ import grpc
 
 from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError
-from indexer.peer_client import open_channel, resolve
-from indexer.peer_service import PeerIdentity
+from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
 from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
 

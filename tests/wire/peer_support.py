@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -73,15 +74,7 @@ def messages_of(address: str, watched: Watched, engine: str, model: str) -> list
     identity = watched.indexer.exports.identity
     with grpc.insecure_channel(address) as channel:
         chunks = pb_grpc.IndexPeerStub(channel).Snapshot(
-            pb.SnapshotRequest(
-                schema=identity.schema,
-                instance="somebody else",
-                fingerprint=identity.fingerprint,
-                form=identity.form,
-                tiers=identity.tiers,
-                engine=engine,
-                model=model,
-            ),
+            replace(identity, instance="somebody else").request(engine, model),
             timeout=DEADLINE_S,
         )
         return [chunk.message for chunk in chunks]
