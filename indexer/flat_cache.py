@@ -23,19 +23,15 @@ from indexer.flat_export import (
     list_held,
     listed,
     take_held,
-    take_released,
 )
 from indexer.flat_index import SWEEP_SLOTS, TURN_BLOCKS, FlatIndex
 from indexer.flat_layout import CAPACITY, SLOTS_USED
-from indexer.flat_names import holds_named, key_named, name_hashes, released_by
+from indexer.flat_names import holds_named, key_named, name_hashes
 from indexer.flat_update import remove_named, store_blocks
 from indexer.journal import Change, Journal, Kind
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
-from indexer.view_parts import PART_BLOCKS, CachePart, HeldBlocks, ReleasedNames, Splits
-
-# Sets of released names that are looked at in one turn.
-_TURN_SETS = 2048
+from indexer.view_parts import PART_BLOCKS, CachePart, HeldBlocks, Splits
 
 
 class Dropped(StrEnum):
@@ -200,7 +196,7 @@ class FlatCache:
         self.journal.add(self._group, kind, tier, names, keys)
 
     def export(self) -> Iterator[CachePart | None]:
-        """Lists all that is held, and what is remembered of blocks that went; see `ViewContent.parts`."""
+        """List all that is held; see `ViewContent.parts`."""
         yield Splits(tuple(self._splits))
         index, found, start, used = self._index, listed(PART_BLOCKS), 0, 1
         left_out = index.tiers.number(SPECULATIVE_TIER)
@@ -210,15 +206,6 @@ class FlatCache:
                 used = int(index.arrays.counters[SLOTS_USED])
                 start = list_held(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, found)
             yield _copied(found) if found.counts[BLOCKS_LISTED] else None
-        for first in range(0, len(index.arrays.released), _TURN_SETS):
-            with index.lock:
-                pod = index.number(self._holder)
-                life = int(index.arrays.lives[pod])
-                names, keys = released_by(index.arrays.released, first, first + _TURN_SETS, life)
-            for at in range(0, len(names), PART_BLOCKS):
-                end = at + PART_BLOCKS
-                yield ReleasedNames(names[at:end].copy(), keys[at:end].copy())
-            yield None
 
     def restore(self, part: CachePart) -> None:
         """Adds a part that another cache listed, to a life in which nothing was stored."""
@@ -228,10 +215,6 @@ class FlatCache:
                     self.expect(split)
             case HeldBlocks():
                 self._restore_held(part)
-            case ReleasedNames(names, keys):
-                with self._index.lock:
-                    pod = self._index.number(self._holder)
-                    take_released(self._index.arrays, pod, names, keys)
 
     def _restore_held(self, part: HeldBlocks) -> None:
         index = self._index

@@ -15,7 +15,7 @@ from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
 from indexer.flat_holders import count_further, held_tiers, hold
 from indexer.flat_layout import FlatArrays
-from indexer.flat_names import ALIASES_MAX, give_name, remember_released
+from indexer.flat_names import ALIASES_MAX, give_name
 from indexer.flat_update import place_blocks
 from indexer.tiers import TIERS_MAX
 
@@ -147,10 +147,3 @@ def take_held(
             name += 1
     for copy in range(len(copies)):
         hold(arrays, chain[copies[copy, 0]], pod, copies[copy, 1], copies[copy, 2])
-
-
-@kernel
-def take_released(arrays: FlatArrays, pod: int, names: NDArray[np.uint64], keys: NDArray[np.uint64]) -> None:
-    """Remembers names of blocks that went."""
-    for place in range(len(names)):
-        remember_released(arrays, names[place], pod, keys[place])

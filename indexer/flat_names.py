@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
 from indexer.flat_buckets import (
-    GOLDEN,
     behind,
     delete,
     hash_bits,
@@ -54,15 +53,12 @@ def name_hashes(handles: NDArray[np.uint64], scope: np.uint64, split: int, names
 
 
 _LIFE_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
-# Its inverse: takes a multiplication by it back, modulo 2**64.
-_LIFE_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
 _SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @inlined
 def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
-    """The name mixed with the life of the pod that used it; `released_by` takes it apart."""
+    """The name mixed with the life of the pod that used it."""
     mixed = (name ^ (arrays.lives[pod] * _LIFE_ODD)) * _LIFE_ODD
     return mixed ^ (mixed >> _HALF)
 
@@ -105,29 +101,6 @@ def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
 def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
     """The key that `find_released` found."""
     return arrays.released[released_set(arrays, name, pod), layout.RELEASED_KEY, way]
-
-
-def released_by(
-    released: NDArray[np.uint64], first: int, stop: int, life: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The names that one life remembers in these sets, and their keys.
-
-    A name taken out with another life than it was put in with would lie in another set, mostly: of the
-    strangers one in as many as there are sets is told too, under a name that nobody uses.
-
-    Args:
-        released: See `FlatArrays.released`.
-        first: The first set.
-        stop: The one behind the last.
-        life: As in `FlatArrays.lives`.
-    """
-    entries = released[first:stop]
-    mixed = entries[:, layout.RELEASED_NAME]
-    names = ((mixed ^ (mixed >> _HALF)) * _LIFE_ODD_INVERSE) ^ np.uint64(life * int(_LIFE_ODD) & _WORD)
-    hashes = (names + np.uint64(life * int(_SET_STEP) & _WORD)) * GOLDEN >> _HALF
-    sets = np.arange(first, first + len(entries), dtype=np.uint64)[:, None]
-    mine = (hashes * np.uint64(len(released)) >> _HALF == sets) & (mixed != _NOTHING) & (names != _NOTHING)
-    return names[mine], entries[:, layout.RELEASED_KEY][mine]
 
 
 # More names than this for one block, and the oldest further one is forgotten.

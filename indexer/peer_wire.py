@@ -19,9 +19,7 @@ from indexer.errors import PeerError
 from indexer.events import MAX_TOKENS
 from indexer.view_parts import (
     PART_BLOCKS,
-    CachePart,
     HeldBlocks,
-    ReleasedNames,
     Splits,
     ViewFacts,
     ViewPart,
@@ -70,9 +68,7 @@ class _Held(Struct, frozen=True, tag="held"):
 
 
 class _Released(Struct, frozen=True, tag="released"):
-    group: _Group
-    names: bytes
-    keys: bytes
+    """Names of blocks that went, which older versions tell and nobody uses."""
 
 
 class _End(Struct, frozen=True, tag="end"):
@@ -123,7 +119,7 @@ class SnapshotReader:
         header: _Header | None = None
         groups: frozenset[int | None] = frozenset()
         parts: list[ViewPart] = []
-        is_whole, counted_bytes = False, 0
+        is_whole, counted_bytes, unused = False, 0, 0
         for data in messages:
             self.size_bytes += len(data)
             counted_bytes += max(len(data), _MESSAGE_BYTES)
@@ -140,11 +136,16 @@ class SnapshotReader:
                 continue
             _require(header is not None, "a part in front of the header")
             if isinstance(message, _End):
-                _require(message.parts == len(parts), f"{len(parts)} parts of {message.parts}")
+                told = len(parts) + unused
+                _require(message.parts == told, f"{told} parts of {message.parts}")
                 is_whole = True
                 continue
+            if isinstance(message, _Released):
+                unused += 1
+                continue
             _require(message.group in groups, f"group {message.group} was not told")
-            parts.append(ViewPart(message.group, self._part(message)))
+            part = Splits(tuple(message.splits)) if isinstance(message, _Splits) else self._held(message)
+            parts.append(ViewPart(message.group, part))
         if header is None or not is_whole:
             raise PeerError("broken", f"it ended after {len(parts)} parts")
         return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
@@ -156,17 +157,6 @@ class SnapshotReader:
         _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
         usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
         return frozenset((None, *usable))
-
-    def _part(self, message: _Splits | _Held | _Released) -> CachePart:
-        match message:
-            case _Splits():
-                return Splits(tuple(message.splits))
-            case _Held():
-                return self._held(message)
-            case _Released():
-                names, keys = _words(message.names), _words(message.keys)
-                _require(len(names) == len(keys) <= PART_BLOCKS and names.all(), "released names")
-                return ReleasedNames(names, keys)
 
     def _held(self, message: _Held) -> HeldBlocks:
         keys, names = _words(message.keys), _words(message.names)
@@ -186,16 +176,12 @@ class SnapshotReader:
         return HeldBlocks(keys, tiers, name_counts, names, further)
 
 
-def _message(view_part: ViewPart) -> _Splits | _Held | _Released:
+def _message(view_part: ViewPart) -> _Splits | _Held:
     group, part = view_part.group, view_part.part
-    match part:
-        case Splits(splits):
-            return _Splits(group, list(splits))
-        case HeldBlocks():
-            columns = (part.keys, part.tiers, part.name_counts, part.names, part.copies)
-            return _Held(group, *(column.tobytes() for column in columns))
-        case ReleasedNames(names, keys):
-            return _Released(group, names.tobytes(), keys.tobytes())
+    if isinstance(part, Splits):
+        return _Splits(group, list(part.splits))
+    columns = (part.keys, part.tiers, part.name_counts, part.names, part.copies)
+    return _Held(group, *(column.tobytes() for column in columns))
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:

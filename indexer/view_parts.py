@@ -87,15 +87,7 @@ class HeldBlocks:
     copies: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReleasedNames:
-    """Names of blocks in a flat index that went, uint64 [names], and the keys they stood for, as many."""
-
-    names: NDArray[np.uint64]
-    keys: Keys
-
-
-CachePart = Splits | HeldBlocks | ReleasedNames
+CachePart = Splits | HeldBlocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

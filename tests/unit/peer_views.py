@@ -62,7 +62,8 @@ class Views:
             view.restore(part)
 
     def copy(self, other: Views, pod: str) -> None:
-        """Goes on from another's view of a pod."""
+        """Goes on from another's view, which forgets names of blocks that went: they are not told."""
+        other.index.arrays.released[:] = 0
         self.take(pod, list(snapshot_messages(other.snapshot(pod))))
 
     def held(self, pod: str, keys: Keys) -> list[list[int]]:

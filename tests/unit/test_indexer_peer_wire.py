@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import PeerError
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
-from indexer.view_parts import ReleasedNames, ViewPart, ViewSnapshot
+from indexer.view_parts import HeldBlocks, ViewPart, ViewSnapshot
 from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 
 POD = PODS[0]
@@ -75,11 +75,19 @@ def test_what_is_told_is_read() -> None:
     use(TOLD)
 
 
+def test_names_of_blocks_that_went_are_passed_over() -> None:
+    """Older versions tell names of blocks that went; without them the snapshot is the same."""
+    released = msgspec.msgpack.encode({"type": "released", "group": None, "names": b"n" * 8, "keys": b"k" * 8})
+    end = msgspec.msgpack.encode({"type": "end", "parts": len(TOLD) - 1})
+    assert len(reader().read([*TOLD[:-1], released, end]).parts) == len(TOLD) - 2
+
+
 def test_a_part_that_fits_in_no_message_is_not_told() -> None:
     """A part of more than 1 MiB is refused by its reason."""
     keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
     snapshot = Views().snapshot(POD)
-    part = ViewPart(None, ReleasedNames(keys, keys))
+    ones = np.ones(len(keys), np.uint8)
+    part = ViewPart(None, HeldBlocks(keys, ones, ones, keys, np.empty((0, 3), np.int64)))
     large = ViewSnapshot(7, DIGEST, snapshot.facts, 0, [part])
     with pytest.raises(PeerError, match="too_large"):
         list(snapshot_messages(large))
@@ -126,7 +134,6 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "copies of none": changed("held", copies=np.array([99, 0, 1], np.int64).tobytes()),
     "copies of a place before": changed("held", copies=np.array([-1, 0, 1], np.int64).tobytes()),
     "copies elsewhere": changed("held", copies=np.array([0, 3, 1], np.int64).tobytes()),
-    "released keys": changed("released", keys=b""),
     "end": changed("end", parts=1),
 }
 

@@ -11,11 +11,12 @@ import pytest
 from indexer.errors import PeerError
 from indexer.replay import Batch
 from indexer.view_exports import ViewExports
-from indexer.view_parts import ReleasedNames, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
 FACTS = ViewFacts(None, False, False, 1, ())
 MARK = (7, b"d" * 16)
-PART = ViewPart(None, ReleasedNames(np.ones(100, np.uint64), np.ones(100, np.uint64)))
+ONES, BYTES = np.ones(100, np.uint64), np.ones(100, np.uint8)
+PART = ViewPart(None, HeldBlocks(ONES, BYTES, BYTES, ONES, np.empty((0, 3), np.int64)))
 
 
 def begun(
