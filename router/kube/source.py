@@ -20,7 +20,6 @@ from indexer.roster import EngineState
 from router.kube.client import Kind, KubeClient
 from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
 from router.kube.events import EventPoster, Subject
-from router.kube.mirror import Mirror
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -41,7 +40,7 @@ from router.kube.pods import (
     rewrites_of,
 )
 from router.kube.problems import Diagnosis, Found, Problems
-from router.kube.watch import Reflector, WatchCollector
+from router.kube.watch import Mirror, Reflector, WatchCollector
 from router.pods import Pod
 from router.pods_source import PodsSource
 from router.resources import Resources
