@@ -34,15 +34,11 @@ _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class AccessLogDoor:
-    """envoy.service.accesslog.v3.AccessLogService.
-
-    Attributes:
-        distrust: Told of a pod that Envoy could not connect to (address, why).
-    """
+    """envoy.service.accesslog.v3.AccessLogService."""
 
     outcomes: Outcomes
     metrics: RouterMetrics
-    distrust: Callable[[str, str], None]
+    distrust: Callable[[str, str], None]  # told of a pod that Envoy could not connect to (address, why)
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service, with a reading of messages that is kinder than the generated one."""

@@ -14,15 +14,10 @@ from router.scrape import LoraLoad
 
 @dataclass(frozen=True, slots=True)
 class AdapterParameters:
-    """Physical constants.
+    """Physical constants."""
 
-    Attributes:
-        load_s: Bringing an adapter's weights to the device (100 MB from the host's memory or disk).
-        place_s: Until one of the adapters that run has no requests any more and makes room.
-    """
-
-    load_s: float = 0.2
-    place_s: float = 2.0
+    load_s: float = 0.2  # bringing an adapter's weights to the device (100 MB from the host's memory or disk)
+    place_s: float = 2.0  # until one of the adapters that run has no requests any more and makes room
 
 
 def adapter_s(

@@ -33,12 +33,7 @@ _STACKS_MAX = 20_000
 
 @dataclass(frozen=True, slots=True)
 class DebugPages:
-    """The pages by path.
-
-    Attributes:
-        plugins: Returns what configured plugins remember, by name.
-        routers: Returns the others of the fleet, by the time.
-    """
+    """The pages by path."""
 
     source: PodsSource
     pods: PodSet
@@ -47,8 +42,8 @@ class DebugPages:
     rates: PrefillRates
     explain: Explain
     health: Health
-    plugins: Callable[[], Mapping[str, Any]]
-    routers: Callable[[float], Sequence[Mapping[str, Any]]]
+    plugins: Callable[[], Mapping[str, Any]]  # returns what configured plugins remember, by name
+    routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the others of the fleet, by the time
 
     def pages(self) -> dict[str, Page]:
         return {

@@ -34,21 +34,13 @@ _SOURCE = ""
 
 @dataclass(slots=True)
 class _Watched:
-    """One pod's probing.
+    """One pod's probing."""
 
-    Attributes:
-        poke: Set when the pod is to be probed at once.
-        models_due_s: From when on the next probe asks for the models too.
-        running: Whether a probe is out.
-        void: Whether the probe that is out began before bad news and must not make the pod ready.
-        task: Probes it again and again.
-    """
-
-    poke: asyncio.Event = field(default_factory=asyncio.Event)
-    models_due_s: float = 0.0
-    running: bool = False
-    void: bool = False
-    task: asyncio.Task[None] | None = None
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set when the pod is to be probed at once
+    models_due_s: float = 0.0  # from when on the next probe asks for the models too
+    running: bool = False  # whether a probe is out
+    void: bool = False  # whether the probe that is out began before bad news and must not make the pod ready
+    task: asyncio.Task[None] | None = None  # probes it again and again
 
 
 class PodWatch:

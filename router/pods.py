@@ -23,18 +23,12 @@ _ENGINE_PATHS = {"trtllm-serve": "/prometheus/metrics"}
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What a pod serves, as its /v1/models says.
-
-    Attributes:
-        aliases: All names of the base model, `base` included.
-        adapters: Names of the loaded LoRA adapters.
-        max_model_len: Longest prompt plus answer in tokens; None if not told.
-    """
+    """What a pod serves, as its /v1/models says."""
 
     base: str
-    aliases: frozenset[str]
-    adapters: frozenset[str] = frozenset()
-    max_model_len: int | None = None
+    aliases: frozenset[str]  # all names of the base model, `base` included
+    adapters: frozenset[str] = frozenset()  # names of the loaded LoRA adapters
+    max_model_len: int | None = None  # longest prompt plus answer in tokens; None if not told
 
     def serves(self, model: str) -> bool:
         return model in self.aliases or model in self.adapters
@@ -42,16 +36,11 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where an engine says that it publishes its KV events.
+    """Where an engine says that it publishes its KV events."""
 
-    Attributes:
-        told: Whether it has such a page.
-        off: Whether it says that it publishes nothing.
-        labels: The same as labels of a pods file say it; without a replay port it answers no replays.
-    """
-
-    told: bool = False
-    off: bool = False
+    told: bool = False  # whether it has such a page
+    off: bool = False  # whether it says that it publishes nothing
+    # As labels of a pods file say it; without a replay port it answers no replays.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,39 +50,23 @@ NOT_TOLD = EventSources()
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod.
+    """One pod."""
 
-    Attributes:
-        address: "ip:port", its identity.
-        ready: Whether it may be given requests.
-        why: Why it is not ready, for a person; empty when it is.
-        silent: Whether only silence took it out: it was late, or its connection broke. It may answer yet.
-        probed: Whether it was ever probed to an end.
-        failures: Probes in a row that ran out of time.
-        refused: Whether its port refused the last connection that was taken or refused at all.
-        unreachable: Whether the last connection neither came about nor was refused.
-        models: None until it has told.
-        load: What its metrics said last; None if they never could be read.
-        sources: Where it says that it publishes its events; None until it was asked.
-        loadless: Probes in a row that it answered without telling its load.
-        asleep: Whether its engine sleeps: it answers probes, but no request.
-    """
-
-    address: str
+    address: str  # "ip:port", its identity
     name: str
     entry: PodEntry
-    ready: bool = False
-    why: str = "not probed yet"
-    silent: bool = False
-    probed: bool = False
-    failures: int = 0
-    models: ServedModels | None = None
-    load: EngineLoad | None = None
-    refused: bool = False
-    unreachable: bool = False
-    sources: EventSources | None = None
-    loadless: int = 0
-    asleep: bool = False
+    ready: bool = False  # whether it may be given requests
+    why: str = "not probed yet"  # why it is not ready, for a person; empty when it is
+    silent: bool = False  # whether only silence took it out (late, or cut off); it may answer yet
+    probed: bool = False  # whether it was ever probed to an end
+    failures: int = 0  # probes in a row that ran out of time
+    models: ServedModels | None = None  # None until it has told
+    load: EngineLoad | None = None  # what its metrics said last; None if they never could be read
+    refused: bool = False  # whether its port refused the last connection that was taken or refused at all
+    unreachable: bool = False  # whether the last connection neither came about nor was refused
+    sources: EventSources | None = None  # where it says that it publishes its events; None until it was asked
+    loadless: int = 0  # probes in a row that it answered without telling its load
+    asleep: bool = False  # whether its engine sleeps: it answers probes, but no request
 
     @property
     def takes_requests(self) -> bool:
@@ -117,15 +90,10 @@ NOT_READY_THERE = "declared as not ready"
 
 @dataclass(slots=True)
 class PodSet:
-    """The current pods by address.
+    """The current pods by address."""
 
-    Attributes:
-        board: Where their loads are kept for pricing.
-        generation: Grows whenever something changed that decides who may take a request.
-    """
-
-    board: PodBoard = field(default_factory=PodBoard)
-    generation: int = 0
+    board: PodBoard = field(default_factory=PodBoard)  # where their loads are kept for pricing
+    generation: int = 0  # grows whenever something changed that decides who may take a request
     _pods: dict[str, Pod] = field(default_factory=dict)
 
     def snapshot(self) -> PodSnapshot:

@@ -35,34 +35,20 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]*:([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a pod answered.
-
-    Attributes:
-        healthy: Whether GET /health was answered with 200.
-        timed_out: Whether it was not answered in time, which a busy pod may do now and then.
-        refused: Whether the connection was refused.
-        unreachable: Whether no connection came about in time, or there is no route.
-        why: What is wrong, for a person; empty when healthy.
-        models: None when not asked for, or not told.
-        load: None when not told.
-        why_no_load: Why it was not told, for a person; empty where it was, and for a pod that is not healthy.
-        asleep: Whether its engines sleep; None when its metrics could not be read.
-        reading: What the page tells of the engine's life; None when not told.
-        sources: Where it says that it publishes its events; None when not asked for.
-    """
+    """What a pod answered."""
 
     address: str
-    healthy: bool
-    timed_out: bool = False
-    why: str = ""
-    models: ServedModels | None = None
-    load: EngineLoad | None = None
-    reading: EngineReading | None = None
-    refused: bool = False
-    unreachable: bool = False
-    sources: EventSources | None = None
-    why_no_load: str = ""
-    asleep: bool | None = None
+    healthy: bool  # whether GET /health was answered with 200
+    timed_out: bool = False  # whether it was not answered in time, which a busy pod may do now and then
+    why: str = ""  # what is wrong, for a person; empty when healthy
+    models: ServedModels | None = None  # None when not asked for, or not told
+    load: EngineLoad | None = None  # None when not told
+    reading: EngineReading | None = None  # what the page tells of the engine's life; None when not told
+    refused: bool = False  # whether the connection was refused
+    unreachable: bool = False  # whether no connection came about in time, or there is no route
+    sources: EventSources | None = None  # where it says that it publishes its events; None when not asked for
+    why_no_load: str = ""  # for a person; empty where it was told, and for a pod that is not healthy
+    asleep: bool | None = None  # whether its engines sleep; None when its metrics could not be read
 
 
 class Prober:

@@ -86,12 +86,7 @@ def _engine_port(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
-    """Where pods are found.
-
-    Attributes:
-        pool: "": pods are found by `selector`.
-        events_bind: Whether pods may connect to us instead.
-    """
+    """Where pods are found: in a pool, or by `selector`."""
 
     pool: str = flag(
         _GROUP,
@@ -148,7 +143,7 @@ class KubeConfig:
         DEFAULT_EVENTS_PORT + 1,
         "where they answer replays; 0: nowhere",
     )
-    events_bind: bool = False
+    events_bind: bool = False  # whether pods may connect to us instead
     kubeconfig: Path | None = flag(
         _GROUP,
         "--kubeconfig",

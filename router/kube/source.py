@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,6 @@ from indexer.pod_entry import PodEntry
 from indexer.roster import EngineState
 from router.kube.client import Kind, KubeClient
 from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
-from router.kube.events import EventPoster, Subject
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -39,7 +39,7 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import Diagnosis, Found, Problems
+from router.kube.problems import EventPoster, Found, Problems, Subject, of_cluster, of_pods
 from router.kube.watch import Mirror, Reflector, WatchCollector
 from router.pods import Pod
 from router.pods_source import PodsSource
@@ -76,7 +76,7 @@ class KubeSource(PodsSource):
         self._take = take
         self._rewrites_apply = rewrites
         self._client = KubeClient(config.kubeconfig)
-        self._namespace = namespace = config.namespace or self._client.namespace
+        self._namespace = config.namespace or self._client.namespace
         self._news: Callable[[], None] = lambda: None
         self._pool: Pool | None = None
         self._pool_problem = ""
@@ -101,7 +101,6 @@ class KubeSource(PodsSource):
         self._watches = {watch.name: watch for watch in followed}
         self._poster = EventPoster(self._client, self._subject)
         self._problems = Problems(registry, self._poster.post)
-        self._diagnosis = Diagnosis(config, namespace)
         registry.register(WatchCollector(self._watches))
 
     def start(self, news: Callable[[], None]) -> None:
@@ -162,6 +161,7 @@ class KubeSource(PodsSource):
         bad_pods = mirror.problems
         if left_out := self._left_out + mirror.left_out:
             bad_pods[""] = f"{left_out} more than can be followed"
+        probed = {address for _, _, known in self._known.values() for address in known.probed}
         found = Found(
             errors={name: state.error for name, state in states.items() if state.error is not None},
             pool_listed=self._pools.state.listed,
@@ -171,13 +171,13 @@ class KubeSource(PodsSource):
             pods_listed=self._pods.state.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
-            probed={address for _, _, known in self._known.values() for address in known.probed},
             bad_pods=bad_pods,
             bad_annotations=self._complaints,
             bad_objectives=self._objectives.mirror.problems,
             bad_rewrites=self._bad_rewrites(),
         )
-        self._problems.see(self._diagnosis.problems(found, pods, engines, now_s), now_s)
+        facts = chain(of_cluster(found, self._config, self._namespace), of_pods(pods, engines, probed))
+        self._problems.see(facts, now_s)
 
     def shown(self, now_s: float) -> Any:
         pool, rules = self._pool, self._rules()
