@@ -54,7 +54,8 @@ class AccessLogDoor:
         self, messages: Iterator[Any], _context: grpc.ServicerContext
     ) -> als_pb2.StreamAccessLogsResponse:
         for message in messages:
-            self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
+            for join, entries in Counter(map(self._taken, message.http_logs.log_entry)).items():
+                self.metrics.count("logged", join, number=entries)
         return als_pb2.StreamAccessLogsResponse()
 
     def _taken(self, entry: Any) -> str:

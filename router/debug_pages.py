@@ -1,4 +1,4 @@
-"""What the debug pages show: the live state in, JSON-ready values out; of HTTP only a status and a query."""
+"""The metrics port: Prometheus' page and pages for people, from the live state; a server that guards them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,100 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from ssl import SSLContext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from indexer import StreamState
-from router.debug_http import Page, Query
+from indexer.page_server import Lane, PageServer, Request, Response
 from router.explain import Explain
 from router.health import Health
 from router.ledger import Ledger
 from router.pods import Pod, PodSet
 from router.pods_source import PodsSource
 from router.rates import PrefillRates
+from router.tcp_listen import bound_socket
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
+    from router.kube.metrics_auth import MetricsAuth
 
+_JSON = "application/json"
+# Probes bring no token, and are answered while other pages take their time.
+_OPEN_TO_ALL = ("/healthz", "/ready")
 _DECISIONS_DEFAULT = 20
 _SAMPLE_EVERY_S = 0.01
 _PROFILE_S, _PROFILE_MAX_S = 30.0, 120.0
 _STACK_DEPTH_MAX = 100
 _STACKS_MAX = 20_000
+
+Query = Mapping[str, str]
+Page = Callable[[Query], tuple[int, Any]]
+
+
+class DebugServer:
+    """The metrics port's server.
+
+    Args:
+        pages: By path: given the query, a status and a value that is answered as JSON, or as text if it is
+            text. They run on threads, several at once.
+        tls: Gives the context for a new connection; None: plaintext.
+        authorize: None: everybody sees everything. /healthz and /ready are open to all in any case.
+
+    Raises:
+        ListenError: The address is in use.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        pages: Mapping[str, Page],
+        *,
+        tls: Callable[[], SSLContext] | None = None,
+        authorize: MetricsAuth | None = None,
+    ) -> None:
+        self._registry, self._pages, self._authorize = registry, dict(pages), authorize
+        self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)
+        self.port = self._server.port
+        self._probes, self._others = Lane("pages-probes"), Lane("pages-others")
+
+    def start(self) -> None:
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.close()
+        for part in (self._probes, self._others, self._authorize):
+            if part is not None:
+                part.close()
+
+    async def _answer(self, request: Request) -> Response:
+        if request.path in _OPEN_TO_ALL:
+            return await self._probes.run(lambda: self._page(request))
+        if self._authorize is not None:
+            refusal = await self._authorize.refusal(request.path, request.headers.get("authorization"))
+            if refusal is not None:
+                return _response(refusal, {"error": "not allowed"})
+        return await self._others.run(lambda: self._page(request))
+
+    def _page(self, request: Request) -> Response:
+        if request.path == "/metrics":
+            return Response(200, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        page = self._pages.get(request.path)
+        if page is None:
+            return _response(404, {"error": f"no such page; there are /metrics, {', '.join(self._pages)}"})
+        return _response(*page(request.query))
+
+
+def _response(status: int, value: Any) -> Response:
+    if isinstance(value, str):
+        return Response(status, value.encode("utf-8", "replace"))
+    return Response(status, msgspec.json.encode(value), _JSON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +121,13 @@ class DebugPages:
 
     def pages(self) -> dict[str, Page]:
         return {
-            "/healthz": self._alive,
+            "/healthz": lambda _query: (200, {"status": "alive"}),
             "/ready": self._is_ready,
             "/debug/decisions": self._decisions,
             "/debug/pods": self._pod_list,
-            "/debug/discovery": self._discovery,
-            "/debug/plugins/state": self._plugin_states,
+            "/debug/discovery": lambda _query: (200, self.source.shown(time.monotonic())),
+            "/debug/plugins/state": lambda _query: (200, {"plugins": self.plugins()}),
         }
-
-    def _alive(self, _query: Query) -> tuple[int, Any]:
-        return 200, {"status": "alive"}
 
     def _is_ready(self, _query: Query) -> tuple[int, Any]:
         index = {
@@ -87,12 +158,6 @@ class DebugPages:
             "parity": self.index.parity_details(),
         }
 
-    def _discovery(self, _query: Query) -> tuple[int, Any]:
-        return 200, self.source.shown(time.monotonic())
-
-    def _plugin_states(self, _query: Query) -> tuple[int, Any]:
-        return 200, {"plugins": self.plugins()}
-
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
         models = pod.models
         return {
@@ -114,50 +179,48 @@ class DebugPages:
         }
 
 
-class Profiling:
+_profiling = threading.Lock()
+
+
+def profile_pages() -> dict[str, Page]:
     """What the process does with its time: /debug/pprof/ as text.
 
     Sampled from outside the threads, so it costs nothing until asked; one profile at a time, bounded in time
     and size. A profile's lines are collapsed stacks ("outer;inner count"), which flame graph tools read.
     """
+    index = (
+        "profile?seconds=N  collapsed stacks of all threads, 100 samples a second (default 30)\n"
+        "goroutine          where every thread stands now\n"
+    )
+    return {
+        "/debug/pprof/": lambda _query: (200, index),
+        "/debug/pprof/profile": _profile,
+        "/debug/pprof/goroutine": lambda _query: (200, _threads()),
+    }
 
-    def __init__(self) -> None:
-        self._running = threading.Lock()
 
-    def pages(self) -> Mapping[str, Page]:
-        return {
-            "/debug/pprof/": self._index,
-            "/debug/pprof/profile": self._profile,
-            "/debug/pprof/goroutine": self._threads,
-        }
+def _profile(query: Query) -> tuple[int, str]:
+    try:
+        seconds = float(query.get("seconds", _PROFILE_S))
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= _PROFILE_MAX_S:
+        return 400, f"seconds must be a number above 0, at most {_PROFILE_MAX_S:g}\n"
+    if not _profiling.acquire(blocking=False):
+        return 503, "another profile is being taken\n"
+    try:
+        stacks = _sampled(seconds)
+    finally:
+        _profiling.release()
+    return 200, "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())
 
-    def _index(self, _query: Query) -> tuple[int, str]:
-        return 200, (
-            "profile?seconds=N  collapsed stacks of all threads, 100 samples a second (default 30)\n"
-            "goroutine          where every thread stands now\n"
-        )
 
-    def _profile(self, query: Query) -> tuple[int, str]:
-        try:
-            seconds = float(query.get("seconds", _PROFILE_S))
-        except ValueError:
-            seconds = 0.0
-        if not 0.0 < seconds <= _PROFILE_MAX_S:
-            return 400, f"seconds must be a number above 0, at most {_PROFILE_MAX_S:g}\n"
-        if not self._running.acquire(blocking=False):
-            return 503, "another profile is being taken\n"
-        try:
-            return 200, _collapsed(_sampled(seconds))
-        finally:
-            self._running.release()
-
-    def _threads(self, _query: Query) -> tuple[int, str]:
-        names = _thread_names()
-        stacks = [
-            f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
-            for number, frame in _frames().items()
-        ]
-        return 200, "\n".join(stacks)
+def _threads() -> str:
+    names = _thread_names()
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
+        for number, frame in _frames().items()
+    )
 
 
 def _sampled(seconds: float) -> Counter[str]:
@@ -174,7 +237,7 @@ def _sampled(seconds: float) -> Counter[str]:
 
 
 def _frames() -> dict[int, FrameType]:
-    """Of all threads but this one."""
+    """Return the stacks of all threads but this one."""
     own = threading.get_ident()
     # The only way to see other threads' stacks; documented for exactly this, whatever its underscore says.
     return {number: frame for number, frame in sys._current_frames().items() if number != own}
@@ -191,7 +254,3 @@ def _stack(frame: FrameType | None) -> str:
         places.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}:{frame.f_lineno}")
         frame = frame.f_back
     return ";".join(reversed(places))
-
-
-def _collapsed(stacks: Counter[str]) -> str:
-    return "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
-from router.debug_http import DebugServer
-from router.debug_pages import DebugPages, Profiling
+from router.debug_pages import DebugPages, DebugServer, profile_pages
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.replicas.journal import READERS_MAX
@@ -110,7 +109,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
         config.host,
         config.metrics_port,
         registry,
-        pages.pages() | (dict(Profiling().pages()) if config.profiling else {}),
+        pages.pages() | (profile_pages() if config.profiling else {}),
         tls=tls,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
     )

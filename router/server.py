@@ -39,7 +39,7 @@ from router.health import (
 from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
-from router.metrics import MetricTwins, RouterMetrics, StateCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
@@ -54,8 +54,6 @@ from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
 from router.stop_signals import StopSignals
-from router.stream_metrics import StreamMetrics
-from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces
 

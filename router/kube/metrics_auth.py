@@ -11,12 +11,12 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cachetools import TLRUCache
 
+from indexer.page_server import Lane
 from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
 
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _UNKNOWN, _FORBIDDEN, _AWAY = 401, 403, 503
 _TOKEN_CHARS_MAX = 16_384
 _KEPT = 1024
+_NOT_KEPT = 0
 # As long as the reference's library keeps them.
 _KEPT_IF_ALLOWED_S, _KEPT_IF_NOT_S = 60.0, 10.0
 
@@ -50,41 +51,34 @@ class _Review(msgspec.Struct):
 
 
 class MetricsAuth:
-    """Decides for each request; safe to share between threads."""
+    """Decides for each request; to be used by one event loop."""
 
     def __init__(self, reviewer: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._reviewer = reviewer
         # By path and digest of the token.
         self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, clock)
-        self._lock = Lock()
+        self._reviews = Lane("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
-    def known(self, path: str, authorization: str | None) -> tuple[int | None] | None:
-        """Return the answer of `refusal` in a tuple if the cluster need not be asked, else None."""
+    def close(self) -> None:
+        self._reviews.close()
+
+    async def refusal(self, path: str, authorization: str | None) -> int | None:
+        """Return the status to refuse with; None: the page may be shown."""
         token = _token(authorization)
         if token is None:
-            return (_UNKNOWN,)
+            return _UNKNOWN
+        key = hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest()
+        known = self._kept.get(key, _NOT_KEPT)
+        if known != _NOT_KEPT:
+            return known
         try:
-            with self._lock:
-                return (self._kept[_key(path, token)],)
-        except KeyError:
-            return None
-
-    def refusal(self, path: str, authorization: str | None) -> int | None:
-        """The status to refuse with; None: the page may be shown."""
-        known = self.known(path, authorization)
-        if known is not None:
-            return known[0]
-        token = _token(authorization) or ""
-        try:
-            answer = self._ask(path, token)
+            answer = self._kept[key] = await self._reviews.run(lambda: self._ask(path, token))
         except (ClusterError, msgspec.MsgspecError) as error:
             self._repeated.event(
                 "review_failed", "reviews", "the cluster cannot be asked who reads %s: %s", path[:100], error
             )
             return _AWAY
-        with self._lock:
-            self._kept[_key(path, token)] = answer
         return answer
 
     def _ask(self, path: str, token: str) -> int | None:
@@ -114,7 +108,3 @@ def _token(authorization: str | None) -> str | None:
     scheme, _, token = (authorization or "").partition(" ")
     token = token.strip()
     return token if scheme.lower() == "bearer" and 0 < len(token) <= _TOKEN_CHARS_MAX else None
-
-
-def _key(path: str, token: str) -> bytes:
-    return hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest()
