@@ -7,6 +7,7 @@ of what is asked.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import httptools
@@ -48,49 +49,45 @@ class HttpGetter:
             OSError: It cannot be connected to, or the connection broke.
             HttpGetError: The answer is no HTTP, or too long.
         """
-        connecting = False
+        secret = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
+        request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
+        connection = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                kept = self._connections.pop(address, None)
-                if kept is not None and kept.is_open:
-                    try:
-                        return await self._exchange(kept, address, path, bearer)
-                    except ConnectionError:
-                        pass  # a kept connection that the other side has closed meanwhile says nothing
-                loop = asyncio.get_running_loop()
+                connection = self._connections.pop(address, None)
+                if connection is not None and connection.is_open:
+                    # One that the other side has closed meanwhile says nothing.
+                    with suppress(ConnectionError):
+                        return await self._exchange(connection, address, request)
+                connection = None
                 host, _, port = address.rpartition(":")
-                connecting = True
-                _, connection = await loop.create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
                 )
-                connecting = False
-                return await self._exchange(connection, address, path, bearer)
+                return await self._exchange(connection, address, request)
         except TimeoutError as error:
-            if connecting:
+            if connection is None:
                 raise ConnectTimeoutError(f"no connection to {address}") from error
             raise
 
-    def forget(self, address: str) -> None:
-        if (connection := self._connections.pop(address, None)) is not None:
-            connection.abort()
+    def forget(self, host: str) -> None:
+        """Drops all connections to a host that nobody uses now."""
+        for address in [known for known in self._connections if known.rpartition(":")[0] == host]:
+            self._connections.pop(address).abort()
 
     def close(self) -> None:
-        for address in list(self._connections):
-            self.forget(address)
+        while self._connections:
+            self._connections.popitem()[1].abort()
 
-    async def _exchange(
-        self, connection: _Connection, address: str, path: str, bearer: str | None
-    ) -> tuple[int, bytes]:
-        secret = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
+    async def _exchange(self, connection: _Connection, address: str, request: bytes) -> tuple[int, bytes]:
         try:
-            answer = await connection.get(
-                f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
-            )
+            answer = await connection.get(request)
         except BaseException:
             connection.abort()
             raise
         # Another exchange with this address may have left its connection meanwhile.
-        self.forget(address)
+        if (other := self._connections.get(address)) is not None:
+            other.abort()
         self._connections[address] = connection
         return answer
 
@@ -108,7 +105,10 @@ class _Connection(asyncio.Protocol):
         self._has_length = False
         # Whether the end of the connection is the end of a body.
         self._may_end = False
-        self.is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
 
     def get(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
         """Sends a request; the answer is for the future."""
@@ -123,12 +123,10 @@ class _Connection(asyncio.Protocol):
         return self._answer
 
     def abort(self) -> None:
-        self.is_open = False
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = transport, True
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
@@ -140,7 +138,6 @@ class _Connection(asyncio.Protocol):
             self._fail(HttpGetError(f"no HTTP answer: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.is_open = False
         if self._may_end and error is None:
             self.on_message_complete()
         self._fail(ConnectionResetError(str(error or "closed by the other side")))

@@ -66,8 +66,6 @@ class Prober:
         self._timeout_s = timeout_s
         self._admin_token = admin_token
         self._metrics_path = metrics_path
-        # By pod, where they are not at its own address: whose connection ends with the pod.
-        self._metrics_addresses: dict[str, str] = {}
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=timeout_s)
 
     async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
@@ -96,7 +94,6 @@ class Prober:
         told = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
         metrics_address, path = metrics_page(entry, self._metrics_path)
-        self._keep_metrics_address(address, metrics_address)
         metrics, why_no_load = await self._page(metrics_address, path)
         load, reading, asleep = None, None, None
         if metrics is not None:
@@ -118,30 +115,20 @@ class Prober:
         )
 
     def forget(self, address: str) -> None:
-        """The pod is gone: drops its connections."""
-        self._http.forget(address)
-        if (metrics_address := self._metrics_addresses.pop(address, None)) is not None:
-            self._http.forget(metrics_address)
+        """The pod is gone: drops its connections, wherever its metrics are."""
+        self._http.forget(address.rpartition(":")[0])
 
     def close(self) -> None:
         self._http.close()
-
-    def _keep_metrics_address(self, pod: str, address: str) -> None:
-        if (former := self._metrics_addresses.get(pod, pod)) != address:
-            if former != pod:
-                self._http.forget(former)
-            self._metrics_addresses[pod] = address
 
     async def _sources(self, entry: PodEntry) -> EventSources:
         if entry.admin is None:
             page, _ = await self._page(entry.pod, _SOURCES_PATH)
         else:
             # Of all addresses this alone is sent the token.
-            try:
-                page, _ = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
-            finally:
-                # Seldom asked: the connection is not worth keeping.
-                self._http.forget(entry.admin)
+            page, _ = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
+            # Seldom asked: the connection is not worth keeping.
+            self.forget(entry.admin)
         return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
 
     async def _page(self, address: str, path: str, bearer: str | None = None) -> tuple[bytes | None, str]:
