@@ -14,16 +14,16 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from indexer import StreamState
 from indexer.page_server import Lane, PageServer, Request, Response
 from router.explain import Explain
 from router.health import Health
 from router.ledger import Ledger
-from router.pods import Pod, PodSet
-from router.pods_source import PodsSource
+from router.pods import Pod, PodSet, PodsSource
 from router.rates import PrefillRates
 from router.tcp_listen import bound_socket
 
@@ -61,7 +61,7 @@ class DebugServer:
         self,
         host: str,
         port: int,
-        registry: CollectorRegistry,
+        registry: Collector,
         pages: Mapping[str, Page],
         *,
         tls: Callable[[], SSLContext] | None = None,

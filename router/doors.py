@@ -12,6 +12,7 @@ from router.config import RouterConfig
 from router.debug_pages import DebugPages, DebugServer, profile_pages
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
+from router.metrics import MetricTwins
 from router.replicas.journal import READERS_MAX
 from router.tcp_listen import check_free
 
@@ -108,7 +109,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
     return DebugServer(
         config.host,
         config.metrics_port,
-        registry,
+        registry if config.compat == "off" else MetricTwins(registry),
         pages.pages() | (profile_pages() if config.profiling else {}),
         tls=tls,
         authorize=_metrics_auth(config) if config.metrics_auth else None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from threading import Condition, Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import msgspec
@@ -74,7 +74,7 @@ _FIRST_WORDS_STAY = frozenset({Reason.API_UNREACHABLE})
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What discovery knows now; what is wrong with objects is told by name."""
+    """What discovery knows now."""
 
     errors: Mapping[str, ClusterError] = field(default_factory=dict)  # by what is watched, why that fails
     pool_listed: bool = False
@@ -84,10 +84,9 @@ class Found:
     pods_listed: bool = False
     pods: int = 0
     ready: int = 0
-    bad_pods: Mapping[str, str] = field(default_factory=dict)
-    bad_annotations: Mapping[str, str] = field(default_factory=dict)
-    bad_objectives: Mapping[str, str] = field(default_factory=dict)
-    bad_rewrites: Mapping[str, str] = field(default_factory=dict)
+    bad: Mapping[Reason, Mapping[str, str]] = field(
+        default_factory=dict
+    )  # by reason and object
 
 
 class Fact(NamedTuple):
@@ -118,17 +117,12 @@ def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fac
         yield Fact(Reason.POOL_NOT_FOUND, "", f"no {pool} in namespace {namespace}")
     if found.pods_listed and found.selector:
         which = f"of namespace {namespace} that match {found.selector}"
-        if not found.pods and not found.bad_pods:
+        if not found.pods and not found.bad.get(Reason.BAD_POD):
             yield Fact(Reason.NO_PODS_MATCH, "", f"there are no pods {which}", _SETTLING_S)
         elif not found.ready:
             text = f"none of the {found.pods} pods {which} is Ready"
             yield Fact(Reason.PODS_NOT_READY, "", text, _SETTLING_S)
-    for reason, bad in (
-        (Reason.BAD_POD, found.bad_pods),
-        (Reason.BAD_ANNOTATION, found.bad_annotations),
-        (Reason.BAD_OBJECTIVE, found.bad_objectives),
-        (Reason.BAD_REWRITE, found.bad_rewrites),
-    ):
+    for reason, bad in found.bad.items():
         for name, what in bad.items():
             yield Fact(reason, name, f"{name}: {what}" if name else what)
 
@@ -278,9 +272,8 @@ class EventPoster:
         self._client = client
         self._subject = subject
         self._refused = False
-        self._wake = Condition()
         self._waiting: dict[Reason, str] = {}
-        self._has_news = False
+        self._wake = Event()
         self._closing = False
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
 
@@ -289,36 +282,25 @@ class EventPoster:
 
     def close(self) -> None:
         """Ends it, and drops what waits; idempotent."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
+        self._closing = True
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
     def post(self, reason: Reason, message: str) -> None:
         """Has an Event posted; "" when the problem is over. Never blocks."""
-        with self._wake:
-            if message:
-                self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
-            else:
-                self._waiting.pop(reason, None)
-            self._has_news = True
-            self._wake.notify_all()
+        self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
+        self._wake.set()
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                retry_s = _RETRY_S if self._waiting else None
-                self._wake.wait_for(lambda: self._has_news or self._closing, retry_s)
-                if self._closing:
-                    return
-                self._has_news = False
-                waiting = dict(self._waiting)
-            for reason, message in waiting.items():
-                is_done = self._try(reason, message)
-                with self._wake:
-                    if is_done and self._waiting.get(reason) == message:
-                        del self._waiting[reason]
+        while not self._closing:
+            self._wake.wait(_RETRY_S if self._waiting else None)
+            self._wake.clear()
+            for reason in () if self._closing else list(self._waiting):
+                message = self._waiting.pop(reason)
+                if message and not self._try(reason, message):
+                    # Again later, unless there is newer.
+                    self._waiting.setdefault(reason, message)
 
     def _try(self, reason: Reason, message: str) -> bool:
         """Post a message; return False if it is to be tried again."""

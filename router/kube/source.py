@@ -39,10 +39,9 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import EventPoster, Found, Problems, Subject, of_cluster, of_pods
+from router.kube.problems import EventPoster, Found, Problems, Reason, Subject, of_cluster, of_pods
 from router.kube.watch import Mirror, Reflector, WatchCollector
-from router.pods import Pod
-from router.pods_source import PodsSource
+from router.pods import Pod, PodsSource
 from router.resources import Resources
 
 _log = logging.getLogger(__name__)
@@ -171,10 +170,12 @@ class KubeSource(PodsSource):
             pods_listed=self._pods.state.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
-            bad_pods=bad_pods,
-            bad_annotations=self._complaints,
-            bad_objectives=self._objectives.mirror.problems,
-            bad_rewrites=self._bad_rewrites(),
+            bad={
+                Reason.BAD_POD: bad_pods,
+                Reason.BAD_ANNOTATION: self._complaints,
+                Reason.BAD_OBJECTIVE: self._objectives.mirror.problems,
+                Reason.BAD_REWRITE: self._bad_rewrites(),
+            },
         )
         facts = chain(of_cluster(found, self._config, self._namespace), of_pods(pods, engines, probed))
         self._problems.see(facts, now_s)

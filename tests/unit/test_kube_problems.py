@@ -70,10 +70,10 @@ def test_where_all_is_well_there_is_no_problem() -> None:
         ({"errors": {"pods": ClusterError(0, "refused")}}, Reason.API_UNREACHABLE, "refused"),
         ({"errors": {"pods": ClusterError(403, "no")}}, Reason.FORBIDDEN, "no"),
         ({"errors": {"objectives": ClusterError(401, "who")}}, Reason.FORBIDDEN, "who"),
-        ({"bad_pods": {"a": "x"}}, Reason.BAD_POD, "a: x"),
-        ({"bad_annotations": {"a": "x"}}, Reason.BAD_ANNOTATION, "a: x"),
-        ({"bad_objectives": {"a": "x"}}, Reason.BAD_OBJECTIVE, "a: x"),
-        ({"bad_rewrites": {"": "x"}}, Reason.BAD_REWRITE, "x"),
+        ({"bad": {Reason.BAD_POD: {"a": "x"}}}, Reason.BAD_POD, "a: x"),
+        ({"bad": {Reason.BAD_ANNOTATION: {"a": "x"}}}, Reason.BAD_ANNOTATION, "a: x"),
+        ({"bad": {Reason.BAD_OBJECTIVE: {"a": "x"}}}, Reason.BAD_OBJECTIVE, "a: x"),
+        ({"bad": {Reason.BAD_REWRITE: {"": "x"}}}, Reason.BAD_REWRITE, "x"),
     ],
 )
 def test_each_mistake_has_its_reason(fields: dict[str, Any], reason: Reason, part: str) -> None:
@@ -164,7 +164,7 @@ def test_how_long_something_lasts_is_counted_from_when_it_began() -> None:
 def test_of_many_pods_a_few_are_named() -> None:
     """The text stays readable whatever is wrong with hundreds of pods."""
     many = {f"pod-{number:03}": "x" for number in range(500)}
-    text = found_after(0.0, replace(GOOD, bad_annotations=many))[Reason.BAD_ANNOTATION]
+    text = found_after(0.0, replace(GOOD, bad={Reason.BAD_ANNOTATION: many}))[Reason.BAD_ANNOTATION]
     assert text == "pod-000: x; pod-001: x; pod-002: x; and 497 more"
 
 
