@@ -76,7 +76,7 @@ _FIRST_WORDS_STAY = frozenset({Reason.API_UNREACHABLE})
 class Found:
     """What discovery knows now."""
 
-    errors: Mapping[str, ClusterError] = field(default_factory=dict)  # by what is watched, why that fails
+    errors: Mapping[str, ClusterError | None] = field(default_factory=dict)  # why a watch fails, by its name
     pool_listed: bool = False
     pool: bool = False  # whether it is there and can be used
     pool_problem: str = ""  # why it cannot be used
@@ -84,9 +84,7 @@ class Found:
     pods_listed: bool = False
     pods: int = 0
     ready: int = 0
-    bad: Mapping[Reason, Mapping[str, str]] = field(
-        default_factory=dict
-    )  # by reason and object
+    bad: Mapping[Reason, Mapping[str, str]] = field(default_factory=dict)  # by reason and object
 
 
 class Fact(NamedTuple):
@@ -102,6 +100,8 @@ def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fac
     """What is wrong with watches, the pool, and the objects that they tell of."""
     version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
     for what, error in found.errors.items():
+        if error is None:
+            continue
         if error.status in _REFUSALS:
             yield Fact(Reason.FORBIDDEN, what, str(error))
         elif error.status == _NOT_FOUND and what == "pool":

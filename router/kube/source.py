@@ -135,9 +135,9 @@ class KubeSource(PodsSource):
         if rules is None:
             entries: tuple[PodEntry, ...] = ()
             # Before the first list nothing is known; after it, a pool that is gone has no pods.
-            if self._entries is None or not self._pools.state.listed or self._pool is not None:
+            if self._entries is None or not self._pools.listed or self._pool is not None:
                 return None
-        elif not self._pods.state.listed:
+        elif not self._pods.listed:
             return None
         else:
             entries = self._declared(rules)
@@ -150,24 +150,23 @@ class KubeSource(PodsSource):
         missing = []
         if self._config.pool and self._pool is None:
             missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
-        if not self._pods.state.listed:
+        if not self._pods.listed:
             missing.append(f"pods of namespace {self._namespace}")
         return missing
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        states = {name: watch.state for name, watch in self._watches.items()}
         mirror = self._pods.mirror
         bad_pods = mirror.problems
         if left_out := self._left_out + mirror.left_out:
             bad_pods[""] = f"{left_out} more than can be followed"
         probed = {address for _, _, known in self._known.values() for address in known.probed}
         found = Found(
-            errors={name: state.error for name, state in states.items() if state.error is not None},
-            pool_listed=self._pools.state.listed,
+            errors={name: watch.error for name, watch in self._watches.items()},
+            pool_listed=self._pools.listed,
             pool=self._pool is not None,
             pool_problem=self._pool_problem,
             selector=self._config.selector if self._pool is None else self._pool.selector,
-            pods_listed=self._pods.state.listed,
+            pods_listed=self._pods.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
             bad={
@@ -232,7 +231,7 @@ class KubeSource(PodsSource):
         return entries
 
     def _on_pool(self) -> None:
-        if not self._pools.state.listed:
+        if not self._pools.listed:
             return
         mirror, name = self._pools.mirror, self._config.pool
         self._pool_problem = mirror.problems.get(name) or mirror.problems.get("", "")
@@ -250,7 +249,7 @@ class KubeSource(PodsSource):
         self._news()
 
     def _on_resources(self) -> None:
-        if not (self._objectives.state.listed and self._rewriting.state.listed):
+        if not (self._objectives.listed and self._rewriting.listed):
             return
         self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
         priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)

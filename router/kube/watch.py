@@ -10,8 +10,8 @@ import copy
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 from typing import Any, Generic, TypeVar
 
@@ -120,18 +120,6 @@ class Mirror(Generic[_T]):
         return self._unreadable.pop(name, None) is not None or was_readable
 
 
-@dataclass(frozen=True, slots=True)
-class WatchState:
-    """How a watch goes."""
-
-    listed: bool = False  # whether the objects were ever listed in full
-    absent: bool = False  # whether the kind does not exist, and need not
-    error: ClusterError | None = None  # why it fails now
-    lists: Mapping[str, int] = field(default_factory=dict)  # how often the whole was listed, by why
-    contact_s: float = -1.0  # when the server was heard last
-    group: str = ""  # of the kind that is watched
-
-
 class Reflector(Generic[_T]):
     """Watches until closed.
 
@@ -154,8 +142,13 @@ class Reflector(Generic[_T]):
         optional: bool = False,
     ) -> None:
         self.name = name
-        self.state = WatchState()
         self.mirror = mirror
+        self.listed = False  # whether the objects were ever listed in full
+        self.absent = False  # whether the kind does not exist, and need not
+        self.error: ClusterError | None = None  # why it fails now
+        self.lists: Counter[str] = Counter()  # how often the whole was listed, by why
+        self.contact_s = -1.0  # when the server was heard last
+        self.group = ""  # of the kind that is watched
         self._client = client
         self._changed = changed
         self._deadline_s = deadline_s
@@ -186,16 +179,15 @@ class Reflector(Generic[_T]):
             self._ask_for(kinds)
 
     def shown(self) -> dict[str, Any]:
-        state, mirror = self.state, self.mirror
         return {
-            "group": state.group,
-            "listed": state.listed,
-            "absent": state.absent,
-            "objects": len(mirror.objects),
-            "unreadable": dict(list(mirror.problems.items())[:_UNREADABLE_SHOWN]),
-            "lists": state.lists,
-            "heard_s_ago": round(time.monotonic() - state.contact_s, 1) if state.listed else None,
-            "error": str(state.error) if state.error is not None else None,
+            "group": self.group,
+            "listed": self.listed,
+            "absent": self.absent,
+            "objects": len(self.mirror.objects),
+            "unreadable": dict(list(self.mirror.problems.items())[:_UNREADABLE_SHOWN]),
+            "lists": dict(self.lists),
+            "heard_s_ago": round(time.monotonic() - self.contact_s, 1) if self.listed else None,
+            "error": str(self.error) if self.error is not None else None,
         }
 
     def _ask_for(self, kinds: Sequence[Kind], *, closing: bool = False) -> None:
@@ -214,7 +206,7 @@ class Reflector(Generic[_T]):
                 if self._closing:
                     return
                 if not kinds:
-                    self._take(turn, self.mirror.empty(), WatchState())
+                    self._take(turn, self.mirror.empty(), listed=False)
                     self._pause(turn, None)
                     why = "asked"
                     continue
@@ -257,22 +249,22 @@ class Reflector(Generic[_T]):
             except ClusterError as error:
                 if error.status != _NOT_FOUND or not (self._optional or kind is not kinds[-1]):
                     raise
-        state = WatchState(
-            listed=True,
-            absent=found is None,
-            lists={**self.state.lists, why: self.state.lists.get(why, 0) + 1},
-            contact_s=time.monotonic(),
-            group=found.group if found is not None else "",
-        )
-        self._take(turn, mirror if found is not None else self.mirror.empty(), state)
+        self.lists[why] += 1
+        self.absent, self.group = found is None, found.group if found is not None else ""
+        self._take(turn, mirror if found is not None else self.mirror.empty())
         return found
 
-    def _take(self, turn: int, mirror: Mirror[_T], state: WatchState) -> None:
+    def _take(self, turn: int, mirror: Mirror[_T], *, listed: bool = True) -> None:
+        """Has others see what the server says, unless something else was asked for meanwhile."""
         with self._wake:
             if turn != self._turn:
                 return
-            self.mirror, self.state = mirror, state
+            self.mirror, self.listed = mirror, listed
+            self._heard()
         self._changed()
+
+    def _heard(self) -> None:
+        self.contact_s, self.error = time.monotonic(), None
 
     def _watch(self, kind: Kind, turn: int, *, short: bool) -> None:
         """Follows events until the server ends the watch."""
@@ -285,10 +277,10 @@ class Reflector(Generic[_T]):
                     return
                 self._stream = stream
             for event in stream:
-                self._take(turn, self.mirror.after(event), self._in_contact())
+                self._take(turn, self.mirror.after(event))
                 if turn != self._turn:
                     return
-            self.state = self._in_contact()
+            self._heard()
         finally:
             with self._wake:
                 self._stream = None
@@ -296,9 +288,6 @@ class Reflector(Generic[_T]):
         if time.monotonic() - began_s < _SHORTEST_S:
             # Who ends it again and again must not keep us, and itself, busy.
             self._pause(turn, _SHORTEST_S)
-
-    def _in_contact(self) -> WatchState:
-        return replace(self.state, contact_s=time.monotonic(), error=None)
 
     def _failed(self, error: ClusterError) -> str:
         if error.status == _GONE:
@@ -309,7 +298,7 @@ class Reflector(Generic[_T]):
                 self._client.renew()
             except ClusterError as unreadable:
                 error = unreadable
-        self.state = replace(self.state, error=error)
+        self.error = error
         self._changed()
         return "failed"
 
@@ -335,11 +324,10 @@ class WatchCollector(Collector):
             _OURS + "contact_age_seconds", "Since the API server told anything.", labels=["kind"]
         )
         for kind, watch in self._watches.items():
-            state = watch.state
-            for reason, count in state.lists.items():
+            for reason, count in dict(watch.lists).items():
                 lists.add_metric([kind, reason], count)
             objects.add_metric([kind], len(watch.mirror.objects))
-            failing.add_metric([kind], state.error is not None)
-            if state.listed:
-                age.add_metric([kind], time.monotonic() - state.contact_s)
+            failing.add_metric([kind], watch.error is not None)
+            if watch.listed:
+                age.add_metric([kind], time.monotonic() - watch.contact_s)
         yield from (lists, objects, failing, age)

@@ -15,9 +15,9 @@ import pytest
 import urllib3
 import yaml
 
+from router.debug_pages import MetricsAuth
 from router.kube.client import KubeClient
 from router.kube.config import KubeConfig
-from router.kube.metrics_auth import MetricsAuth
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
 
 PATHS = {

@@ -13,8 +13,7 @@ import urllib3
 from prometheus_client import CollectorRegistry
 
 from indexer.page_server import CONNECTIONS_MAX
-from router.debug_pages import DebugServer, Page
-from router.kube.metrics_auth import MetricsAuth
+from router.debug_pages import DebugServer, MetricsAuth, Page
 
 TIMEOUT_S = 300.0
 
