@@ -34,15 +34,11 @@ _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class AccessLogDoor:
-    """envoy.service.accesslog.v3.AccessLogService.
-
-    Attributes:
-        distrust: Told of a pod that Envoy could not connect to (address, why).
-    """
+    """envoy.service.accesslog.v3.AccessLogService."""
 
     outcomes: Outcomes
     metrics: RouterMetrics
-    distrust: Callable[[str, str], None]
+    distrust: Callable[[str, str], None]  # told of a pod that Envoy could not connect to (address, why)
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service, with a reading of messages that is kinder than the generated one."""
@@ -58,7 +54,8 @@ class AccessLogDoor:
         self, messages: Iterator[Any], _context: grpc.ServicerContext
     ) -> als_pb2.StreamAccessLogsResponse:
         for message in messages:
-            self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
+            for join, entries in Counter(map(self._taken, message.http_logs.log_entry)).items():
+                self.metrics.count("logged", join, number=entries)
         return als_pb2.StreamAccessLogsResponse()
 
     def _taken(self, entry: Any) -> str:

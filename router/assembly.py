@@ -18,8 +18,7 @@ from router.plugins.build import build_pipeline
 from router.plugins.catalogue import is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
-from router.pods import PodSet, PodSnapshot
-from router.pods_source import PodsFile, PodsSource
+from router.pods import PodSet, PodsFile, PodSnapshot, PodsSource
 from router.resources import Resources
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry

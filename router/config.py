@@ -35,8 +35,8 @@ from router.flags import (
 )
 from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig, kube_config
-from router.logs import LogFlags
 from router.pods import DEFAULT_METRICS_PATH
+from router.process import LogFlags
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
 from tokenization import TINY_DIRECTORY

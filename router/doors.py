@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
-from router.debug_http import DebugServer
-from router.debug_pages import DebugPages, Profiling
+from router.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
+from router.metrics import MetricTwins
 from router.replicas.journal import READERS_MAX
 from router.tcp_listen import check_free
-
-if TYPE_CHECKING:
-    from router.kube.metrics_auth import MetricsAuth
 
 Service = Callable[[Any], object]
 """Adds a service to the listener that it is given."""
@@ -109,8 +106,8 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
     return DebugServer(
         config.host,
         config.metrics_port,
-        registry,
-        pages.pages() | (dict(Profiling().pages()) if config.profiling else {}),
+        registry if config.compat == "off" else MetricTwins(registry),
+        pages.pages() | (profile_pages() if config.profiling else {}),
         tls=tls,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
     )
@@ -128,7 +125,6 @@ def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
 def _metrics_auth(config: RouterConfig) -> MetricsAuth:
     # The official client takes a second to load, and most routers ask nobody.
     from router.kube.client import KubeClient
-    from router.kube.metrics_auth import MetricsAuth
 
     kubeconfig = config.kube.kubeconfig if config.kube is not None else None
     return MetricsAuth(KubeClient(kubeconfig))

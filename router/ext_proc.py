@@ -71,7 +71,7 @@ class ExtProcDoor:
             partial(_Exchange, self),
             pb.ProcessingRequest.FromString,
             pb.ProcessingResponse.SerializeToString,
-            partial(self.form.metrics.dropped, DOOR, "slow_request"),
+            partial(self.form.metrics.count, "dropped", DOOR, "slow_request"),
             opened,
         )
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
@@ -256,7 +256,7 @@ class _Exchange:
             yield self._form.refusal(self._form.picks.refused(EvictedError()))
 
     def _drop(self, reason: str) -> None:
-        self._form.metrics.dropped(DOOR, reason)
+        self._form.metrics.count("dropped", DOOR, reason)
 
     def _refuse(self, error: RequestError) -> NoReturn:
         raise self._form.picks.refused(error)

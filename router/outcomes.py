@@ -113,7 +113,7 @@ class Outcomes:
         for dispatch in announced.prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for late_s in announced.late_s:
-            self._metrics.told_late("first_token", BLOCKS, late_s)
+            self._metrics.observe("late", late_s, "first_token", BLOCKS)
 
     def first_token(
         self,
@@ -136,7 +136,7 @@ class Outcomes:
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self._ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
-            self._metrics.told_late("first_token", source, now_s - known_s)
+            self._metrics.observe("late", now_s - known_s, "first_token", source)
         elif passes_on and self._others is not None and request_id not in self._ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
         return request_id in self._ledger
@@ -178,14 +178,16 @@ class Outcomes:
                 self._settle(dispatch.key, now_s)
             self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self._ledger.ended_s(request_id)) is not None:
-            self._metrics.told_late("end", source, now_s - known_s)
+            self._metrics.observe("late", now_s - known_s, "end", source)
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if cached_tokens is not None:
             predicted = self._explain.predicted(request_id, dispatch, pod)
             if predicted is not None:
-                self._metrics.delivered(predicted, cached_tokens)
+                # A prediction, together with what came true of it.
+                self._metrics.count("compared", number=predicted)
+                self._metrics.count("delivered", number=cached_tokens)
         if dispatch is not None or cached_tokens is not None:
             self._explain.ended(
                 request_id,
@@ -264,7 +266,7 @@ class Outcomes:
 
     def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
-        self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
+        self._metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
         self._explain.prefill_ended(dispatch, source, now_s)
 
 

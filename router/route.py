@@ -16,7 +16,6 @@ import numpy as np
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
 from router.admission import Admission
-from router.cache_use import CACHE_NOT_READ, reads_cache
 from router.candidates import Candidates, Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
@@ -24,10 +23,10 @@ from router.errors import RequestError
 from router.flow import FlowControl
 from router.pods import PodSet
 from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
-from router.request import RouteRequest
+from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
-from router.traces import RequestTrace, Traces
+from router.traces import Traces
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
@@ -81,40 +80,40 @@ class Router:
             RequestError: The request cannot be routed; carries the answer for the client.
         """
         started_s = self._clock()
-        trace = self._traces.begin(request) if self._traces is not None else None
+        # When it came, when its candidates were known, and when its matches were: for its spans.
+        marks_ns = [time.time_ns()]
         try:
             if self._flow is None:
-                decision, displaced = self._routed(request, started_s, now_s, trace)
+                decision, displaced = self._routed(request, started_s, now_s, marks_ns)
             else:
                 with self._flow.turn(request, is_active):
                     waited_s = self._clock() - started_s
                     begun_s = started_s + waited_s
-                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, trace)
+                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
             if isinstance(error, RequestError):
                 self._sink.refused(error, self._clock() - started_s)
-            if trace is not None:
-                trace.ended(error)
+            if self._traces is not None:
+                self._traces.routed(request, marks_ns, error)
             raise
         self._sink.decided(decision, displaced, self._clock() - started_s)
-        if trace is not None:
-            trace.ended(decision)
+        if self._traces is not None:
+            self._traces.routed(request, marks_ns, decision)
         return decision
 
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, trace: RequestTrace | None
+        self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
         priority = self._admission.admit(request.headers, lineup.rows, now_s)
-        if trace is not None:
-            trace.filtered()
+        marks_ns.append(time.time_ns())
         candidates = lineup.candidates
         tokens = self._tokenizers.prompt_tokens(
             request, candidates.base_model, candidates.context_tokens, candidates.pods
         )
         prompted = self._prompted(request, tokens, candidates, priority)
         with self._picking:
-            return self._pick(prompted, lineup, started_s, now_s, trace)
+            return self._pick(prompted, lineup, started_s, now_s, marks_ns)
 
     def _prompted(
         self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates, priority: int
@@ -148,15 +147,14 @@ class Router:
             return [], "token_error"
 
     def _pick(
-        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, trace: RequestTrace | None
+        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self._index.match(keys, lineup.asked, prompt_tokens=length)
             for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
         ]
-        if trace is not None:
-            trace.matched()
+        marks_ns.append(time.time_ns())
         # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
         decided_s = now_s + self._clock() - started_s
         decision, displaced = self._scheduler.schedule(
