@@ -59,8 +59,7 @@ class CheckDoor:
         check: Any = grpc.unary_unary_rpc_method_handler(
             self._check, request_deserializer=pb.CheckRequest.FromString
         )
-        handler = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": check})
-        server.add_generic_rpc_handlers((handler,))
+        server.add_registered_method_handlers(CHECK_SERVICE, {"Check": check})
 
     def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
         with self._metrics.inside(_DOOR):

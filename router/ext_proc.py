@@ -27,8 +27,7 @@ from router.ext_proc_messages import (
 from router.ext_proc_response import ResponsePhase
 from router.flow import Evictable, Evictions
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import ExchangeMethod
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, too_large
@@ -124,6 +123,9 @@ class _Exchange:
         except RequestError as error:
             self.finished = True
             yield self._form.refusal(error)
+
+    def last(self) -> tuple[()]:
+        return ()
 
     def close(self) -> None:
         if self._entry is not None and self._evictions is not None:

@@ -53,8 +53,7 @@ class PickDoor:
             request_deserializer=pb.ReportOutcomeRequest.FromString,
             response_serializer=pb.ReportOutcomeResponse.SerializeToString,
         )
-        methods = {"PickEndpoint": pick, "ReportOutcome": report}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
+        server.add_registered_method_handlers(PICK_SERVICE, {"PickEndpoint": pick, "ReportOutcome": report})
 
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         with self.metrics.inside(_DOOR):

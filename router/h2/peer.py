@@ -21,10 +21,9 @@ from indexer.repeated_log import RepeatedLog
 from router.h2.call_head import CallHead, call_head, refusal_block
 from router.h2.calls import Call
 from router.h2.connection import H2Connection
-from router.h2.exchange_call import ExchangeCall
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import H2Code, H2Error
-from router.h2.methods import ExchangeMethod
-from router.h2.servicer_calls import ThreadedCall, UnaryCall
+from router.h2.servicer_calls import ServicerCall
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.tls import HANDSHAKE, TlsLayer
 
@@ -251,9 +250,7 @@ class Peer:
             if isinstance(method, ExchangeMethod):
                 host.note_exchange(stream)
                 return ExchangeCall(self, stream, method)
-            if method.request_streaming or method.response_streaming:
-                return ThreadedCall(self, stream, method)
-            return UnaryCall(self, stream, method)
+            return ServicerCall(self, stream, method)
         except Exception as error:
             _repeated.event(
                 "call_failed",

@@ -7,18 +7,15 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from indexer.repeated_log import RepeatedLog
-from router.h2.calls import CallLimits
-from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import Methods
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
 from router.tcp_listen import TcpListener, prepare
@@ -37,8 +34,11 @@ _STOP_S = 2.0
 _PATIENCE_S = 2.0
 
 
-class GrpcServer(Methods):
-    """Bound when made, serving from `start` on. Takes servicers as grpc.Server does.
+class GrpcServer:
+    """Bound when made, serving from `start` on.
+
+    Takes servicers as grpc.Server does, whose methods have one message in, and exchanges: streams that are
+    answered message by message.
 
     Args:
         flag: The flag that chose the port, for the error.
@@ -71,18 +71,17 @@ class GrpcServer(Methods):
         send_bytes_max: int | None = None,
         inline: Mapping[str, int],
     ) -> None:
-        super().__init__()
         self._listener = TcpListener(flag, host, port, self._take, "grpc")
         self.port = self._listener.port
         self.tls = tls
         size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
         self.receive_bytes_max = receive_bytes_max or size
+        self.send_bytes_max = send_bytes_max or size
+        self.inline = inline
         self._calls_max = requests_max
         # Told to clients; so much above what is served that they are refused rather than kept waiting.
         self.streams_max = requests_max + _REFUSALS_MAX
-        limits = partial(CallLimits, self.receive_bytes_max, send_bytes_max or size)
-        self._limits = {path: limits(inline_bytes) for path, inline_bytes in inline.items()}
-        self._other_limits = limits(-1)
+        self._methods: dict[str, ExchangeMethod | Any] = {}
         self._calls = 0
         # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
         self._exchanges: dict[Stream, float] = {}
@@ -93,8 +92,13 @@ class GrpcServer(Methods):
         for add in services:
             add(self)
         if service_names:
-            shown: Any = self
-            reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), shown)
+            shown = reflection.ReflectionServicer((*service_names, reflection.SERVICE_NAME))
+            method = ExchangeMethod(
+                lambda _call: _Reflection(shown),
+                reflection_pb2.ServerReflectionRequest.FromString,
+                reflection_pb2.ServerReflectionResponse.SerializeToString,
+            )
+            self.add_exchange(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", method)
 
     @property
     def open_calls(self) -> int:
@@ -105,6 +109,20 @@ class GrpcServer(Methods):
     @property
     def connections(self) -> int:
         return len(self._connected())
+
+    def add_generic_rpc_handlers(self, _handlers: Sequence[Any]) -> None:
+        """Generated code adds each handler in the other way too."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        for name, handler in handlers.items():
+            self._methods[f"/{service}/{name}"] = handler
+
+    def add_exchange(self, path: str, method: ExchangeMethod) -> None:
+        self._methods[path] = method
+
+    def find(self, path: str) -> ExchangeMethod | Any | None:
+        """The method, or grpcio's handler, for a path; None: there is none."""
+        return self._methods.get(path)
 
     def start(self) -> None:
         self._listener.start()
@@ -145,9 +163,6 @@ class GrpcServer(Methods):
         # While the server closes nobody waits for the answer any more.
         with suppress(RuntimeError):
             self._pool.submit(task)
-
-    def limits(self, path: str) -> CallLimits:
-        return self._limits.get(path, self._other_limits)
 
     def _take_place(self) -> bool:
         with self._lock:
@@ -236,6 +251,25 @@ class GrpcServer(Methods):
         finally:
             with self._lock:
                 self._peers.pop(peer, None)
+
+
+class _Reflection:
+    """The exchange of a client that asks for the services; grpcio's servicer answers."""
+
+    finished, is_routed = False, True
+
+    def __init__(self, servicer: reflection.ReflectionServicer) -> None:
+        self._servicer = servicer
+
+    def answers(self, message: reflection_pb2.ServerReflectionRequest) -> Iterator[Any]:
+        answers: Iterator[Any] = self._servicer.ServerReflectionInfo(iter((message,)), None)
+        return answers
+
+    def last(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None:
+        pass
 
 
 def _set_up(connection: socket.socket) -> None:
