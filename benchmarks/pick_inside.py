@@ -37,9 +37,9 @@ from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
 from router.admission import Admission, UtilizationDetector
+from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.explain import Explain
-from router.gateway_pick import GatewayPick
 from router.health import CHECK_SERVICE, PICK_SERVICE
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
@@ -105,10 +105,9 @@ class Inside:
             scheduler=self.scheduler,
             sink=self.outcomes,
         )
-        self.picks = GatewayPick(self.router, metrics)
-        check = CheckDoor(self.picks, metrics, _BODY_BYTES_MAX)
+        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.picks, self.outcomes, metrics, pods)
+        picks = PickDoor(self.router, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Alive as long as the router: a view whose publisher is gone counts less.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
+from router.body_guard import BodyGuard
 from router.errors import (
     ConfigError,
     FlowError,
@@ -26,7 +27,6 @@ from router.errors import (
 from router.ext_proc_forms import LlmdForm, kept_headers
 from router.ext_proc_messages import streamed_answers
 from router.flow import _REFUSALS
-from router.gateway_pick import GatewayPick
 from router.parsers import Parsers
 from router.request import RequestKind, RouteRequest
 from router.resources import read_resources
@@ -38,7 +38,8 @@ from tests.wire.router_wire_support import set_headers
 FACTS = DATA["unit_cases"]
 BENCH = Bench()
 FORM = LlmdForm(
-    picks=GatewayPick(BENCH.router, BENCH.metrics),
+    router=BENCH.router,
+    guard=BodyGuard(),
     metrics=BENCH.metrics,
     pods=BENCH.pods,
     rewrites=RewriteRules([], np.random.default_rng()),
