@@ -31,12 +31,7 @@ class MessageError(Exception):
 
 
 class MessageReader:
-    """One stream's messages.
-
-    Args:
-        encoding: How compressed ones are; "identity": none are.
-        bytes_max: Larger messages are refused, as soon as they say so.
-    """
+    """One stream's messages; larger ones than `bytes_max` are refused as soon as they say so."""
 
     __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 

@@ -43,21 +43,16 @@ _FAREWELL_S = 0.05
 _SHORT_BYTES = 8 << 10
 
 
-def host_of(peer: str) -> str:
-    """Return a peer's address without its port."""
-    return peer.rpartition(":")[0]
+def host_of(address: str) -> str:
+    """Return an address without its port."""
+    return address.rpartition(":")[0]
 
 
 class Peer:
-    """One client; `serve` runs as long as it is connected.
-
-    Attributes:
-        peer: Its address in gRPC's form.
-        host: The server that it is connected to.
-    """
+    """One client; `serve` runs as long as it is connected."""
 
     def __init__(self, host: GrpcServer, connection: socket.socket, address: str) -> None:
-        self.peer = address
+        self.peer = address  # "host:port"
         self.host = host
         self._socket = connection
         self._lock = Lock()
@@ -102,13 +97,21 @@ class Peer:
                         self._write_out()
         except H2Error as error:
             _repeated.event(
-                "http2_error", host_of(self.peer), "a gRPC client at %s broke HTTP/2: %s", self.peer, error
+                "http2_error",
+                host_of(self.peer),
+                "a gRPC client at %s broke HTTP/2: %s",
+                self.peer,
+                error,
             )
             with suppress(OSError):
                 self._say_goaway(error.code, str(error))
         except ssl.SSLError as error:
             _repeated.event(
-                "tls_failed", host_of(self.peer), "TLS with a gRPC client at %s failed: %s", self.peer, error
+                "tls_failed",
+                host_of(self.peer),
+                "TLS with a gRPC client at %s failed: %s",
+                self.peer,
+                error,
             )
         except OSError:
             pass  # the client is gone, or too slow
@@ -130,10 +133,8 @@ class Peer:
     ) -> None:
         """Send a part of an answer: what of it there is; headers alone are all of the answer.
 
-        On the connection's own thread that is when all that was received at once is answered.
-
-        Args:
-            consumed: The call has taken so many bytes.
+        On the connection's own thread that is when all that was received at once is answered. Of what came
+        the call has taken `consumed` bytes.
         """
         connection = self._connection
         try:

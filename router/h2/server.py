@@ -42,13 +42,12 @@ class GrpcServer:
 
     Args:
         flag: The flag that chose the port, for the error.
-        threads: Calls on threads of their own at once: all but exchanges and inline methods.
+        threads: Calls served at once by other threads than their connection's.
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
-        message_bytes_max: Largest body that one message may carry.
         services: Each adds a service to the server that it is given.
         service_names: What reflection shows; none: no reflection.
         tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
-        receive_bytes_max, send_bytes_max: Largest messages; None: from message_bytes_max.
+        receive_bytes_max, send_bytes_max: Largest messages; None: one with a body of message_bytes_max.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
 
     Raises:
@@ -108,7 +107,7 @@ class GrpcServer:
 
     @property
     def connections(self) -> int:
-        return len(self._connected())
+        return len(self._peers)
 
     def add_generic_rpc_handlers(self, _handlers: Sequence[Any]) -> None:
         """Generated code adds each handler in the other way too."""
@@ -196,7 +195,7 @@ class GrpcServer:
             return dict(self._peers)
 
     def _take(self, connection: socket.socket, address: Any) -> None:
-        name = f"ipv6:[{address[0]}]:{address[1]}" if ":" in address[0] else f"ipv4:{address[0]}:{address[1]}"
+        name = f"{address[0]}:{address[1]}"
         peer = Peer(self, connection, name)
         thread = threading.Thread(target=self._serve, args=(peer,), name="grpc-peer", daemon=True)
         try:
