@@ -17,12 +17,23 @@ from indexer import KvIndexer
 from indexer.peer_service import PEER_SERVICE
 from indexer.subscribe import raise_open_files
 from router.access_log import AccessLogDoor
-from router.assembly import connector_sign, entrance, may_wait, open_source, plugin_states, ranker, scheduler
+from router.assembly import (
+    Service,
+    connector_sign,
+    entrance,
+    listen_grpc,
+    listen_health,
+    listen_metrics,
+    may_wait,
+    open_source,
+    plugin_states,
+    ranker,
+    scheduler,
+)
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
-from router.doors import Service, check_ports, listen_grpc, listen_health, listen_metrics
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.ext_proc import ExtProcDoor, ExtProcOptions
@@ -78,7 +89,6 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        check_ports(config)
         # What the configuration may have wrong comes before whatever opens sockets.
         self._ranker = ranker(config)
         registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""gRPC's length-prefixed messages: a stream's bytes in, messages out, and the other way round.
+"""gRPC's length-prefixed messages: a stream's bytes in, messages out.
 
 The format is gRPC's own (PROTOCOL-HTTP2.md, Length-Prefixed-Message). Knows nothing of calls.
 """
@@ -124,8 +124,3 @@ class MessageReader:
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"Received message larger than max ({size} vs. {self._bytes_max})",
         )
-
-
-def prefixed(message: bytes) -> bytes:
-    """A message as it is sent."""
-    return plain_prefix(0, len(message)) + message

@@ -20,7 +20,6 @@ from router.errors import (
     ConfigError,
     FlowError,
     NoEndpointError,
-    NoEndpointLeftError,
     RequestError,
     SaturatedError,
 )
@@ -288,10 +287,11 @@ def test_errors_are_told_in_the_references_words(code: str, status: int) -> None
 
 def test_refusals_carry_their_reasons() -> None:
     """No candidates, filters that leave nobody, and shedding say so in the protocol's header."""
+    shed = "rejected-saturated"
     for error, status, reason, text in (
         (NoEndpointError("x"), 503, "rejected-no-endpoints", "ServiceUnavailable - failed to find endpoint"),
-        (NoEndpointLeftError("x"), 429, "rejected-saturated", "ResourceExhausted - x"),
-        (SaturatedError("x"), 429, "rejected-saturated", "ResourceExhausted - system saturated, sheddable"),
+        (RequestError(429, "x", dropped_reason=shed), 429, shed, "ResourceExhausted - x"),
+        (SaturatedError("x"), 429, shed, "ResourceExhausted - system saturated, sheddable"),
     ):
         answer = FORM.refusal(error)
         assert answer.immediate_response.status.code == status

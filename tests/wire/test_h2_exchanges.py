@@ -15,9 +15,8 @@ import pytest
 from router.h2 import frames
 from router.h2.exchange_call import ExchangeMethod
 from router.h2.frames import FrameType, H2Code
-from router.h2.messages import prefixed
 from tests.wire.h2_support import TRANSPORTS, caller, path, serving
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from router.h2 import frames, peer, server
 from router.h2.frames import FrameType, H2Code, Setting
-from router.h2.messages import prefixed
 from tests.wire.h2_support import METHODS, Served
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 # Whatever was done, others are served and nothing is left of it.

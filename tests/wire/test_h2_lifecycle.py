@@ -15,9 +15,8 @@ import pytest
 from router.errors import ListenError
 from router.h2 import GrpcServer, frames
 from router.h2.frames import FrameType, H2Code, Setting
-from router.h2.messages import prefixed
 from tests.wire.h2_support import METHODS, TRANSPORTS, Served, caller, serving
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 

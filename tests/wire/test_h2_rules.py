@@ -9,9 +9,8 @@ import pytest
 
 from router.h2 import frames
 from router.h2.frames import FrameType, H2Code, Setting
-from router.h2.messages import prefixed
 from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, request_block
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed, request_block
 from tests.wire.router_wire_support import wait_until
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
