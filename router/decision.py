@@ -115,6 +115,11 @@ class Decision(msgspec.Struct, frozen=True):
         return self.ranked.best
 
     @property
+    def destination(self) -> str:
+        """Addresses for a gateway to try, in order, between commas."""
+        return self.primary.pod if self.routing is None else ",".join(self.routing.destinations)
+
+    @property
     def prefill_pod(self) -> str | None:
         """The pod that prefills, where the picked one only decodes; else None."""
         return self.routing.prefill if self.routing is not None else None

@@ -21,7 +21,6 @@ from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
 from router.decision import Decision
 from router.dispatch import Dispatch
-from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
@@ -104,8 +103,8 @@ class Outcomes:
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
             )
 
-    def refused(self, error: RequestError, took_s: float) -> None:
-        self._metrics.refused(error, took_s)
+    def refused(self, took_s: float) -> None:
+        self._metrics.pick_failed(took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""

@@ -6,6 +6,7 @@ into the ledger are one short critical section, so that concurrent picks see eac
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -15,6 +16,7 @@ import numpy as np
 
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
+from indexer.repeated_log import RepeatedLog
 from router.admission import Admission
 from router.candidates import Candidates, Lineup, Lineups
 from router.decision import Decision
@@ -31,6 +33,9 @@ from router.traces import Traces
 if TYPE_CHECKING:
     from indexer import KvIndexer
     from router.outcomes import Outcomes
+
+_log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 
 class Router:
@@ -77,7 +82,7 @@ class Router:
             is_active: Whether its client still waits; None: nobody can tell.
 
         Raises:
-            RequestError: The request cannot be routed; carries the answer for the client.
+            RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
         """
         started_s = self._clock()
         # When it came, when its candidates were known, and when its matches were: for its spans.
@@ -91,11 +96,20 @@ class Router:
                     begun_s = started_s + waited_s
                     decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
-            if isinstance(error, RequestError):
-                self._sink.refused(error, self._clock() - started_s)
+            self._sink.refused(self._clock() - started_s)
             if self._traces is not None:
                 self._traces.routed(request, marks_ns, error)
-            raise
+            if isinstance(error, RequestError):
+                raise
+            _repeated.event(
+                "pick_failed",
+                "picks",
+                "request %s could not be routed",
+                request.request_id,
+                level=logging.ERROR,
+                error=error,
+            )
+            raise RequestError(500, "the router failed to route this request") from error
         self._sink.decided(decision, displaced, self._clock() - started_s)
         if self._traces is not None:
             self._traces.routed(request, marks_ns, decision)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.decision import Routing, Situation
-from router.errors import NoEndpointLeftError, RequestError
+from router.errors import RequestError
 from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch, Stateful
 from router.plugins.handlers import Handled, ProfileHandler
 from router.plugins.producers import (
@@ -84,7 +84,7 @@ class Pipeline:
             int64 places of the candidates that passed the filters, best first, and what else was decided.
 
         Raises:
-            NoEndpointLeftError: 429, the filters left nobody.
+            RequestError: 429, the filters left nobody.
             RequestError: 500, a plugin failed.
         """
         keys = {id(producer): producer.keys(situation.request) for producer in self._approximate}
@@ -93,7 +93,9 @@ class Pipeline:
         with _costing_one_request(request.id):
             handled = self._handler.run(request, endpoints)
             if handled is None:
-                raise NoEndpointLeftError("no endpoints available for the given request")
+                raise RequestError(
+                    429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
+                )
             response_headers = self._tell(request, handled)
         for producer in self._approximate:
             producer.keep(list(situation.pods))

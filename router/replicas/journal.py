@@ -255,8 +255,7 @@ class LedgerDoor:
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; messages are serialised once for all who follow."""
         follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
-        handler = grpc.method_handlers_generic_handler(LEDGER_SERVICE, {_METHOD: follow})
-        server.add_generic_rpc_handlers((handler,))
+        server.add_registered_method_handlers(LEDGER_SERVICE, {_METHOD: follow})
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:

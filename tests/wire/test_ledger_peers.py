@@ -117,8 +117,7 @@ def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> 
 def false_peer(answer: Answer) -> Iterator[str]:
     """A peer that tells what it is made to."""
     handlers = {"Follow": grpc.unary_stream_rpc_method_handler(answer)}
-    door = grpc.method_handlers_generic_handler(LEDGER_SERVICE, handlers)
-    with served(lambda server: server.add_generic_rpc_handlers((door,))) as address:
+    with served(lambda server: server.add_registered_method_handlers(LEDGER_SERVICE, handlers)) as address:
         yield address
 
 
