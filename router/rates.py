@@ -82,6 +82,8 @@ class PrefillRates:
         self._observed: dict[str, deque[_Prefill]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
+        # By pod: the speed that it tells, and how many observations there were when it was first seen.
+        self._told: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
         self._board.learnt({}, self._fleet)
@@ -130,7 +132,9 @@ class PrefillRates:
     def review(self, now_s: float) -> None:
         """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet.
 
-        To be called every few seconds.
+        A pod that tells the same speed all the time, and of which nothing was observed meanwhile, counts as
+        fast as the fleet: else one that told too little is sent nothing by which it could tell another. To be
+        called every few seconds.
         """
         oldest_s = now_s - self._parameters.life_s
         changed, unknown = [], []
@@ -154,9 +158,15 @@ class PrefillRates:
                 self._unlearn(unknown)
             elif changed:
                 self._tell(changed)
+            for pod, speed in self._board.told().items():
+                if (known_told := self._told.get(pod)) is None or known_told[0] != speed:
+                    self._told[pod] = speed, self._observations
+                elif known_told[1] < oldest and not self._observed.get(pod):
+                    self._board.doubt(pod)
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
+            self._told = {pod: told for pod, told in self._told.items() if pod in pods}
             gone = self._observed.keys() - set(pods)
             for pod in gone:
                 del self._observed[pod]
