@@ -22,17 +22,11 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 
 @dataclass(frozen=True, slots=True)
 class UtilizationDetector:
-    """Mean over the pods of the fuller of queue and KV cache.
+    """Mean over the pods of the fuller of queue and KV cache."""
 
-    Attributes:
-        queue_requests: A queue of so many is full.
-        kv_usage: A KV cache used to this share is full.
-        load_age_max_s: A pod that told its load longer ago, or never, is taken for full.
-    """
-
-    queue_requests: float = 5.0
-    kv_usage: float = 0.8
-    load_age_max_s: float = 0.2
+    queue_requests: float = 5.0  # a queue of so many is full
+    kv_usage: float = 0.8  # a KV cache used to this share is full
+    load_age_max_s: float = 0.2  # a pod that told its load longer ago, or never, is taken for full
 
     def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
         full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
@@ -42,17 +36,11 @@ class UtilizationDetector:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyDetector:
-    """Share of the pods' places that requests in flight take.
+    """Share of the pods' places that requests in flight take."""
 
-    Attributes:
-        requests: Places of a pod.
-        tokens: Uncached prompt tokens that a pod has room for.
-        mode: "requests", "tokens", or "hybrid": the fuller of both.
-    """
-
-    requests: float = 100.0
-    tokens: float = 1_000_000.0
-    mode: str = "requests"
+    requests: float = 100.0  # places of a pod
+    tokens: float = 1_000_000.0  # uncached prompt tokens that a pod has room for
+    mode: str = "requests"  # "requests", "tokens", or "hybrid": the fuller of both
 
     def saturation(self, pods: NDArray[Any], pending: int, _now_s: float) -> float:
         inflight = float(pods["awaiting"].sum() + pods["decoding"].sum()) + pending
@@ -72,7 +60,6 @@ class Admission:
     """Lets requests pass or raises.
 
     Args:
-        priorities: By objective, at first; a request without a known one has priority 0.
         detector: Tells how full the candidates are; None: nobody is refused.
     """
 

@@ -25,22 +25,14 @@ _KINDS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pods that may take a request.
+    """The pods that may take a request."""
 
-    Attributes:
-        pods: Never empty.
-        base_model: The base of the asked model, which roots its block keys; None while no candidate has told
-            it.
-        lora_name: The asked model's name if it is an adapter.
-        context_tokens: The longest context that any of the pods has; None while one has not told.
-        excluded: The other pods, and why each may not.
-    """
-
-    pods: Sequence[Pod]
+    pods: Sequence[Pod]  # never empty
+    # The base of the asked model, which roots its block keys; None while no candidate has told it.
     base_model: str | None
-    lora_name: str | None
-    context_tokens: int | None
-    excluded: dict[str, str]
+    lora_name: str | None  # the asked model's name if it is an adapter
+    context_tokens: int | None  # the longest context that any of the pods has; None while one has not told
+    excluded: dict[str, str]  # the other pods, and why each may not
 
 
 def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:

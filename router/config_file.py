@@ -36,16 +36,11 @@ _BY_PEERS = "replicas of this router find each other by --peer"
 
 
 class PluginEntry(Settings):
-    """One entry of `plugins`.
-
-    Attributes:
-        name: By which it is referred to.
-        parameters: Not checked yet; see `told`.
-    """
+    """One entry of `plugins`."""
 
     type: Text
-    name: Text = ""
-    parameters: Mapping[str, Any] = {}
+    name: Text = ""  # by which it is referred to
+    parameters: Mapping[str, Any] = {}  # not checked yet; see `told`
 
     def __post_init__(self) -> None:
         self.name = self.name or self.type
@@ -143,27 +138,18 @@ class DiscoverySettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """A whole EndpointPickerConfig.
-
-    Attributes:
-        directory: Where relative paths begin.
-        compat: None where the file does not say.
-        gates: Feature gates, defaults included.
-        plugins: By name, in the file's order.
-        parsers: In the file's order; empty: the default ones.
-        detector: The saturation detector that is named; None: the default one.
-    """
+    """A whole EndpointPickerConfig."""
 
     source: str
-    directory: Path
+    directory: Path  # where relative paths begin
     root: Section
-    compat: str | None
-    gates: dict[str, bool]
-    plugins: dict[str, PluginEntry]
+    compat: str | None  # None where the file does not say
+    gates: dict[str, bool]  # feature gates, defaults included
+    plugins: dict[str, PluginEntry]  # by name, in the file's order
     profiles: tuple[ProfileEntry, ...]
-    parsers: tuple[Reference, ...]
+    parsers: tuple[Reference, ...]  # in the file's order; empty: the default ones
     flow: FlowSettings
-    detector: Reference | None
+    detector: Reference | None  # the saturation detector that is named; None: the default one
     discovery: DiscoverySettings | None
 
     @property
@@ -184,10 +170,6 @@ def read_config(path: Path) -> PickerConfig:
 
 def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
     """Reads a configuration.
-
-    Args:
-        source: Its name, for errors.
-        directory: Where relative paths begin.
 
     Raises:
         ConfigError: Something in it is not understood.

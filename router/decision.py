@@ -20,86 +20,52 @@ from router.request import RouteRequest
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """What a configured pipeline decided beyond the order.
+    """What a configured pipeline decided beyond the order."""
 
-    Attributes:
-        destinations: Addresses for the gateway to try, in order; never empty.
-        scores: Weighted sums by address, of all that passed the filters.
-        excluded: Those that did not pass, and why.
-        request_headers: To set on the request.
-        response_headers: To set on the response.
-        prefill: Address of the pod that prefills, where the destination only decodes; else None.
-        reason: One clause for a person.
-    """
-
-    destinations: tuple[str, ...]
-    scores: Mapping[str, float]
-    excluded: Mapping[str, str]
-    request_headers: Mapping[str, str]
-    response_headers: Mapping[str, str]
-    prefill: str | None
-    reason: str
+    destinations: tuple[str, ...]  # addresses for the gateway to try, in order; never empty
+    scores: Mapping[str, float]  # weighted sums by address, of all that passed the filters
+    excluded: Mapping[str, str]  # those that did not pass, and why
+    request_headers: Mapping[str, str]  # to set on the request
+    response_headers: Mapping[str, str]  # to set on the response
+    prefill: str | None  # address of the pod that prefills, where the destination only decodes; else None
+    reason: str  # one clause for a person
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One request and what is known of its candidates, side by side.
-
-    Attributes:
-        candidates: As of the line-up.
-        pods: As they are now.
-        matches: One for each prompt; empty when the cache's view is not used.
-        prompt_blocks: Full blocks of all prompts.
-        prices: cost.PRICE [candidates].
-        credits: cost.CREDIT [candidates].
-        known: board.POD [candidates].
-    """
+    """One request and what is known of its candidates, side by side."""
 
     request: RouteRequest
     priority: int
     prompt_tokens: int
-    prompt_blocks: int
-    candidates: Sequence[Pod]
+    prompt_blocks: int  # full blocks of all prompts
+    candidates: Sequence[Pod]  # as of the line-up
     addresses: Sequence[str]
-    pods: PodSnapshot
-    matches: Sequence[PodMatches]
-    prices: NDArray[Any]
-    credits: NDArray[Any]
-    known: NDArray[Any]
+    pods: PodSnapshot  # as they are now
+    matches: Sequence[PodMatches]  # one for each prompt; empty when the cache's view is not used
+    prices: NDArray[Any]  # cost.PRICE [candidates]
+    credits: NDArray[Any]  # cost.CREDIT [candidates]
+    known: NDArray[Any]  # board.POD [candidates]
     now_s: float
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided for one request, and on which grounds.
-
-    Attributes:
-        ranked: The candidates, best first; never empty.
-        excluded: The other pods, and why each was none.
-        prompt_tokens: Estimated from the body's size when `degraded`.
-        degraded: Why the cache's view was not used; None when it was.
-        partial: Why only the beginning of the prompt was known; None when all of it was.
-        decided_s: On the router's monotonic clock.
-        priority: Of the request; below 0 it may be shed.
-        session_pod: The pod that its session was at; None without a session, or at its first request.
-        client_model: As the client named the model, where it was rewritten.
-        routing: What a configured pipeline decided; None where the cost policy picked.
-        is_comparable: Whether the answer's usage tells what is predicted.
-    """
+    """What was decided for one request, and on which grounds."""
 
     request_id: str
     kind: str
     model: str | None
-    ranked: Ranking
-    excluded: Mapping[str, str]
-    prompt_tokens: int
-    degraded: str | None
-    decided_s: float
-    priority: int = 0
-    session_pod: str | None = None
-    client_model: str | None = None
-    routing: Routing | None = None
-    partial: str | None = None
-    is_comparable: bool = True
+    ranked: Ranking  # the candidates, best first; never empty
+    excluded: Mapping[str, str]  # the other pods, and why each was none
+    prompt_tokens: int  # estimated from the body's size when `degraded`
+    degraded: str | None  # why the cache's view was not used; None when it was
+    decided_s: float  # on the router's monotonic clock
+    priority: int = 0  # of the request; below 0 it may be shed
+    session_pod: str | None = None  # where its session was; None: it has none, or it is the first request
+    client_model: str | None = None  # as the client named the model, where it was rewritten
+    routing: Routing | None = None  # what a configured pipeline decided; None where the cost policy picked
+    partial: str | None = None  # why only the beginning of the prompt was known; None when all of it was
+    is_comparable: bool = True  # whether the answer's usage tells what is predicted
 
     @property
     def key(self) -> DispatchKey:

@@ -39,34 +39,22 @@ _WAIT_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class FlowParameters:
-    """How long requests wait, and for what.
-
-    Attributes:
-        ttl_s: A request waits no longer.
-        no_endpoint_ttl_s: Nor longer than this while there is no pod.
-        ceiling: They wait from this saturation on.
-        evicts: Whether requests in flight whose priority is below 0 are taken back for those that wait.
-    """
+    """How long requests wait, and for what."""
 
     queue: QueueParameters = field(default_factory=QueueParameters)
-    ttl_s: float = 60.0
-    no_endpoint_ttl_s: float = 60.0
-    ceiling: float = 1.0
-    evicts: bool = False
+    ttl_s: float = 60.0  # a request waits no longer
+    no_endpoint_ttl_s: float = 60.0  # nor longer than this while there is no pod
+    ceiling: float = 1.0  # they wait from this saturation on
+    evicts: bool = False  # whether requests in flight below priority 0 are taken back for those that wait
 
 
 @dataclass(frozen=True, slots=True)
 class Evictable:
-    """One request in flight.
-
-    Attributes:
-        number: In the order of their coming.
-        evict: Ends it; must not block.
-    """
+    """One request in flight."""
 
     priority: int
-    number: int
-    evict: Callable[[], None]
+    number: int  # in the order of their coming
+    evict: Callable[[], None]  # ends it; must not block
 
 
 class Evictions:
@@ -109,12 +97,7 @@ class FlowControl:
     """Lets requests go on, in order; safe to call from any number of threads.
 
     Args:
-        priority_of: A request's priority, from its headers.
         fairness_of: A flow's id that no header names; "" for none.
-        clock: In seconds, as `route` is given them.
-
-    Attributes:
-        evictions: Whom doors enter that can end a request in flight; None: nobody is taken back.
     """
 
     def __init__(
@@ -134,6 +117,7 @@ class FlowControl:
         self._priority_of = priority_of
         self._fairness_of = fairness_of
         self._clock = clock
+        # Whom doors enter that can end a request in flight; None: nobody is taken back.
         self.evictions = Evictions() if parameters.evicts else None
         self._queue = FlowQueue(parameters.queue)
         self._pending = 0

@@ -50,7 +50,6 @@ def flow_of(
     """Reads it; None where it is switched off.
 
     Args:
-        load_every_s: How often pods are asked for their load.
         load_age_max_s: How old it may be where no detector says so; None: from how often it is asked for.
 
     Raises:

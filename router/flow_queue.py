@@ -18,27 +18,18 @@ _BAND_BYTES = 1_000_000_000
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits.
+    """A request that waits."""
 
-    Attributes:
-        flow: Its fairness id.
-        deadline_s: When it is given up.
-        due_s: When its client wants its first token; inf: it did not say.
-        is_active: Whether its client still waits; None: nobody can tell.
-        called: Set once there is an `outcome`.
-        has_evicted: Whether another request was taken back for it.
-    """
-
-    flow: str
+    flow: str  # its fairness id
     priority: int
     size_bytes: int
     arrived_s: float
-    deadline_s: float
-    due_s: float
-    is_active: Callable[[], bool] | None = None
-    called: Event = field(default_factory=Event)
+    deadline_s: float  # when it is given up
+    due_s: float  # when its client wants its first token; inf: it did not say
+    is_active: Callable[[], bool] | None = None  # whether its client still waits; None: nobody can tell
+    called: Event = field(default_factory=Event)  # set once there is an `outcome`
     outcome: str = ""
-    has_evicted: bool = False
+    has_evicted: bool = False  # whether another request was taken back for it
     gone: bool = False
     sequence: int = 0
 
@@ -55,34 +46,23 @@ FAIRNESS = ("global-strict-fairness-policy", "round-robin-fairness-policy")
 
 @dataclass(frozen=True, slots=True)
 class BandParameters:
-    """One priority's.
+    """One priority's."""
 
-    Attributes:
-        requests_max, bytes_max: What may wait.
-        order: Key of ORDERS.
-        fairness: One of FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
-    """
-
-    requests_max: int = _BAND_REQUESTS
+    requests_max: int = _BAND_REQUESTS  # what may wait
     bytes_max: int = _BAND_BYTES
-    order: str = "fcfs-ordering-policy"
+    order: str = "fcfs-ordering-policy"  # key of ORDERS
+    # One of FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
     fairness: str = FAIRNESS[0]
 
 
 @dataclass(frozen=True, slots=True)
 class QueueParameters:
-    """The whole queue's.
+    """The whole queue's."""
 
-    Attributes:
-        requests_max, bytes_max: What may wait in all bands; None: no limit of its own.
-        bands: By priority.
-        default, default_negative: Of other priorities.
-    """
-
-    requests_max: int | None = None
+    requests_max: int | None = None  # what may wait in all bands; None: no limit of its own
     bytes_max: int | None = None
-    bands: Mapping[int, BandParameters] = field(default_factory=dict)
-    default: BandParameters = BandParameters()
+    bands: Mapping[int, BandParameters] = field(default_factory=dict)  # by priority
+    default: BandParameters = BandParameters()  # of other priorities
     default_negative: BandParameters = BandParameters()
 
 

@@ -44,20 +44,15 @@ Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
 
 class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was heard of a request that is none of this router's; other routers are sent it as it is.
-
-    Attributes:
-        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something
-            wrong: it has computed nothing); nothing follows from any other.
-        source: Who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`.
-        late_s: How long ago it was over, if that was told.
-    """
+    """What was heard of a request that is none of this router's; other routers are sent it as it is."""
 
     request_id: Text
+    # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something wrong: it
+    # has computed nothing); nothing follows from any other.
     event: Text
-    source: Text
+    source: Text  # who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`
     pod: Text | None = None
-    late_s: Seconds | None = None
+    late_s: Seconds | None = None  # how long ago it was over, if that was told
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
@@ -273,9 +268,6 @@ class Echoes:
 
     The log's entry names only the request's id, under which another request may be in flight by then: it must
     not end that one. Counts by id; what no log tells in time is forgotten.
-
-    Args:
-        capacity: Ids remembered; the one that was told of longest ago goes first.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:

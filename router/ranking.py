@@ -21,54 +21,35 @@ _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of the pod.
-
-    Attributes:
-        own_prefill_s: Not yet multiplied by `own_weight`.
-        extra_s: Seconds to bring the request's adapter in.
-        cached_tokens: Prompt tokens that the pod will serve from its cache, in any tier.
-        host_tokens: Served tokens that must be copied from beyond the device first.
-        slowdown: By how much decoding requests slow its prefill, 1 or more.
-        awaiting: Requests of ours that await their first token there.
-        decoding: Requests past it, others' among them.
-        load_age_s: Age of the engine's own account of its load; None if it never told.
-        view: Whether what is known of the cache is EXACT, RECOVERING or STALE.
-    """
+    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of the pod."""
 
     pod: str
     cost_s: float
     queued_prefill_s: float
-    own_prefill_s: float
+    own_prefill_s: float  # not yet multiplied by `own_weight`
     own_weight: float
     copy_s: float
     kv_pressure_s: float
-    extra_s: float
-    cached_tokens: int
+    extra_s: float  # seconds to bring the request's adapter in
+    cached_tokens: int  # prompt tokens that the pod will serve from its cache, in any tier
     uncached_tokens: int
-    host_tokens: int
-    slowdown: float
-    awaiting: int
-    decoding: int
-    load_age_s: float | None
-    view: str
+    host_tokens: int  # served tokens that must be copied from beyond the device first
+    slowdown: float  # by how much decoding requests slow its prefill, 1 or more
+    awaiting: int  # requests of ours that await their first token there
+    decoding: int  # requests past it, others' among them
+    load_age_s: float | None  # age of the engine's own account of its load; None if it never told
+    view: str  # whether what is known of the cache is EXACT, RECOVERING or STALE
 
 
 class Ranking(Sequence[Candidate]):
     """Candidates, best first; never empty.
 
     Args:
-        pods: Their addresses.
         prices: cost.PRICE [pods].
         credits: cost.CREDIT [pods].
         order: int64 [pods], places in the above, best first.
-        prompt_tokens: Tokens of all prompts.
-        block_tokens: Tokens of one block.
         matches: One for each prompt; empty when the cache's view was not used.
         most_cached_tokens: The most that any candidate would serve from its cache.
-
-    Attributes:
-        best: The first.
-        pods, prices, credits, order, most_cached_tokens: As given.
     """
 
     __slots__ = (

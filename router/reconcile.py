@@ -61,9 +61,6 @@ class EngineWatch:
     """Holds what engines tell of themselves against the views of their caches; to be used by one thread.
 
     A reading is completed with what was predicted of the engine's cache until then.
-
-    Args:
-        observe: Told the pod and the completed reading, see `KvIndexer.observe`.
     """
 
     def __init__(self, ledger: Ledger, observe: Callable[[str, EngineReading], object]) -> None:

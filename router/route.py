@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Routes requests; safe to call from any number of threads.
-
-    Args:
-        flow: Has requests wait for room; None: nobody waits.
-        traces: None: nothing is traced.
-        clock: Measures what passes inside, in seconds.
-    """
+    """Routes requests; safe to call from any number of threads."""
 
     def __init__(
         self,

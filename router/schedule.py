@@ -52,24 +52,15 @@ _OTHER_SHARE = 0.1
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts when it is scheduled.
-
-    Attributes:
-        prompt_tokens: Of all prompts; estimated from the body's size when `degraded`.
-        prompts: Token ids of each prompt, in the order of `keys`; empty when not known.
-        keys: Block keys of each prompt; empty when not known.
-        degraded: Why the cache's view is not used; None when it is.
-        partial: Why `prompts` are only the beginnings of the true ones; None when they are whole.
-        priority: Of the request.
-    """
+    """What is known of a request's prompts when it is scheduled."""
 
     request: RouteRequest
-    prompt_tokens: int
-    prompts: Sequence[NDArray[np.uint32]]
-    keys: Sequence[Keys]
-    degraded: str | None
-    priority: int = 0
-    partial: str | None = None
+    prompt_tokens: int  # of all prompts; estimated from the body's size when `degraded`
+    prompts: Sequence[NDArray[np.uint32]]  # each one's token ids, in the order of `keys`; empty: not known
+    keys: Sequence[Keys]  # block keys of each prompt; empty when not known
+    degraded: str | None  # why the cache's view is not used; None when it is
+    priority: int = 0  # of the request
+    partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
 
     def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
@@ -87,8 +78,6 @@ class Scheduler:
     """Prices, picks, and enters the pick into the ledger.
 
     Args:
-        board: The numbers of all pods.
-        random: Breaks ties.
         ranker: Orders the candidates; None: their cost does.
     """
 
@@ -318,11 +307,7 @@ def _weighed(
     parameters: NDArray[Any],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
-
-    Args:
-        parameters: One record of CostParameters'.
-    """
+    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of a candidate."""
     facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
     add_credit(
         cached_blocks, blocks_by_tier, strides, device_tiers, places, servable_tokens, block_tokens, credits

@@ -36,12 +36,7 @@ class ImageFiles:
 
 
 def image_rule(files: ImageFiles, tokenizer: Tokenizer) -> ImageRule | None:
-    """The rule of a model.
-
-    Args:
-        files: Of the model.
-        tokenizer: Its own; knows the ids.
-    """
+    """The rule of a model."""
     match files.config.get("architectures"):
         case [str(name)] if name in _FAMILIES:
             family = _FAMILIES[name]
@@ -188,16 +183,11 @@ def _id(tokenizer: Tokenizer, text: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """One way to make a rule, and the processors that it is made from.
+    """One way to make a rule, and the processors that it is made from."""
 
-    Attributes:
-        rule: Makes it.
-        processors: Names in `processor_class`.
-        image_processors: Names in `image_processor_type`, without a backend's; empty: the rule asks none.
-    """
-
-    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]
-    processors: tuple[str, ...]
+    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]  # makes it
+    processors: tuple[str, ...]  # names in `processor_class`
+    # Names in `image_processor_type`, without a backend's; empty: the rule asks none.
     image_processors: tuple[str, ...] = ()
 
 

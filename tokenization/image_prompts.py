@@ -30,15 +30,11 @@ _HEADS_CHARS = (4 * (16 << 10), 4 * (1 << 20))
 
 
 class ImagePart(NamedTuple):
-    """One image.
+    """One image."""
 
-    Attributes:
-        url: What the part has for one; anything.
-        uuid: The name that the client gives the image. vLLM takes it for the image's hash, unless the request
-            or the engine's flags set options of its processor (multimodal/processing/inputs.py in 0.32).
-    """
-
-    url: object
+    url: object  # what the part has for one; anything
+    # The name that the client gives the image. vLLM takes it for the image's hash, unless the request or the
+    # engine's flags set options of its processor (multimodal/processing/inputs.py in 0.32).
     uuid: str | None
 
 
@@ -63,7 +59,6 @@ def size_of_url(url: object, *, upright: bool) -> ImageSize | None:
     """The size of the image in a URL; None where it is elsewhere, or not surely known.
 
     Args:
-        url: What the part has for one.
         upright: Whether it matters which side is which: then an image is not known that may be shown turned.
     """
     if not isinstance(url, str) or not url.startswith(_SCHEME):
@@ -103,45 +98,27 @@ _IDS_MAX = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Where an image's ids stand.
+    """Where an image's ids stand."""
 
-    Attributes:
-        offset: Of the first.
-        length: How many; they may share an id with the text, or the image, behind.
-        uuid: The client's name for it.
-    """
-
-    offset: int
-    length: int
-    uuid: str | None
+    offset: int  # of the first
+    length: int  # how many; they may share an id with the text, or the image, behind
+    uuid: str | None  # the client's name for it
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt's ids as far as they are known.
+    """A prompt's ids as far as they are known."""
 
-    Attributes:
-        ids: All of them, or those in front of the first image that nobody here knows the size of.
-        images: Those within `ids`.
-        text_tokens: What stands behind `ids` beside images.
-        unknown_images: How many images stand behind `ids`.
-    """
-
-    ids: TokenIds
-    images: tuple[PlacedImage, ...]
-    text_tokens: int = 0
-    unknown_images: int = 0
+    ids: TokenIds  # all of them, or those in front of the first image that nobody here knows the size of
+    images: tuple[PlacedImage, ...]  # those within `ids`
+    text_tokens: int = 0  # what stands behind `ids` beside images
+    unknown_images: int = 0  # how many images stand behind `ids`
 
 
 def expanded(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) -> ExpandedPrompt | None:
     """A prompt with its images; None where its text has other places for images than the images'.
 
     Engines then fill those that come first, or refuse the prompt.
-
-    Args:
-        rule: What images become.
-        ids: Of the rendered text.
-        parts: The images.
     """
     places = np.flatnonzero(ids == rule.placeholder_id).tolist()
     if len(places) != len(parts):

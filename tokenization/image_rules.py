@@ -22,24 +22,18 @@ _ASPECT_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class ImageRule:
-    """How one model's images stand in its prompts.
+    """How one model's images stand in its prompts."""
 
-    Attributes:
-        placeholder_id: What the chat template leaves in an image's place.
-        placeholder_text: What engines put in front of a message's text for each of its images, for a template
-            that takes no parts; empty: nothing.
-        expand: The ids that take the placeholder's place, of an image of this size (None: not known); None
-            where they are not surely known.
-        reads_size: Whether these ids depend on the size.
-        upright: Whether they change when width and height change places.
-        joins: Pairs of ids that become one where they meet (first, second, both), in this order.
-    """
-
-    placeholder_id: int
+    placeholder_id: int  # what the chat template leaves in an image's place
+    # What engines put in front of a message's text for each of its images, for a template that takes no
+    # parts; empty: nothing.
     placeholder_text: str
+    # The ids that take the placeholder's place, of an image of this size (None: not known); None where they
+    # are not surely known.
     expand: Callable[[ImageSize | None], TokenIds | None]
-    reads_size: bool = True
-    upright: bool = False
+    reads_size: bool = True  # whether these ids depend on the size
+    upright: bool = False  # whether they change when width and height change places
+    # Pairs of ids that become one where they meet (first, second, both), in this order.
     joins: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -55,7 +49,6 @@ def by_pixels(
     """One id for each square of the resized image, as Qwen-VL's `smart_resize` has it (from Qwen2-VL on).
 
     Args:
-        image_id: Stands for a square.
         side: Of a square, in pixels: a patch times the patches that are merged along a side.
         pixels_min: Smaller images are enlarged.
         pixels_max: Larger images are made smaller.
@@ -74,7 +67,6 @@ def in_rows(
     """One id for each square, row by row, as Pixtral's processor has it since transformers 4.49.
 
     Args:
-        image_id: Stands for a square.
         break_id: Ends a row.
         end_id: Ends the last row.
         side: Of a square, in pixels.

@@ -117,9 +117,6 @@ class _Parts:
 def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:
     """Makes every plugin and wires them.
 
-    Args:
-        block_tokens: Of the index.
-
     Raises:
         ConfigError: Something is not understood, missing, or does not fit; names the place.
     """

@@ -105,9 +105,6 @@ INSTEAD: Mapping[str, str] = {
 def make(entry: PluginEntry, directory: Path) -> object:
     """Makes a profile's plugin.
 
-    Args:
-        directory: Where relative paths begin.
-
     Raises:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """

@@ -48,17 +48,11 @@ class AlwaysMultimodal(Settings):
 
 
 class PrefixBasedPd(Settings):
-    """Prefills that are long where they are decoded.
+    """Prefills that are long where they are decoded."""
 
-    Attributes:
-        producer: Whose account of the caches counts.
-        non_cached_tokens: From so many tokens that the decoding pod does not hold; 0: never.
-        prompt_tokens: Shorter prompts never.
-    """
-
-    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)
-    non_cached_tokens: Whole = 0
-    prompt_tokens: Whole = 0
+    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
+    non_cached_tokens: Whole = 0  # from so many tokens that the decoding pod does not hold; 0: never
+    prompt_tokens: Whole = 0  # shorter prompts never
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None) -> bool:
         tokens = request.prompt_tokens
@@ -73,19 +67,12 @@ class PrefixBasedPd(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """What the profiles chose.
+    """What the profiles chose."""
 
-    Attributes:
-        primary: Where the request goes.
-        targets: First picks by profile; "" is where the request goes.
-        headers: To set on the request.
-        prefill: Who prefills, where it is not the primary; else None.
-    """
-
-    primary: Picked
-    targets: Mapping[str, Endpoint]
-    headers: Mapping[str, str] = field(default_factory=dict)
-    prefill: Endpoint | None = None
+    primary: Picked  # where the request goes
+    targets: Mapping[str, Endpoint]  # first picks by profile; "" is where the request goes
+    headers: Mapping[str, str] = field(default_factory=dict)  # to set on the request
+    prefill: Endpoint | None = None  # who prefills, where it is not the primary; else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +92,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class ProfileHandler:
-    """Decoding on one pod, and where a decider says so prefilling and encoding on others.
+    """Decoding on one pod, and where a decider says so prefilling and encoding on others."""
 
-    Attributes:
-        decode: Picks where the request goes, which fetches from the others' picks.
-        prefill, encode: None: that stage is never apart.
-        prefill_first: Whether prefill is picked before decode, without regard to the latter's cache.
-    """
-
-    decode: Profile
-    prefill: Stage | None = None
+    decode: Profile  # picks where the request goes, which fetches from the others' picks
+    prefill: Stage | None = None  # None: that stage is never apart
     encode: Stage | None = None
+    # Whether prefill is picked before decode, without regard to the latter's cache.
     prefill_first: bool = False
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:

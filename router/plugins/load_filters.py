@@ -20,21 +20,15 @@ _METRICS: dict[str, Callable[[Endpoint], float]] = {
 
 
 class PrefixAffinityFilter(Settings):
-    """Keeps the endpoints that hold the prompt, unless all of them would answer much later than others.
+    """Keeps the endpoints that hold the prompt, unless all of them would answer much later than others."""
 
-    Attributes:
-        producer: Whose account of the caches counts.
-        affinity_threshold: From this share of the prompt on an endpoint holds it.
-        exploration_probability: Share of requests that are let pass unfiltered.
-        penalty_max_ms: How much later the best holder may answer than the best other; 0: any time.
-        peak_prefill_throughput: Tokens/s by which tokens in flight become seconds.
-    """
-
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
-    affinity_threshold: Share = 0.8
-    exploration_probability: Share = 0.0
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
+    affinity_threshold: Share = 0.8  # from this share of the prompt on an endpoint holds it
+    exploration_probability: Share = 0.0  # share of requests that are let pass unfiltered
+    # How much later the best holder may answer than the best other; 0: any time.
     penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")
     ttft_source: Literal["prefillThroughput"] = "prefillThroughput"
+    # Tokens/s by which tokens in flight become seconds.
     peak_prefill_throughput: Annotated[float, Meta(ge=1e-3, le=1e12)] = 15_928.0
     in_flight_load_producer_name: Any = None
 
@@ -65,14 +59,10 @@ class Cap(Settings):
 
 
 class UtilizationFilter(Settings):
-    """Drops endpoints above any of some caps.
-
-    Attributes:
-        fallback_on_empty: Whether everybody stays when nobody would.
-    """
+    """Drops endpoints above any of some caps."""
 
     conditions: Annotated[tuple[Cap, ...], Meta(min_length=1)]
-    fallback_on_empty: bool = False
+    fallback_on_empty: bool = False  # whether everybody stays when nobody would
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         caps = [(_METRICS[cap.metric], cap.max_value) for cap in self.conditions]

@@ -44,17 +44,11 @@ class LoadAwareScorer(Settings):
 
 
 class ActiveRequestScorer(Settings):
-    """Fewest requests in flight from here.
+    """Fewest requests in flight from here."""
 
-    Attributes:
-        idle_threshold: Up to so many requests an endpoint is idle and gets 1.
-        max_busy_score: What the best busy endpoint can get.
-        request_timeout: Ignored, as the reference does.
-    """
-
-    idle_threshold: Whole = 0
-    max_busy_score: Share = 1.0
-    request_timeout: Any = None
+    idle_threshold: Whole = 0  # up to so many requests an endpoint is idle and gets 1
+    max_busy_score: Share = 1.0  # what the best busy endpoint can get
+    request_timeout: Any = None  # ignored, as the reference does
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         counts = [endpoint.inflight_requests for endpoint in endpoints]

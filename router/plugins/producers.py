@@ -44,33 +44,23 @@ class PrecisePrefix:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is known of a request's prompt.
+    """What is known of a request's prompt."""
 
-    Attributes:
-        keys: Chained hashes by bytes.
-        exact_blocks: Full blocks of all prompts.
-        matches: The index's, one for each prompt.
-    """
-
-    keys: Sequence[int]
-    exact_blocks: int
-    matches: Sequence[PodMatches]
+    keys: Sequence[int]  # chained hashes by bytes
+    exact_blocks: int  # full blocks of all prompts
+    matches: Sequence[PodMatches]  # the index's, one for each prompt
 
 
 class ApproximatePrefix(Settings):
-    """What this router sent where: an LRU of prompt hashes for each pod.
+    """What this router sent where: an LRU of prompt hashes for each pod."""
 
-    Attributes:
-        auto_tune: Would take the block size from the engines, whose events we have.
-        block_size_tokens: Of one hashed block, at 4 bytes a token; at least 64 count.
-        max_prefix_blocks_to_match, max_prefix_tokens_to_match: Longest prefix that is looked at.
-        lru_capacity_per_server: Blocks remembered for each pod.
-    """
-
-    auto_tune: bool = True
+    auto_tune: bool = True  # would take the block size from the engines, whose events we have
+    # Of one hashed block, at 4 bytes a token; at least 64 count.
     block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16
+    # Longest prefix that is looked at.
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
     max_prefix_tokens_to_match: Whole = 131_072
+    # Blocks remembered for each pod.
     lru_capacity_per_server: Annotated[int, Meta(ge=1, le=10_000_000)] = 31_250
 
     def __post_init__(self) -> None:

@@ -28,19 +28,13 @@ class WeightedScorer:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a profile chose.
+    """What a profile chose."""
 
-    Attributes:
-        endpoints: Best first; never empty.
-        scores: Weighted sums of all that passed the filters, by address.
-        parts: For each scorer its name and what it added to the first endpoint's score.
-        removed: Those that did not pass, by address, and why.
-    """
-
-    endpoints: Sequence[Endpoint]
-    scores: dict[str, float]
+    endpoints: Sequence[Endpoint]  # best first; never empty
+    scores: dict[str, float]  # weighted sums of all that passed the filters, by address
+    # For each scorer its name and what it added to the first endpoint's score.
     parts: Sequence[tuple[str, float]]
-    removed: Mapping[str, str]
+    removed: Mapping[str, str]  # those that did not pass, by address, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,14 +106,10 @@ class _SessionConfig(Settings):
 
 
 class SessionAffinity(Settings):
-    """Keeps to the endpoint of the session, as long as it is among the candidates.
-
-    Attributes:
-        profile_name: Whose pick counts; "": the destination.
-    """
+    """Keeps to the endpoint of the session, as long as it is among the candidates."""
 
     strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
-    profile_name: str = _DESTINATION
+    profile_name: str = _DESTINATION  # whose pick counts; "": the destination
     encoded_endpoint_header_config: _TokenConfig = field(default_factory=_TokenConfig)
     session_id_config: _SessionConfig = field(default_factory=_SessionConfig)
 
