@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import Admission, UtilizationDetector
 from router.config import RouterConfig
+from router.config_fields import Duration
 from router.cost import CostParameters
 from router.flow import FlowControl
 from router.flow_config import LOAD_AGES, fairness_of, flow_of
@@ -65,7 +66,7 @@ def entrance(
     if picker is not None:
         found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
-        detector = UtilizationDetector(load_age_max_s=_load_age_max_s(config))
+        detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         return Admission(priorities, detector, pods.board), None
     admission = Admission(priorities, None, pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):

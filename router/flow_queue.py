@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from threading import Event
 
-# A band's requests are unlimited in neither number nor size; these are the reference's defaults.
-_BAND_REQUESTS = 5000
-_BAND_BYTES = 1_000_000_000
+from router.config_file import BandSettings, FlowSettings
 
 
 @dataclass(slots=True, eq=False)
@@ -44,33 +42,12 @@ ORDERS: Mapping[str, Order] = {
 FAIRNESS = ("global-strict-fairness-policy", "round-robin-fairness-policy")
 
 
-@dataclass(frozen=True, slots=True)
-class BandParameters:
-    """One priority's."""
-
-    requests_max: int = _BAND_REQUESTS  # what may wait
-    bytes_max: int = _BAND_BYTES
-    order: str = "fcfs-ordering-policy"  # key of ORDERS
-    # One of FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
-    fairness: str = FAIRNESS[0]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueParameters:
-    """The whole queue's."""
-
-    requests_max: int | None = None  # what may wait in all bands; None: no limit of its own
-    bytes_max: int | None = None
-    bands: Mapping[int, BandParameters] = field(default_factory=dict)  # by priority
-    default: BandParameters = BandParameters()  # of other priorities
-    default_negative: BandParameters = BandParameters()
-
-
 class FlowQueue:
-    """Everything that waits."""
+    """Everything that waits; the settings name types of policies, not plugins."""
 
-    def __init__(self, parameters: QueueParameters) -> None:
-        self._parameters = parameters
+    def __init__(self, settings: FlowSettings) -> None:
+        self._settings = settings
+        self._told = {band.priority: band for band in settings.priority_bands}
         self._bands: dict[int, _Band] = {}
         self._sequence = count()
 
@@ -83,7 +60,7 @@ class FlowQueue:
 
     def put(self, waiting: Waiting) -> bool:
         """Takes a request in; False: there is no place."""
-        known = self._parameters
+        known = self._settings
         band = self._band(waiting.priority)
         total_max, bytes_max = known.requests_max, known.bytes_max
         if total_max is not None and len(self) >= total_max:
@@ -112,26 +89,26 @@ class FlowQueue:
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
         if band is None:
-            known = self._parameters
-            default = known.default_negative if priority < 0 else known.default
-            band = self._bands[priority] = _Band(known.bands.get(priority, default))
+            known = self._settings
+            default = known.default_negative_priority_band if priority < 0 else known.default_priority_band
+            band = self._bands[priority] = _Band(self._told.get(priority, default))
         return band
 
 
 class _Band:
     """The flows of one priority; each a heap from which those that left are dropped when they come up."""
 
-    def __init__(self, parameters: BandParameters) -> None:
-        self._parameters = parameters
-        self._order = ORDERS[parameters.order]
-        self._takes_turns = parameters.fairness == FAIRNESS[1]
+    def __init__(self, settings: BandSettings) -> None:
+        self._settings = settings
+        self._order = ORDERS[settings.order]
+        self._takes_turns = settings.fairness == FAIRNESS[1]
         # In turn: the flow that was served goes to the end.
         self._flows: dict[str, list[tuple[float, int, Waiting]]] = {}
         self.requests = 0
         self.size_bytes = 0
 
     def put(self, waiting: Waiting) -> bool:
-        known = self._parameters
+        known = self._settings
         if self.requests >= known.requests_max or self.size_bytes + waiting.size_bytes > known.bytes_max:
             return False
         self.requests += 1

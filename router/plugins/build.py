@@ -183,7 +183,7 @@ def _profile_entries(config: PickerConfig, parts: _Parts) -> tuple[ProfileEntry,
     if config.profiles:
         return config.profiles
     every = (name for name, plugin in parts.plugins.items() if isinstance(plugin, Filter | Scorer | Picker))
-    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.root),)
+    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.section),)
 
 
 def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profile:
@@ -211,7 +211,7 @@ def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profil
 def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
     if len(parts.handlers) > 1:
         names = ", ".join(parts.handlers)
-        config.root.fail("plugins", f"has several profile handlers ({names}); one is used")
+        config.section.fail("plugins", f"has several profile handlers ({names}); one is used")
     entry = next(iter(parts.handlers.values()), None)
     if entry is not None and entry.type == _DISAGG:
         return _disaggregated(entry.told.read(_Disaggregation), parts, profiles)
@@ -220,7 +220,7 @@ def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile
     if entry is not None:
         entry.told.read(Settings)
     if len(profiles) != 1:
-        config.root.fail(
+        config.section.fail(
             "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
         )
     return ProfileHandler(next(iter(profiles.values())))

@@ -43,7 +43,7 @@ def made(kind: str, **parameters: Any) -> Any:
     text = yaml.safe_dump(
         {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": [entry]}
     )
-    return make(parse_config(text, "c.yaml", Path()).plugins[kind], Path())
+    return make(parse_config(text, "c.yaml").plugins[kind], Path())
 
 
 @pytest.mark.parametrize(
