@@ -15,8 +15,7 @@ from router.cost import CostParameters
 from router.flow import FlowControl
 from router.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.ledger import Ledger
-from router.plugins.build import build_pipeline
-from router.plugins.catalogue import is_own
+from router.plugins.build import build_pipeline, is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
 from router.pods import PodSet, PodSnapshot

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import field as option
 
@@ -63,6 +63,34 @@ class PrefixBasedPd(Settings):
             match = request.prefix(self.producer, decoder)
             hit_tokens = match.cached_blocks * match.block_tokens
         return tokens - hit_tokens >= self.non_cached_tokens
+
+
+class _Stages(Settings):
+    decode: Text = "decode"
+    prefill: Text = "prefill"
+    encode: Text = "encode"
+
+
+class _Deciders(Settings):
+    prefill: Text | None = None
+    encode: Text | None = None
+
+
+class Disaggregation(Settings):
+    """Parameters of disagg-profile-handler."""
+
+    stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
+    profiles: _Stages = option(default_factory=_Stages)
+    deciders: _Deciders = option(default_factory=_Deciders)
+
+
+class PrefillApart(Settings):
+    """Parameters of pd-profile-handler, the older form: two profiles and one decider."""
+
+    decode_profile: Text = "decode"
+    prefill_profile: Text = "prefill"
+    decider_plugin_name: Text | None = None
+    prefix_plugin_name: Any = None
 
 
 @dataclass(frozen=True, slots=True)

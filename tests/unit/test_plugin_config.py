@@ -21,8 +21,7 @@ from router.envoy_headers import system_owned
 from router.errors import ConfigError, NoEndpointLeftError, RequestError
 from router.flow_config import flow_of
 from router.metrics import MetricTwins
-from router.plugins.build import build_pipeline
-from router.plugins.catalogue import INSTEAD, MAKERS
+from router.plugins.build import INSTEAD, MAKERS, build_pipeline
 from router.plugins.pipeline import Pipeline
 from router.schedule import Scheduler
 from router.scrape import EngineLoad

@@ -14,8 +14,8 @@ import yaml
 from router.config_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
+from router.plugins.build import make
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
-from router.plugins.catalogue import make
 from router.plugins.handlers import PrefixBasedPd
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load_filters import Cap, PrefixAffinityFilter, UtilizationFilter
