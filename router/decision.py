@@ -5,18 +5,12 @@ Nothing is put into words or objects before somebody asks. Beside it what a conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
-from numpy.typing import NDArray
 
-from indexer import PodMatches
 from indexer.dispatched import DispatchKey
-from router.pods import Pod, PodSnapshot
 from router.ranking import Candidate, Ranking, reason_for
-from router.request import RouteRequest
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -29,24 +23,6 @@ class Routing(msgspec.Struct, frozen=True):
     response_headers: Mapping[str, str]  # to set on the response
     prefill: str | None  # address of the pod that prefills, where the destination only decodes; else None
     reason: str  # one clause for a person
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """One request and what is known of its candidates, side by side."""
-
-    request: RouteRequest
-    priority: int
-    prompt_tokens: int
-    prompt_blocks: int  # full blocks of all prompts
-    candidates: Sequence[Pod]  # as of the line-up
-    addresses: Sequence[str]
-    pods: PodSnapshot  # as they are now
-    matches: Sequence[PodMatches]  # one for each prompt; empty when the cache's view is not used
-    prices: NDArray[Any]  # cost.PRICE [candidates]
-    credits: NDArray[Any]  # cost.CREDIT [candidates]
-    known: NDArray[Any]  # board.POD [candidates]
-    now_s: float
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from router.board import PodBoard
 from router.cache_use import usage_tells_all
 from router.candidates import Lineup
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
-from router.decision import Decision, Situation
+from router.decision import Decision
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.pods import PodSnapshot
@@ -137,8 +137,8 @@ class Scheduler:
             order = _session_first(order, prices["cost_s"], lineup, session_pod)
         routing = None
         if self._ranker is not None:
-            situation = self._situation(prompted, lineup, pods, used, prices, credits, now_s)
-            order, routing = self._ranker.rank(situation)
+            known = self._board.known(lineup.rows)
+            order, routing = self._ranker.rank(prompted, lineup, pods, used, prices, credits, known, now_s)
         block_tokens, addresses = self._block_tokens, lineup.addresses
         # By place, not by name: that costs half as much.
         decision = Decision(
@@ -162,31 +162,6 @@ class Scheduler:
         if session is not None:
             self._sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
-
-    def _situation(
-        self,
-        prompted: Prompted,
-        lineup: Lineup,
-        pods: PodSnapshot,
-        matches: Sequence[PodMatches],
-        prices: NDArray[Any],
-        credits: NDArray[Any],
-        now_s: float,
-    ) -> Situation:
-        return Situation(
-            request=prompted.request,
-            priority=prompted.priority,
-            prompt_tokens=prompted.prompt_tokens,
-            prompt_blocks=sum(map(len, prompted.keys)) if matches else 0,
-            candidates=lineup.candidates.pods,
-            addresses=lineup.addresses,
-            pods=pods,
-            matches=matches,
-            prices=prices,
-            credits=credits,
-            known=self._board.known(lineup.rows),
-            now_s=now_s,
-        )
 
     def _weigh(
         self,
