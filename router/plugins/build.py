@@ -50,17 +50,17 @@ from router.plugins.labels import (
     LabelSelectorFilter,
     PrefillFilter,
 )
-from router.plugins.load_filters import PrefixAffinityFilter, UtilizationFilter
-from router.plugins.load_scorers import (
+from router.plugins.load import (
     ActiveRequestScorer,
     KvUsageScorer,
     LoadAwareScorer,
+    PrefixAffinityFilter,
     QueueScorer,
     RunningRequestsScorer,
     TokenLoadScorer,
     TtftCostScorer,
+    UtilizationFilter,
 )
-from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
 from router.plugins.pipeline import Pipeline
 from router.plugins.producers import (
     AgentIdentity,
@@ -70,7 +70,13 @@ from router.plugins.producers import (
     PrefixProducer,
     SessionIdProducer,
 )
-from router.plugins.profiles import Profile, WeightedScorer
+from router.plugins.profiles import (
+    MaxScorePicker,
+    Profile,
+    RandomPicker,
+    WeightedRandomPicker,
+    WeightedScorer,
+)
 from router.plugins.session_affinity import SessionAffinity
 from router.producer_settings import MetricsSettings, TokenSettings
 

@@ -18,18 +18,26 @@ from router.plugins.build import make
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.handlers import PrefixBasedPd
 from router.plugins.labels import HeaderTestingFilter
-from router.plugins.load_filters import Cap, PrefixAffinityFilter, UtilizationFilter
-from router.plugins.load_scorers import (
+from router.plugins.load import (
     ActiveRequestScorer,
+    Cap,
     KvUsageScorer,
     LoadAwareScorer,
+    PrefixAffinityFilter,
     QueueScorer,
     RunningRequestsScorer,
     TokenLoadScorer,
     TtftCostScorer,
+    UtilizationFilter,
 )
-from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
-from router.plugins.profiles import PluginError, Profile, WeightedScorer
+from router.plugins.profiles import (
+    MaxScorePicker,
+    PluginError,
+    Profile,
+    RandomPicker,
+    WeightedRandomPicker,
+    WeightedScorer,
+)
 from router.plugins.session_affinity import SessionAffinity
 from router.plugins.testkit import endpoint, kept, picks, request, scores
 from router.scrape import LoraLoad
