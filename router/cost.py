@@ -34,8 +34,8 @@ PRICE = np.dtype(
         ("kv_pressure_s", "f8"),
         ("extra_s", "f8"),
         ("slowdown", "f8"),  # by how much decoding requests slow its prefill, 1 or more
-        ("awaiting", "f8"),  # requests of ours that await their first token
-        ("decoding", "f8"),  # requests past it, others' among them
+        ("awaiting", "i8"),  # requests of ours that await their first token
+        ("decoding", "i8"),  # requests past it, others' among them
         ("load_age_s", "f8"),  # inf: never scraped
     ]
 )

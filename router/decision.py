@@ -62,11 +62,6 @@ class Decision(msgspec.Struct, frozen=True):
         return self.routing.prefill if self.routing is not None else None
 
     @property
-    def best_cached_tokens(self) -> int:
-        """The most any candidate would have served from its cache."""
-        return self.ranked.most_cached_tokens
-
-    @property
     def reason(self) -> str:
         if self.routing is not None:
             return self.routing.reason

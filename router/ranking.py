@@ -7,9 +7,9 @@ and the rest only for whoever wants to see them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of the pod."""
+    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of its cache."""
 
     pod: str
     cost_s: float
@@ -31,17 +31,17 @@ class Candidate(msgspec.Struct, frozen=True):
     copy_s: float
     kv_pressure_s: float
     extra_s: float  # seconds to bring the request's adapter in
-    cached_tokens: int  # prompt tokens that the pod will serve from its cache, in any tier
-    uncached_tokens: int
-    host_tokens: int  # served tokens that must be copied from beyond the device first
     slowdown: float  # by how much decoding requests slow its prefill, 1 or more
     awaiting: int  # requests of ours that await their first token there
     decoding: int  # requests past it, others' among them
     load_age_s: float | None  # age of the engine's own account of its load; None if it never told
+    cached_tokens: int  # prompt tokens that the pod will serve from its cache, in any tier
+    uncached_tokens: int
+    host_tokens: int  # served tokens that must be copied from beyond the device first
     view: str  # whether what is known of the cache is EXACT, RECOVERING or STALE
 
 
-class Ranking(Sequence[Candidate]):
+class Ranking:
     """Candidates, best first; never empty.
 
     Args:
@@ -53,7 +53,7 @@ class Ranking(Sequence[Candidate]):
     """
 
     __slots__ = (
-        *("_block_tokens", "_made", "_matches", "_states", "_tokens", "best", "credits"),
+        *("_block_tokens", "_matches", "_states", "_tokens", "best", "credits"),
         *("most_cached_tokens", "order", "pods", "prices"),
     )
 
@@ -79,26 +79,15 @@ class Ranking(Sequence[Candidate]):
         # The states go on, as others; what is told later is what was true now.
         self._states = matches[0].states if matches else _NO_STATES
         self.best = self.at_place(order.item(0))
-        # Most rankings are asked for their best alone.
-        self._made: dict[int, Candidate] | None = None
 
     def __len__(self) -> int:
         return len(self.order)
 
-    @overload
-    def __getitem__(self, at: int) -> Candidate: ...
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self.at_place, self.order.tolist())
 
-    @overload
-    def __getitem__(self, at: slice) -> list[Candidate]: ...
-
-    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
-        if (known := self._made) is None:
-            known = self._made = {0: self.best}
-        if (made := known.get(at)) is None:
-            made = known[at] = self.at_place(int(self.order[at]))
-        return made
+    def __getitem__(self, rank: int) -> Candidate:
+        return self.at_place(self.order.item(rank))
 
     @property
     def weight(self) -> int:
@@ -117,10 +106,6 @@ class Ranking(Sequence[Candidate]):
         """Return what each pod's Candidate says of its view, in the order of `pods`."""
         return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
-    def cost_s(self, at: int) -> float:
-        cost_s: float = self.prices.item(self.order.item(at))[0]
-        return cost_s
-
     def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
         """Prompt tokens whose blocks this candidate best holds in which tier.
 
@@ -136,25 +121,14 @@ class Ranking(Sequence[Candidate]):
         """The candidate at a place of the arrays, whatever its rank."""
         pod = self.pods[place]
         cached_tokens, host_tokens = self.credits.item(place)
-        price = self.prices.item(place)
-        cost_s, queued_s, own_s, weight, copy_s, pressure_s, extra_s = price[:7]
-        slowdown, awaiting, decoding, age_s = price[7:]
-        return Candidate(
+        *price, age_s = self.prices.item(place)
+        return Candidate(  # type: ignore[call-arg]  # a price has as many fields as there are here
             pod,
-            cost_s,
-            queued_s,
-            own_s,
-            weight,
-            copy_s,
-            pressure_s,
-            extra_s,
+            *price,
+            age_s if age_s != math.inf else None,
             cached_tokens,
             self._tokens - cached_tokens,
             host_tokens,
-            slowdown,
-            int(awaiting),
-            int(decoding),
-            age_s if age_s != math.inf else None,
             self._states.get(pod) or self._view(pod),
         )
 
@@ -181,7 +155,7 @@ def reason_for(
         )
     if holders == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
-    if best.cost_s == ranked.cost_s(1):
+    if best.cost_s == ranked[1].cost_s:
         chosen = "its session's pod" if best.pod == session_pod else "by chance"
         return f"{chosen} among equals: {_cached(best, prompt_tokens)}"
     return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"

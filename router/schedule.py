@@ -64,7 +64,7 @@ class Prompted(msgspec.Struct, frozen=True):
 
     def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
-        base_model, lora_name = lineup.candidates.base_model, lineup.candidates.lora_name
+        base_model, lora_name = lineup.base_model, lineup.lora_name
         if base_model is None:
             return None
         row = matches.rows[pod]
@@ -126,14 +126,14 @@ class Scheduler:
         Returns:
             The decision, and requests that the ledger had to give up for it.
         """
-        request, candidates = prompted.request, lineup.candidates
+        request = prompted.request
         session, session_pod = session_of(request.headers), None
         adapters_s = self._adapters_s(lineup, pods, now_s)
         prompt_tokens = prompted.prompt_tokens
         used = matches if prompted.degraded is None else ()
         credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, adapters_s, now_s)
         if session is not None:
-            session_pod = self._sessions.pod_of(session, now_s, candidates.base_model)
+            session_pod = self._sessions.pod_of(session, now_s, lineup.base_model)
             order = _session_first(order, prices["cost_s"], lineup, session_pod)
         routing = None
         if self._ranker is not None:
@@ -148,7 +148,7 @@ class Scheduler:
             Ranking(
                 addresses, prices, credits, order, prompt_tokens, block_tokens, matches, most_cached_tokens
             ),
-            candidates.excluded,
+            lineup.excluded,
             prompt_tokens,
             prompted.degraded,
             now_s,
@@ -160,7 +160,7 @@ class Scheduler:
             usage_tells_all(request, len(prompted.prompts)),
         )
         if session is not None:
-            self._sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
+            self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
 
     def _weigh(
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
-        adapter = lineup.candidates.lora_name
+        adapter = lineup.lora_name
         if adapter is None:
             return _NO_EXTRA
         adapters_s = np.zeros(len(lineup.rows))
@@ -248,7 +248,7 @@ class Scheduler:
                 decision.decided_s,
                 works.decoding,
                 prefill,
-                lineup.candidates.lora_name,
+                lineup.lora_name,
                 # Where another pod prefills, the destination's cache tells what was transferred, too.
                 works.cached_tokens if works.view == _EXACT and prefill is None else 0,
             ),

@@ -102,7 +102,7 @@ class Pipeline:
             RequestError: 500, a plugin failed.
         """
         columns = zip(
-            lineup.candidates.pods,
+            lineup.pods,
             prices["cost_s"].tolist(),
             credits["cached_tokens"].tolist(),
             (known["awaiting"] + known["decoding"]).tolist(),
