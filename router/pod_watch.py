@@ -17,10 +17,10 @@ from threading import Lock, Thread
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
+from router.outcomes import EngineWatch
 from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
 from router.pods_source import PodsSource
 from router.probe import Prober, ProbeResult
-from router.reconcile import EngineWatch
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import numpy as np
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
 from router.admission import Admission
-from router.cache_use import CACHE_NOT_READ, reads_cache
 from router.candidates import Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
@@ -24,7 +23,7 @@ from router.errors import RequestError
 from router.flow import FlowControl
 from router.pods import PodSet
 from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
-from router.request import RouteRequest
+from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
 from router.traces import RequestTrace, Traces

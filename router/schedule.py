@@ -21,16 +21,14 @@ from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import AdapterParameters, adapter_s
 from router.board import PodBoard
-from router.cache_use import usage_tells_all
 from router.candidates import Lineup
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
-from router.decision import Decision
+from router.decision import Candidate, Decision, Ranking
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.pods import PodSnapshot
-from router.ranking import Candidate, Ranking
 from router.rates import Lesson
-from router.request import RouteRequest
+from router.request import RouteRequest, usage_tells_all
 from router.sessions import Sessions, session_of
 
 if TYPE_CHECKING:

@@ -40,14 +40,13 @@ from router.ledger import Ledger, LedgerParameters
 from router.logs import set_up_logs
 from router.memory import calm_collector, give_back, use_one_heap
 from router.metrics import MetricTwins, RouterMetrics, StateCollector
-from router.outcomes import Outcomes
+from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import EngineWatch, Reconciler
 from router.replicas.fleet import Fleet
 from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.encoder import EncodingFacts, TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.image_families import ImageFiles, image_rule
-from tokenization.image_rules import ImageRule
+from tokenization.image_rules import ImageFiles, ImageRule, image_rule
 from tokenization.incremental import OwnTexts, own_texts
 from tokenization.template_files import (
     TemplateSources,

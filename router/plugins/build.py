@@ -32,15 +32,6 @@ from router.plugins.cache_scorers import (
     NoHitLruScorer,
     PrefixScorer,
 )
-from router.plugins.handlers import (
-    AlwaysMultimodal,
-    AlwaysPd,
-    Disaggregation,
-    PrefillApart,
-    PrefixBasedPd,
-    ProfileHandler,
-    Stage,
-)
 from router.plugins.labels import (
     ByLabelFilter,
     DecodeFilter,
@@ -71,9 +62,16 @@ from router.plugins.producers import (
     SessionIdProducer,
 )
 from router.plugins.profiles import (
+    AlwaysMultimodal,
+    AlwaysPd,
+    Disaggregation,
     MaxScorePicker,
+    PrefillApart,
+    PrefixBasedPd,
     Profile,
+    ProfileHandler,
     RandomPicker,
+    Stage,
     WeightedRandomPicker,
     WeightedScorer,
 )

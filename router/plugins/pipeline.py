@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from router.decision import Routing
 from router.errors import NoEndpointLeftError, RequestError
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
-from router.plugins.handlers import Handled, ProfileHandler
 from router.plugins.producers import AttributeProducer, PrefixProducer
-from router.plugins.profiles import PluginError
+from router.plugins.profiles import Handled, PluginError, ProfileHandler
 from router.pods import Pod, PodSnapshot
 from tokenization.chat_messages import decoded
 

@@ -16,7 +16,6 @@ from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
 from router.plugins.build import make
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
-from router.plugins.handlers import PrefixBasedPd
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load import (
     ActiveRequestScorer,
@@ -33,6 +32,7 @@ from router.plugins.load import (
 from router.plugins.profiles import (
     MaxScorePicker,
     PluginError,
+    PrefixBasedPd,
     Profile,
     RandomPicker,
     WeightedRandomPicker,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.cost import CREDIT, PRICE, least_cost_first
-from router.ranking import Ranking, reason_for
+from router.decision import Ranking, reason_for
 
 
 def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:
