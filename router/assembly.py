@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import Admission, UtilizationDetector
 from router.config import RouterConfig
+from router.config_fields import Duration
 from router.cost import CostParameters
 from router.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.flow import FlowControl
@@ -19,8 +20,7 @@ from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.ledger import Ledger
 from router.metrics import MetricTwins
-from router.plugins.build import build_pipeline
-from router.plugins.catalogue import is_own
+from router.plugins.build import build_pipeline, is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
 from router.pods import PodSet, PodsFile, PodSnapshot, PodsSource
@@ -82,7 +82,7 @@ def entrance(
     if picker is not None:
         found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
-        detector = UtilizationDetector(load_age_max_s=_load_age_max_s(config))
+        detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         return Admission(priorities, detector, pods.board), None
     admission = Admission(priorities, None, pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):

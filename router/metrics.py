@@ -137,7 +137,7 @@ class RouterMetrics:
             if decision.degraded is None:
                 self._spreads["input"].observe(decision.prompt_tokens, labels)
                 count["predicted"].add((), best.cached_tokens)
-                count["best"].add((), decision.best_cached_tokens)
+                count["best"].add((), decision.ranked.most_cached_tokens)
 
     def refused(self, error: RequestError) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""

@@ -18,7 +18,7 @@ from indexer import PodMatches, TokenError
 from indexer.keys import Keys
 from indexer.repeated_log import RepeatedLog
 from router.admission import Admission
-from router.candidates import Candidates, Lineup, Lineups
+from router.candidates import Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.errors import RequestError
@@ -39,13 +39,7 @@ _repeated = RepeatedLog(_log)
 
 
 class Router:
-    """Routes requests; safe to call from any number of threads.
-
-    Args:
-        flow: Has requests wait for room; None: nobody waits.
-        traces: None: nothing is traced.
-        clock: Measures what passes inside, in seconds.
-    """
+    """Routes requests; safe to call from any number of threads."""
 
     def __init__(
         self,
@@ -121,18 +115,17 @@ class Router:
         lineup = self._lineups.of(request)
         priority = self._admission.admit(request.headers, lineup.rows, now_s)
         marks_ns.append(time.time_ns())
-        candidates = lineup.candidates
         tokens = self._tokenizers.prompt_tokens(
-            request, candidates.base_model, candidates.context_tokens, candidates.pods
+            request, lineup.base_model, lineup.context_tokens, lineup.pods
         )
-        prompted = self._prompted(request, tokens, candidates, priority)
+        prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
             return self._pick(prompted, lineup, started_s, now_s, marks_ns)
 
     def _prompted(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates, priority: int
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
     ) -> Prompted:
-        keys, degraded = self._keys(request, tokens, candidates)
+        keys, degraded = self._keys(request, tokens, lineup)
         if degraded is None and not reads_cache(request):
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
@@ -140,18 +133,18 @@ class Router:
         return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
     ) -> tuple[list[Keys], str | None]:
         """Block keys per prompt, and why there are none."""
-        if tokens.degraded is not None or candidates.base_model is None:
+        if tokens.degraded is not None or lineup.base_model is None:
             return [], tokens.degraded or "no_model"
         if len(tokens.prompts) > PROMPTS_MAX:
             return [], TOO_MANY_PROMPTS
-        context_tokens = candidates.context_tokens
+        context_tokens = lineup.context_tokens
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # The engine will refuse it: no pod's cache will ever hold it.
             return [], LONGER_THAN_CONTEXT
-        base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
+        base, lora, salt = lineup.base_model, lineup.lora_name, request.cache_salt
         try:
             return [
                 self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)

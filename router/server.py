@@ -48,7 +48,7 @@ from router.health import (
 )
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
-from router.outcomes import Outcomes
+from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
@@ -56,7 +56,6 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import EngineWatch, Reconciler
 from router.replicas.fleet import Fleet
 from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
