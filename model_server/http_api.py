@@ -28,10 +28,17 @@ from starlette.types import ASGIApp
 from model_server.engine import Engine
 from model_server.errors import AdapterError, EngineClosedError
 from model_server.generation import AsyncEngine, Generation
-from model_server.http_io import BodyReader, EventStream, QuietEnd, json_response, unless_disconnected
-from model_server.http_server import BearerGate, by_port
+from model_server.http_server import (
+    BodyReader,
+    EventStream,
+    bearer_gate,
+    by_port,
+    json_response,
+    quiet_end,
+    unless_disconnected,
+)
 from model_server.lora import LoraRegistry
-from model_server.openai_responses import Answer, Responder
+from model_server.openai_responses import Answer
 from model_server.openai_types import (
     Api,
     ApiError,
@@ -135,13 +142,13 @@ class HttpApi:
         def guarded(routes: list[Route], secret: str | None, name: str) -> ASGIApp:
             app = Starlette(routes=[*for_all, *routes], exception_handlers=handlers)
             open_paths = frozenset(route.path for route in for_all)
-            return app if secret is None else BearerGate(app, secret, name, open_paths)
+            return app if secret is None else bearer_gate(app, secret, name, open_paths)
 
         app = guarded(serving, state.api_key, "the API key")
         if state.admin_port is not None:
             switches = guarded(admin, state.admin_token, "the administration's token")
             app = by_port(state.admin_port, switches, app)
-        return QuietEnd(app)
+        return quiet_end(app)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -158,7 +165,7 @@ class HttpApi:
             self._async_engine.metrics.params(job.fields.n or 1, job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
             cleanup.enter_context(self._named(job.request_id, generation))
-            answer = Answer(Responder(job, self._model.tokenizer), generation)
+            answer = Answer(job, self._model.tokenizer, generation)
             if not job.fields.stream:
                 return json_response(await unless_disconnected(request.receive, answer.whole()))
             pieces = answer.pieces()
