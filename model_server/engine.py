@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from model_server.block_manager import KvCache
 from model_server.config import EngineConfig
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
 from model_server.executor import Executor
-from model_server.kv_cache import KvCache
-from model_server.live_request import LiveRequest
 from model_server.lora import LoraRegistry
 from model_server.requests import (
     ChosenToken,
     EngineStats,
     FinishReason,
     GenerationRequest,
+    LiveRequest,
     TokenOutput,
     check_request,
 )

@@ -22,12 +22,11 @@ from torch import Tensor
 from model_server.block_copies import Done, Transfer
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, WorkerError
-from model_server.live_request import LiveRequest
 from model_server.lora import LoraRequest
 from model_server.model_runner import SpanNumbers, load_runner
 from model_server.parallel.ranks import Ranks
 from model_server.parallel.workers import Start, Workers
-from model_server.requests import ChosenToken
+from model_server.requests import ChosenToken, LiveRequest
 from model_server.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
 from model_server.scheduler import Chunk
 from model_server.shapes import Division

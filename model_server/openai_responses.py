@@ -6,12 +6,11 @@ from typing import Any
 
 import msgspec
 
-from model_server.generation import Generation
+from model_server.generation import Delta, Generation, joined
 from model_server.http_server import ModelServerProtocol
 from model_server.openai_types import ApiError
 from model_server.prepare import Job
 from model_server.requests import ChosenToken
-from model_server.text import Delta, joined
 from tokenization import PromptTokenizer
 
 Json = dict[str, Any]

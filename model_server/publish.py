@@ -28,7 +28,7 @@ from model_server.events import KVEvent
 from model_server.replay import ReplayServer, Step, StepRing
 
 if TYPE_CHECKING:
-    from model_server.kv_cache import KvCache
+    from model_server.block_manager import KvCache
 
 
 from collections import Counter

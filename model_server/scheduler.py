@@ -13,8 +13,8 @@ import msgspec
 from model_server.block_manager import BlockManager
 from model_server.blocks import Block
 from model_server.config import SchedulingPolicy
-from model_server.live_request import LiveRequest
 from model_server.offload import HostBlock
+from model_server.requests import LiveRequest
 
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from model_server.engine import OutputSink
-from model_server.generation import AsyncEngine
+from model_server.generation import AsyncEngine, TextAssembler
 from model_server.metrics import RequestMetrics
 from model_server.openai_responses import Answer
 from model_server.openai_types import generation_body
 from model_server.prepare import Job
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
-from model_server.text import TextAssembler
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)

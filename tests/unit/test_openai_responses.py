@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_server.generation import Delta
 from model_server.openai_responses import Answer
 from model_server.openai_types import Api, generation_body
 from model_server.prepare import Job
-from model_server.text import Delta
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
