@@ -188,7 +188,9 @@ class AsyncEngine:
         Raises:
             ApiError: The engine did not take one of them; then none of them runs.
         """
-        observers = [self.metrics.choice(arrived_s, len(request.prompt_token_ids)) for request in requests]
+        observers = [
+            ChoiceObserver(self.metrics, arrived_s, len(request.prompt_token_ids)) for request in requests
+        ]
         generation = Generation(self, requests, texts, observers)
         try:
             for request in requests:

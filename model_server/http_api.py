@@ -174,7 +174,9 @@ class HttpApi:
                 job = await self._in_thread(prepare, self._model, api, raw, header_id)
             texts = tuple(self._text(job.fields) for _ in job.requests)
             generation = self._async_engine.generate(job.requests, texts, arrived_s)
-            self._async_engine.metrics.params(job.fields.n or 1, job.requests[0].sampling.max_tokens)
+            observe = self._async_engine.metrics.observe
+            observe("request_params_n", job.fields.n or 1)
+            observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
             cleanup.enter_context(self._named(job.request_id, generation))
             answer = Answer(job, self._model.tokenizer, generation)
