@@ -91,7 +91,7 @@ class BlockManager:
         if not self._caching:
             return Prefix(0, [[] for _ in self._groups], 0)
         if not all(block.ready for block in live.swapped):
-            self.offload.finish_stores()  # what is on its way would be computed again
+            self.offload.drain(stores_only=True)  # what is on its way would be computed again
 
         def find(group: int, index: int) -> Block | HostBlock | None:
             return self._find((group, live.digest(index, self.block_tokens)))
@@ -220,17 +220,13 @@ class BlockManager:
     def _find(self, key: ContentKey) -> Block | HostBlock | None:
         return self.pool.find(key) or self._host.find(key)
 
-    def _first_needed(self, group: int, position: int) -> int:
-        """Return the first block needed to go on at a position, and to resume at the block it is in."""
-        need = self._needs[group]
-        return 0 if need is None else max(0, position // self.block_tokens - need)
-
     def _roll(self, live: LiveRequest) -> None:
         """Free what no token from `computed` on sees any more."""
-        for group, table in enumerate(live.tables):
-            if self._needs[group] is None:
+        for need, table in zip(self._needs, live.tables, strict=True):
+            if need is None:
                 continue
-            first = min(self._first_needed(group, live.computed), len(table.blocks))
+            # The first block needed to go on here, and to resume at the block that this is in.
+            first = min(max(0, live.computed // self.block_tokens - need), len(table.blocks))
             gone = [block for block in table.blocks[table.rolled : first] if block is not None]
             for index in range(table.rolled, first):
                 table.replace(index, None)
@@ -309,7 +305,7 @@ class KvCache:
         self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
         self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
         self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
-        executor.allocate_host(self.host.num_blocks)
+        executor.allocate(self.host.num_blocks)
         # Gives blocks to requests.
         self.manager = BlockManager(
             self.pool,

@@ -372,14 +372,13 @@ class Engine:
         if self.is_sleeping or not self._reset_pool():
             return self.is_sleeping
         self.is_sleeping = True
-        self.executor.free_kv()
+        self.executor.free()
         return True
 
     def _wake_up(self) -> bool:
         if not self.is_sleeping:
             return False
-        self.executor.allocate_kv()
-        self.executor.allocate_host(self.cache.host.num_blocks)
+        self.executor.allocate(self.cache.host.num_blocks)
         self.is_sleeping = False
         return True
 

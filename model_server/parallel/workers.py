@@ -211,9 +211,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
-_METHODS = frozenset(
-    ("join", "execute", "store", "restore", "settle", "fence", "allocate_kv", "allocate_host", "free_kv")
-)
+_METHODS = frozenset(("join", "execute", "store", "restore", "settle", "fence", "allocate", "free"))
 # Beside the steps, which others' requests wait for.
 _METHODS_BESIDE = frozenset(("load_adapter",))
 
