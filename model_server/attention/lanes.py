@@ -1,10 +1,10 @@
 """Sixteen float32 numbers that are computed with as one, lanes; rows of numbers, and memory, seen as lanes.
 
 These are the operations that kernels are written in, beside numba's own. They are compiled for the processor
-that they run on, to several instructions each where its registers are narrower. Rows are float32, or bfloat16
-seen as uint16, [rows, width]; their width is a whole number of parts. A part is 32 numbers in two lots of
-lanes, in the order in which they are read fastest, the same for all rows of a type. Other arrays are flat
-float32; nothing checks a row, an index or an address.
+that they run on, to several instructions each where its registers are narrower. Rows are float32, bfloat16
+seen as uint16, or float16 seen as int16, [rows, width]; their width is a whole number of parts. A part is 32
+numbers in two lots of lanes, in the order in which they are read fastest, the same for all rows of a type.
+Other arrays are flat float32; nothing checks a row, an index or an address.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 _STACK_ALIGNMENT_BYTES = 64
 VECTOR, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 PART = 2 * LANES
 _CACHE_LINE_BYTES = 64
@@ -200,13 +201,14 @@ def stack(site: _Site, size_bytes: Any) -> Any:
 def read(site: _Site, rows: Any, row: Any, first: Any) -> Any:
     """A part of a row, from element `first` on."""
     builder, at = site.builder, _element(site, rows, row, first)
-    if site.kinds[0].dtype == types.float32:
-        at = builder.bitcast(at, VECTOR.as_pointer())
-        lots = [builder.load(builder.gep(at, [ir.Constant(_I64, lot)]), align=4) for lot in range(2)]
-    else:  # a word is two neighbours; each is the upper half of its float32
+    if site.kinds[0].dtype == types.uint16:  # a word is two neighbours; each is the upper half of its float32
         words = builder.load(builder.bitcast(at, WORDS.as_pointer()), align=2)
         halves = builder.shl(words, same_constant(16, WORDS)), builder.and_(words, _UPPER)
         lots = [builder.bitcast(half, VECTOR) for half in halves]
+    else:
+        lots = [builder.load(place, align=2) for place in _places_of_lots(site, at)]
+        if site.kinds[0].dtype == types.int16:
+            lots = [builder.fpext(lot, VECTOR) for lot in lots]
     return site.context.make_tuple(builder, _both, lots)
 
 
@@ -215,14 +217,14 @@ def write(site: _Site, rows: Any, row: Any, first: Any, both: Any) -> None:
     """Write a part of a row."""
     builder, at = site.builder, _element(site, rows, row, first)
     lots = [builder.extract_value(both, lot) for lot in range(2)]
-    if site.kinds[0].dtype == types.float32:
-        at = builder.bitcast(at, VECTOR.as_pointer())
-        for number, lot in enumerate(lots):
-            builder.store(lot, builder.gep(at, [ir.Constant(_I64, number)]), align=4)
-    else:
+    if site.kinds[0].dtype == types.uint16:
         low, high = (_rounded(builder, lot) for lot in lots)
         words = builder.or_(builder.lshr(low, same_constant(16, WORDS)), builder.and_(high, _UPPER))
         builder.store(words, builder.bitcast(at, WORDS.as_pointer()), align=2)
+    else:
+        for lot, place in zip(lots, _places_of_lots(site, at), strict=True):
+            is_narrow = site.kinds[0].dtype == types.int16
+            builder.store(builder.fptrunc(lot, _HALVES) if is_narrow else lot, place, align=2)
 
 
 @_operation(types.void)
@@ -270,6 +272,13 @@ def _address(site: _Site, array: Any, index: Any, pointee: ir.Type) -> Any:
     """Point to an element of a flat array."""
     data = site.context.make_array(site.kinds[0])(site.context, site.builder, array).data
     return site.builder.bitcast(site.builder.gep(data, [index]), pointee.as_pointer())
+
+
+def _places_of_lots(site: _Site, at: Any) -> list[Any]:
+    """Point to the two lots of a part that is stored number by number."""
+    kind = _HALVES if site.kinds[0].dtype == types.int16 else VECTOR
+    at = site.builder.bitcast(at, kind.as_pointer())
+    return [site.builder.gep(at, [ir.Constant(_I64, lot)]) for lot in range(2)]
 
 
 def _element(site: _Site, array: Any, row: Any, first: Any) -> Any:
