@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from indexer.applied import Outcome, StoredRun
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
@@ -261,24 +261,18 @@ class PodView:
         if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
             outcome.skip("BlockStored", "orphan_dropped", self._orphans.hold(Orphan(parent_hash, run)))
             return False
+        tier = self._tiers.of_medium(run.medium)
         try:
-            stored = self._runs.store(run, self._tiers.of_medium(run.medium), starts_prompt=starts_prompt)
+            self._runs.store(run, tier, outcome, starts_prompt=starts_prompt)
         except TokenError:
             outcome.skip("BlockStored", "extra_keys")
             return False
         if self._uncertain:
-            tier = self._tiers.of_medium(run.medium)
             if parent_hash is not None:
                 # A request that goes on behind a block has that block.
                 self._uncertain.present((parent_hash,), tier)
             self._discount(self._uncertain.stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
-        outcome.stored.append(stored.keys)
-        if outcome.runs is not None and stored.parent is not None and len(stored.keys):
-            tokens = np.array(run.token_ids[: self._hasher.block_tokens], np.uint32)
-            outcome.runs.append(StoredRun(stored.parent, stored.keys, tokens))
-        outcome.skip("BlockStored", "hash_reused", stored.reused)
-        outcome.skip("BlockStored", "too_many_hashes", stored.given_up)
         return True
 
     def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
@@ -353,8 +347,7 @@ class PodView:
         cache = self._cache(change.group)
         if cache.copy(change.engine_hash, change.tier):
             return True
-        key = self._runs.tail_key(change.engine_hash)
-        if key is None:
+        if (key := self._runs.tail_key(change.engine_hash)) is None:
             return False
         reused = cache.store([change.engine_hash], np.array([key], np.uint64), change.tier)
         outcome.skip("BlockStored", "hash_reused", reused)

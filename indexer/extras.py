@@ -19,29 +19,19 @@ _MAX_OFFSET = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """One image, video or sound of a prompt.
+    """One image, video or sound of a prompt."""
 
-    Attributes:
-        identifier: The hash of its content, as the engine names it in its events.
-        offset: The prompt's token at which its placeholders begin.
-        length: How many placeholder tokens it has.
-    """
-
-    identifier: str
-    offset: int
-    length: int
+    identifier: str  # the hash of its content, as the engine names it in its events
+    offset: int  # the prompt's token at which its placeholders begin
+    length: int  # how many placeholder tokens it has
 
 
 @dataclass(frozen=True, slots=True)
 class RunExtras:
-    """Extras of one run of engine blocks.
+    """Extras of one run of engine blocks."""
 
-    Attributes:
-        cache_salt: The salt of the prompt that the run begins; None where it continues one.
-        entries: For each engine block what else it depends on; empty when none depends on anything.
-    """
-
-    cache_salt: str | None
+    cache_salt: str | None  # the salt of the prompt that the run begins; None where it continues one
+    # For each engine block what else it depends on; empty when none depends on anything.
     entries: Sequence[Sequence[Any]]
 
     def of_index_blocks(self, split: int, block_tokens: int) -> Sequence[bytes]:

@@ -1,9 +1,8 @@
-"""Matches cut to what engines can resume: whole blocks of their own, and what hybrid attention needs.
+"""Matches cut to what engines with hybrid attention can resume, and what their stores tell of their groups.
 
-An engine serves whole blocks of its own size only: an index block of a prompt may match although the rest of
-its engine block differs. And layers may differ in what they remember: which blocks each KV cache group of a
-pod holds comes in, the longest prefix that its engine can resume goes out. Knows neither events nor engine
-hashes; each group but the lead is a holder of its own in the index.
+A model whose layers differ in their attention keeps a group of blocks for each kind, and announces each
+group's apart. The first full-attention group leads: its runs tell tokens and positions, the blocks of the
+others are known by the same hashes; each is a holder of its own in the index.
 """
 
 from __future__ import annotations
@@ -25,75 +24,6 @@ from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
 from indexer.view_parts import GroupFact
 
-# Sets of holders whose strides are kept as an array; a fleet asks for few.
-_KEPT_ROWS_MAX = 64
-
-
-class EngineStrides:
-    """Index blocks per engine block, by holder. Written by one thread, read by any."""
-
-    def __init__(self) -> None:
-        # Replaced as a whole, never changed.
-        self._strides: Mapping[str, int] = {}
-        # By the identity of a match's rows, which is kept here too, so that no other takes its place.
-        self._by_rows: dict[int, tuple[Mapping[str, int], NDArray[np.int32]]] = {}
-        table = np.zeros((0, 1), np.int32)
-        _cut(table[:, 0], table, table[:, 0])  # Compiled here, not while a first request waits.
-
-    def learn(self, holder: str, stride: int) -> None:
-        """Record the engine's index blocks per engine block; 1 if its blocks are not larger than those."""
-        if self._strides.get(holder, 1) == stride:
-            return
-        others = {other: known for other, known in self._strides.items() if other != holder}
-        self._strides = {**others, holder: stride} if stride > 1 else others
-        self._by_rows = {}
-
-    def of(self, holder: str) -> int:
-        """Return the engine's index blocks per engine block; 1 where nothing else is known."""
-        return self._strides.get(holder, 1)
-
-    def whole_blocks(self, table: PodMatches) -> PodMatches:
-        """Return the matches cut to whole engine blocks; `table` itself if no engine has larger ones."""
-        if not self._strides:
-            return table
-        strides = self._of_rows(table.rows)
-        if not len(strides):
-            return table
-        blocks, blocks_by_tier = table.cached_blocks.copy(), table.blocks_by_tier.copy()
-        _cut(blocks, blocks_by_tier, strides)
-        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=strides)
-
-    def _of_rows(self, rows: Mapping[str, int]) -> NDArray[np.int32]:
-        """Return int32 [rows], the holders' strides; empty if all are 1."""
-        by_rows, known = self._by_rows, self._strides
-        if (kept := by_rows.get(id(rows))) is not None:
-            return kept[1]
-        strides = np.ones(len(rows), np.int32)
-        for holder in known.keys() & rows.keys():
-            strides[rows[holder]] = known[holder]
-        if not (strides > 1).any():
-            strides = strides[:0]
-        if len(by_rows) >= _KEPT_ROWS_MAX:
-            by_rows.clear()
-        by_rows[id(rows)] = rows, strides
-        return strides
-
-
-@kernel
-def _cut(blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]) -> None:
-    """Round each row's blocks down to a multiple of its stride.
-
-    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
-    """
-    for row in range(len(blocks)):
-        over = blocks[row] % strides[row]
-        blocks[row] -= over
-        for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
-            taken = min(over, blocks_by_tier[row, tier])
-            blocks_by_tier[row, tier] -= taken
-            over -= taken
-
-
 ALL_BLOCKS = -1
 NO_CHUNKS = 0
 
@@ -105,29 +35,19 @@ class GroupRule:
     These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
     cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
     chunked attention those of the chunk that the end lies in.
-
-    Attributes:
-        stride: Index blocks of one of the group's blocks.
-        last_blocks: How many of its blocks in front of the prefix's end; ALL_BLOCKS.
-        chunk: Index blocks of a chunk, in front of which nothing is needed; NO_CHUNKS.
     """
 
-    stride: int
-    last_blocks: int = ALL_BLOCKS
-    chunk: int = NO_CHUNKS
+    stride: int  # index blocks of one of the group's blocks
+    last_blocks: int = ALL_BLOCKS  # how many of its blocks in front of the prefix's end; ALL_BLOCKS
+    chunk: int = NO_CHUNKS  # index blocks of a chunk, in front of which nothing is needed; NO_CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
 class PodGroups:
-    """The KV cache groups of a hybrid pod.
+    """The KV cache groups of a hybrid pod."""
 
-    Attributes:
-        stride: Index blocks of one block of the lead group, whose blocks are the pod's own in the index.
-        rules: The other groups' rules.
-    """
-
-    stride: int
-    rules: Mapping[int, GroupRule]
+    stride: int  # index blocks of one block of the lead group, whose blocks are the pod's own in the index
+    rules: Mapping[int, GroupRule]  # the other groups' rules
 
 
 def group_holder(pod: str, group: int) -> str:
@@ -214,7 +134,7 @@ class HybridMatcher:
             blocks[row], blocks_by_tier[row] = cut.cached_blocks[0], cut.blocks_by_tier[0]
         if blocks is None or blocks_by_tier is None:
             return table
-        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier)
+        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
 
     def _usable(self, keys: Keys, pod: str, groups: PodGroups) -> int:
         if not len(keys):

@@ -37,6 +37,7 @@ def warm_kernels() -> None:
     hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
     keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
     index.add(_PODS[0], SPECULATIVE_TIER, keys)
+    index.learn_stride(_PODS[0], 2)
     index.match(keys, frozenset(_PODS))
     index.held(keys, _PODS[0])
     usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
