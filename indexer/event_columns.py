@@ -73,11 +73,7 @@ class Columns(Struct, frozen=True):
 
 
 class EventDecoder:
-    """Decodes payloads of one or many pods; for one thread at a time.
-
-    Args:
-        max_bytes: A longer payload is not read.
-    """
+    """Decodes payloads of one or many pods; for one thread at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

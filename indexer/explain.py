@@ -42,7 +42,6 @@ def explain_prefix(
     """Tells the story.
 
     Args:
-        engine: The engine, or the name of one that is not followed.
         held: uint8 [blocks], see `Index.held`.
         stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
     """

@@ -49,7 +49,6 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
     a salt and is taken for one: such a block is never found, but nothing else is found in its place.
 
     Args:
-        event: The store.
         starts_prompt: Whether the run has no parent.
 
     Raises:
@@ -81,7 +80,6 @@ def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
     Args:
         items: Extras of an engine block that overlaps the index block, checked by `read_extras`.
         start: Where the engine block begins in the index block, in tokens; negative in front of it.
-        block_tokens: Tokens of an index block.
     """
     return b"".join(_pack(item, start, block_tokens) for item in items)
 
@@ -92,8 +90,6 @@ def extras_of_prompt(
     """Extras of a prompt's full blocks, byte for byte those that an engine's events give.
 
     Args:
-        items: Its multimodal items, in any order.
-        block_tokens: Tokens of an index block.
         prompt_tokens: Tokens of the prompt, placeholders included.
 
     Returns:

@@ -71,7 +71,6 @@ class FlatIndex:
 
     Args:
         capacity_bytes: Most memory for blocks; the least recently used make room.
-        tiers: The tiers and their weights.
         capacity_blocks: Most unique blocks; None: as many as fit.
         released_names: Engine hashes that are remembered after their block went, all pods together.
 

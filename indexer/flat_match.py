@@ -64,7 +64,6 @@ def match_blocks(
     """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
 
     Args:
-        memory: Overwritten.
         keys: uint64 [blocks].
         pods: int64 [pods], their numbers; -1 for one that holds nothing.
         chain: int64 [blocks or more], written: slots.

@@ -75,11 +75,8 @@ class PodParity:
 
     pod: str
     model: str = ""
-    dispatches: int = 0  # dispatches that needed a new block
-    met: int = 0  # those of whose keys the pod stored one
     # Dispatches, since the last that was met, that ended while the pod stored other blocks.
     unmet_in_a_row: int = 0
-    mismatches: int = 0
     last_mismatch: Mismatch | None = None
     never_hit: bool = False  # whether so many were not met in a row that the keys must be wrong
     to_be_met: int = 0  # requests that must be met before the pod is trusted; 0: it is
@@ -169,7 +166,6 @@ class ParityWatch:
             account = self._pods.setdefault(pod, PodParity(pod))
             self._pods.move_to_end(pod)
             account.model = model
-            account.dispatches += 1
             expectation = _Expectation(
                 account, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
             )
@@ -227,7 +223,6 @@ class ParityWatch:
             account.never_hit = account.unmet_in_a_row >= self._never_hit_dispatches
             mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
-                account.mismatches += 1
                 account.last_mismatch = mismatch
             if mismatch is not None or account.never_hit:
                 account.to_be_met = TRUSTED_AFTER
@@ -274,7 +269,6 @@ class ParityWatch:
         met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
         for request_id in met:
             self._forget(request_id)
-            account.met += 1
             account.unmet_in_a_row, account.never_hit = 0, False
             account.to_be_met = max(0, account.to_be_met - 1)
         return bool(met)

@@ -60,7 +60,6 @@ def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int
 
     Args:
         before: The reading since which predicted and delivered hits are compared; None for none.
-        now: The newest.
         held_blocks: Copies that the view holds in device memory, in the engine's blocks; None: not known.
 
     Returns:

@@ -30,7 +30,7 @@ from indexer.config import IndexerConfig
 from indexer.errors import PeerError, UnavailableError
 from indexer.journal import FIRST, Position
 from indexer.keys import utf8
-from indexer.peer_wire import snapshot_messages
+from indexer.peer_wire import SCHEMA, snapshot_messages
 from indexer.redis_link import RedisLink, RedisMetrics
 from indexer.relay_reader import RelayReader
 from indexer.stream import StreamState
@@ -126,7 +126,7 @@ class Relay:
         self._write = self._link.client.register_script(_WRITE)
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
-        form = ".".join((f"{fingerprint:016x}", *tiers))
+        form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
         self.reader = RelayReader(
