@@ -106,14 +106,7 @@ class RelayedStreams:
                 )
 
         self._sockets.call(act)
-        self._step(engine, lambda stream, now_s: stream.up(stored, entry, now_s))
-
-    def down(self, engine: str) -> None:
-        """Nothing comes of an engine through the relay any more, for now."""
-        self._step(engine, RelayedStream.link_down)
-
-    def live(self, engine: str, entries: Sequence[Batch]) -> None:
-        self._step(engine, lambda stream, now_s: stream.live(entries, now_s))
+        self.step(engine, lambda stream, now_s: stream.up(stored, entry, now_s))
 
     def end(self, engine: str) -> None:
         """Follow an engine no more through the relay, if it is; on the subscriber's thread."""
@@ -121,7 +114,12 @@ class RelayedStreams:
             relayed.close()
             self._sink.clear(engine, "relay_ended")
 
-    def _step(self, engine: str, step: Callable[[RelayedStream, float], object]) -> None:
+    def live(self, engine: str, entries: Sequence[Batch]) -> None:
+        self.step(engine, lambda stream, now_s: stream.live(entries, now_s))
+
+    def step(self, engine: str, step: Callable[[RelayedStream, float], object]) -> None:
+        """Have an engine's stream do something, if it is followed through the relay."""
+
         def act() -> None:
             if (relayed := self.streams.get(engine)) is not None:
                 self._sockets.guarded(relayed, partial(step, relayed))
@@ -272,7 +270,7 @@ class RelayReader:
     def _leave(self, holders: Sequence[str]) -> None:
         for holder in holders:
             if self._at.pop(holder, None) is not None:
-                self._relayed.down(holder)
+                self._relayed.step(holder, RelayedStream.link_down)
 
     def _view(self, holder: str) -> _Stored | None:
         name = self._key(holder, "view")

@@ -87,8 +87,6 @@ class Subscriber:
         self._config = config
         self._sink = sink
         self.clock = clock
-        self._lock = threading.Lock()
-        self._wanted: Mapping[str, PodStream] = {}
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -162,9 +160,7 @@ class Subscriber:
         for stream in wanted.values():
             if stream.events_endpoint is None and self._inbox is None:
                 raise ConfigError(f"stream of {stream.pod}: it connects to us, but events_bind is not set")
-        with self._lock:
-            self._wanted = wanted
-        self._wake()
+        self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
         """Something else than the stream tells that the view of a pod is wrong.
@@ -207,10 +203,6 @@ class Subscriber:
         self.call(act)
         return told
 
-    def post(self, owner: Owner, step: Callable[[float], object]) -> None:
-        """Has an owner do something on our thread, from any thread."""
-        self.call(lambda: self.guarded(owner, step))
-
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
         self._calls.append(act)
@@ -231,7 +223,7 @@ class Subscriber:
         """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
 
         def fetched(answer: Fetched) -> None:
-            self.post(owner, partial(deliver, answer))
+            self.call(lambda: self.guarded(owner, partial(deliver, answer)))
 
         self._fetcher.fetch(stream, fetched, others=peers)
 
@@ -273,7 +265,6 @@ class Subscriber:
                     self.guarded(owner, on_readable)
             else:
                 self._wake_out.recv(4096)
-                self._reconcile()
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self.clock()
@@ -315,9 +306,7 @@ class Subscriber:
             )
             owner.reset(self.clock())
 
-    def _reconcile(self) -> None:
-        with self._lock:
-            wanted = self._wanted
+    def _reconcile(self, wanted: Mapping[str, PodStream]) -> None:
         dialled = {holder: stream for holder, stream in wanted.items() if stream.events_endpoint is not None}
         for holder, follower in tuple(self._followers.items()):
             if dialled.get(holder) != follower.stream:
