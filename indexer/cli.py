@@ -21,7 +21,7 @@ from indexer.errors import ConfigError, IndexerError, ListenError
 from indexer.flags import CommandParser, add_flags, file_flag, flag, pair, port
 from indexer.kv_indexer import KvIndexer
 from indexer.page_server import Lane, PageServer, Request, Response
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import parse_pods
 from indexer.service import IndexerServer
 from indexer.subscribe import raise_open_files
 from indexer.tls import server_credentials

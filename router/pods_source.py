@@ -1,6 +1,6 @@
 """Where declared pods come from: what every source offers, and the one that is a file on disk.
 
-The file is read once at the start, then again whenever it changes; what is in it is indexer.pods_file's.
+The file is read once at the start, then again whenever it changes; what is in it is indexer.pod_entry's.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
-from indexer.pod_entry import PodEntry
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import PodEntry, parse_pods
 from indexer.roster import EngineState
 from router.errors import ConfigError
 from router.pods import Pod
