@@ -84,7 +84,7 @@ class ReplayingStream(EngineStream):
             return
         self.connected = up
         if up:
-            self._sockets.relayed.end(self.name)
+            self._sockets.end_relay(self.name)
         self._sink.link(self.name, up)
         if up:
             self.link_up(now_s)

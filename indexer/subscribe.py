@@ -29,7 +29,7 @@ from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
 from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
-from indexer.relayed import RelayedStreams
+from indexer.relayed import RelayedStream, RelayReader
 from indexer.repeated_log import RepeatedLog
 from indexer.snapshot import Fetched, SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
@@ -111,7 +111,7 @@ class Subscriber:
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
-        self.relayed = RelayedStreams(config, sink, self)
+        self._relayed: dict[str, RelayedStream] = {}
         self._inbox: Inbox | None = None
         # When the last turn ended, and when something is due next.
         self._turned_s = self._due_s = -math.inf
@@ -203,6 +203,36 @@ class Subscriber:
         self.call(act)
         return told
 
+    def relay(
+        self,
+        engine: str,
+        step: Callable[[RelayedStream, float], object],
+        reader: RelayReader | None = None,
+    ) -> None:
+        """Have an engine's stream do something that is followed through the relay.
+
+        Args:
+            reader: Follows it there from now on, unless it is connected; None: nothing begins.
+        """
+
+        def act() -> None:
+            owner = self.stream(engine)
+            is_new = engine not in self._relayed
+            if reader is not None and is_new and owner is not None and not owner.connected:
+                # Its view begins anew; what the connection had brought is forgotten with it.
+                owner.restart("relayed")
+                self._relayed[engine] = RelayedStream(owner.stream, self._config, self._sink, reader, self)
+            if (relayed := self._relayed.get(engine)) is not None:
+                self.guarded(relayed, partial(step, relayed))
+
+        self.call(act)
+
+    def end_relay(self, engine: str) -> None:
+        """Follow an engine no more through the relay, if it is; on the thread."""
+        if (relayed := self._relayed.pop(engine, None)) is not None:
+            relayed.close()
+            self._sink.clear(engine, "relay_ended")
+
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
         self._calls.append(act)
@@ -289,7 +319,7 @@ class Subscriber:
 
     def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
-        yield from self.relayed.streams.values()
+        yield from self._relayed.values()
 
     def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something; an error costs its view and nothing else."""
@@ -311,7 +341,7 @@ class Subscriber:
         for holder, follower in tuple(self._followers.items()):
             if dialled.get(holder) != follower.stream:
                 follower.close()
-                self.relayed.end(holder)
+                self.end_relay(holder)
                 del self._followers[holder]
                 self._sink.closed(holder)
         if self._inbox is not None:
