@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -70,11 +70,6 @@ class Ingest:
         self._pods: dict[str, FlatApplier] = {}
         # Of each pod, as the metrics show them.
         self._orphans: dict[str, int] = {}
-
-    @property
-    def states(self) -> Mapping[str, StreamState]:
-        """State of every pod's stream; any thread may read it."""
-        return self.roster.states
 
     def held_blocks(self, holder: str, *, on_device: bool) -> int:
         """Blocks of its engine that a view holds, at least; any thread may ask.

@@ -147,12 +147,12 @@ class KvIndexer:
         `bootstrap_s`.
         """
         since_s, now_s = self._followed_since_s, self._clock()
-        engines = {engine.stream.pod for engine in tuple(self.roster.engines.values())}
+        states = self.roster.states
         unsettled = self.roster.unsettled()
         return frozenset(
             pod
             for pod, followed_s in since_s.items()
-            if (pod in unsettled or pod not in engines) and now_s - followed_s < self._bootstrap_s
+            if (pod in unsettled or pod not in states) and now_s - followed_s < self._bootstrap_s
         )
 
     def ready(self) -> bool:
@@ -313,16 +313,13 @@ class KvIndexer:
         return self._index.stats()
 
     def states(self) -> dict[str, StreamState]:
-        return {pod: self._state(pod) for pod in self._followed}
+        """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
+        states = self.roster.states
+        return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
 
     def _speculative_entries(self) -> int:
         self._speculation.expire(self._clock())
         return len(self._speculation)
-
-    def _state(self, pod: str) -> StreamState:
-        # Before the subscriber has come to a new pod, it is on its way to a view.
-        unknown = StreamState.RECOVERING if pod in self._followed else StreamState.STALE
-        return self._ingest.states.get(pod, unknown)
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:

@@ -208,7 +208,7 @@ class Relay:
 
     def start(self, subscriber: Subscriber, roster: Roster) -> None:
         self._subscriber, self._roster = subscriber, roster
-        self.reader.begin(subscriber.relayed, roster)
+        self.reader.begin(subscriber, roster)
         self._thread.start()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import parse_pods
 from router.local import up
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import (
