@@ -156,7 +156,7 @@ class Explain:
             "partial": decision.partial,
             "prompt_tokens": decision.prompt_tokens,
             "predicted_cached_tokens": best.cached_tokens,
-            "best_cached_tokens": decision.best_cached_tokens,
+            "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
             "priority": decision.priority,
             "session_pod": decision.session_pod,

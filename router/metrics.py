@@ -137,15 +137,17 @@ class RouterMetrics:
             if decision.degraded is None:
                 self._spreads["input"].observe(decision.prompt_tokens, labels)
                 count["predicted"].add((), best.cached_tokens)
-                count["best"].add((), decision.best_cached_tokens)
+                count["best"].add((), decision.ranked.most_cached_tokens)
 
-    def refused(self, error: RequestError, took_s: float | None = None) -> None:
+    def refused(self, error: RequestError) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
         with self._lock:
             self._counts["errors"].add(("", "", "", "0", error.error_type))
-            if took_s is not None:
-                self._counts["attempts"].add(("failure", "", "", "", ""))
-                self._spreads["picking"].observe(took_s)
+
+    def pick_failed(self, took_s: float) -> None:
+        with self._lock:
+            self._counts["attempts"].add(("failure", "", "", "", ""))
+            self._spreads["picking"].observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""

@@ -3,7 +3,7 @@
 Sources are named: "blocks" (the pod announced the prompt's last block), "access_log", "response", "report",
 "scrape" (the engine has fewer requests than it was sent), "clock", "displaced" (the ledger gave it up for a
 later one). The first to tell counts, of a prefill's end also after the clock, which only guesses; how late
-each is goes to the metrics. Knows no protocol; callable from any thread, holds no lock of its own.
+each is goes to the metrics. Knows no protocol; `Outcomes` is callable from any thread, holds no lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,16 +20,19 @@ from msgspec import Meta
 
 from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from indexer.reconcile import EngineReading
 from router.decision import Decision
 from router.dispatch import Dispatch
-from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
+from router.pods import PodSnapshot
 from router.rates import PrefillRates
+from router.scrape import EngineLoad
 
 if TYPE_CHECKING:
     from router.replicas.fleet import Fleet
+
 
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
@@ -44,20 +48,15 @@ Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
 
 class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was heard of a request that is none of this router's; other routers are sent it as it is.
-
-    Attributes:
-        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something
-            wrong: it has computed nothing); nothing follows from any other.
-        source: Who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`.
-        late_s: How long ago it was over, if that was told.
-    """
+    """What was heard of a request that is none of this router's; other routers are sent it as it is."""
 
     request_id: Text
+    # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something wrong: it
+    # has computed nothing); nothing follows from any other.
     event: Text
-    source: Text
+    source: Text  # who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`
     pod: Text | None = None
-    late_s: Seconds | None = None
+    late_s: Seconds | None = None  # how long ago it was over, if that was told
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
@@ -104,8 +103,8 @@ class Outcomes:
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
             )
 
-    def refused(self, error: RequestError, took_s: float) -> None:
-        self._metrics.refused(error, took_s)
+    def refused(self, took_s: float) -> None:
+        self._metrics.pick_failed(took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
@@ -275,9 +274,6 @@ class Echoes:
 
     The log's entry names only the request's id, under which another request may be in flight by then: it must
     not end that one. Counts by id; what no log tells in time is forgotten.
-
-    Args:
-        capacity: Ids remembered; the one that was told of longest ago goes first.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
@@ -307,3 +303,70 @@ class Echoes:
             if ends > 1:
                 self._awaited[request_id] = ends - 1, told_s
             return True
+
+
+# Longer than Envoy keeps its access log back.
+_NEWS_TRAVEL_S = 1.0
+# Longer than what a deleted pod has begun usually lasts.
+_GONE_S = 60.0
+
+
+class Reconciler:
+    """Ends requests whose ends nobody told, by each pod's scraped load.
+
+    An engine's count is compared a moment after it was read: by then the ends that came before it have been
+    told, so whatever the ledger still has beyond it is lost news. An engine without any request has no queue:
+    that counts at once. Of a pod that went away nobody tells any more once its gateway is replaced, too: what
+    was sent there is over a minute later. No pick depends on it, but the number of requests in flight does.
+    """
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+        self._told: dict[str, EngineLoad] = {}
+        self._present: frozenset[str] = frozenset()
+        self._gone_s: dict[str, float] = {}
+
+    def look(self, pods: PodSnapshot, now_s: float) -> None:
+        """Looks at what the pods have told; cheap, to be called often."""
+        told = {}
+        for address, pod in pods.items():
+            load = self._told.get(address, pod.load)
+            if pod.load is not None and pod.load.requests == 0:
+                self._outcomes.idle(address, pod.load.asked_s, now_s)
+            if load is None:
+                continue
+            if now_s - load.scraped_s < _NEWS_TRAVEL_S:
+                told[address] = load
+            elif address in self._told and load.requests is not None:
+                self._outcomes.reconcile(address, load.requests, load.scraped_s, now_s)
+        self._told = told
+        self._end_of_gone(pods, now_s)
+
+    def _end_of_gone(self, pods: PodSnapshot, now_s: float) -> None:
+        gone = (self._present | self._gone_s.keys()) - pods.keys()
+        self._gone_s = {address: self._gone_s.get(address, now_s) for address in gone}
+        self._present = frozenset(pods)
+        for address in [address for address in gone if now_s - self._gone_s[address] >= _GONE_S]:
+            self._outcomes.reconcile(address, 0, now_s, now_s)
+            del self._gone_s[address]
+
+
+class EngineWatch:
+    """Holds what engines tell of themselves against the views of their caches; to be used by one thread.
+
+    A reading is completed with what was predicted of the engine's cache until then.
+    """
+
+    def __init__(self, ledger: Ledger, observe: Callable[[str, EngineReading], object]) -> None:
+        self._ledger = ledger
+        self._observe = observe
+
+    def asked(self, pod: str) -> int:
+        """The pod's page is about to be asked for; what to hand to `told` with it."""
+        return self._ledger.answered_tokens(pod)
+
+    def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
+        promised_tokens = self._ledger.promised_tokens(pod)
+        self._observe(
+            pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens)
+        )

@@ -17,9 +17,9 @@ from threading import Thread
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
+from router.outcomes import EngineWatch
 from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.probe import Prober, ProbeResult
-from router.reconcile import EngineWatch
 
 _log = logging.getLogger(__name__)
 

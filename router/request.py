@@ -35,29 +35,21 @@ class RequestKind(StrEnum):
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """One request to be routed.
+    """One request to be routed."""
 
-    Attributes:
-        request_id: Joins this request with what is later heard of it.
-        model: As the pod is asked for it: a base model or a LoRA adapter; None where the API is not known.
-        body: The decoded JSON body of a known API, checked only in the fields named here; else empty. A
-            chat's `messages` may be JSON text still (msgspec.Raw), of which only the form is checked.
-        body_bytes: Size of the body as it came.
-        cache_salt: vLLM's field that keeps this request's cache apart from others'.
-        candidates: "ip:port" (or "ip") of the pods the gateway allows; None: all.
-        headers: By lower-case name; objective, session and trace context are read from them.
-        client_model: As the client named the model, where it was rewritten; "" where it named none.
-    """
-
-    request_id: str
+    request_id: str  # joins this request with what is later heard of it
     kind: RequestKind
+    # As the pod is asked for it: a base model or a LoRA adapter; None where the API is not known.
     model: str | None = None
+    # The decoded JSON body of a known API, checked only in the fields named here; else empty. A chat's
+    # `messages` may be JSON text still (msgspec.Raw), of which only the form is checked.
     body: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    body_bytes: int = 0
-    cache_salt: str | None = None
-    candidates: frozenset[str] | None = None
+    body_bytes: int = 0  # size of the body as it came
+    cache_salt: str | None = None  # vLLM's field that keeps this request's cache apart from others'
+    candidates: frozenset[str] | None = None  # "ip:port" (or "ip") of the pods the gateway allows; None: all
+    # By lower-case name; objective, session and trace context are read from them.
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
-    client_model: str | None = None
+    client_model: str | None = None  # as the client named it, where it was rewritten; "": it named none
 
 
 def read_fields(kind: RequestKind, body: bytes | bytearray) -> dict[str, Any]:

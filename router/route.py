@@ -6,6 +6,7 @@ into the ledger are one short critical section, so that concurrent picks see eac
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -15,8 +16,9 @@ import numpy as np
 
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
+from indexer.repeated_log import RepeatedLog
 from router.admission import Admission
-from router.candidates import Candidates, Lineup, Lineups
+from router.candidates import Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.errors import RequestError
@@ -32,15 +34,12 @@ if TYPE_CHECKING:
     from indexer import KvIndexer
     from router.outcomes import Outcomes
 
+_log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
+
 
 class Router:
-    """Routes requests; safe to call from any number of threads.
-
-    Args:
-        flow: Has requests wait for room; None: nobody waits.
-        traces: None: nothing is traced.
-        clock: Measures what passes inside, in seconds.
-    """
+    """Routes requests; safe to call from any number of threads."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Router:
             is_active: Whether its client still waits; None: nobody can tell.
 
         Raises:
-            RequestError: The request cannot be routed; carries the answer for the client.
+            RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
         """
         started_s = self._clock()
         # When it came, when its candidates were known, and when its matches were: for its spans.
@@ -91,11 +90,20 @@ class Router:
                     begun_s = started_s + waited_s
                     decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
-            if isinstance(error, RequestError):
-                self._sink.refused(error, self._clock() - started_s)
+            self._sink.refused(self._clock() - started_s)
             if self._traces is not None:
                 self._traces.routed(request, marks_ns, error)
-            raise
+            if isinstance(error, RequestError):
+                raise
+            _repeated.event(
+                "pick_failed",
+                "picks",
+                "request %s could not be routed",
+                request.request_id,
+                level=logging.ERROR,
+                error=error,
+            )
+            raise RequestError(500, "the router failed to route this request") from error
         self._sink.decided(decision, displaced, self._clock() - started_s)
         if self._traces is not None:
             self._traces.routed(request, marks_ns, decision)
@@ -107,18 +115,17 @@ class Router:
         lineup = self._lineups.of(request)
         priority = self._admission.admit(request.headers, lineup.rows, now_s)
         marks_ns.append(time.time_ns())
-        candidates = lineup.candidates
         tokens = self._tokenizers.prompt_tokens(
-            request, candidates.base_model, candidates.context_tokens, candidates.pods
+            request, lineup.base_model, lineup.context_tokens, lineup.pods
         )
-        prompted = self._prompted(request, tokens, candidates, priority)
+        prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
             return self._pick(prompted, lineup, started_s, now_s, marks_ns)
 
     def _prompted(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates, priority: int
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
     ) -> Prompted:
-        keys, degraded = self._keys(request, tokens, candidates)
+        keys, degraded = self._keys(request, tokens, lineup)
         if degraded is None and not reads_cache(request):
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
@@ -126,18 +133,18 @@ class Router:
         return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
     ) -> tuple[list[Keys], str | None]:
         """Block keys per prompt, and why there are none."""
-        if tokens.degraded is not None or candidates.base_model is None:
+        if tokens.degraded is not None or lineup.base_model is None:
             return [], tokens.degraded or "no_model"
         if len(tokens.prompts) > PROMPTS_MAX:
             return [], TOO_MANY_PROMPTS
-        context_tokens = candidates.context_tokens
+        context_tokens = lineup.context_tokens
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # The engine will refuse it: no pod's cache will ever hold it.
             return [], LONGER_THAN_CONTEXT
-        base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
+        base, lora, salt = lineup.base_model, lineup.lora_name, request.cache_salt
         try:
             return [
                 self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)

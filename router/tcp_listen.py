@@ -27,13 +27,8 @@ class TcpListener:
 
     Args:
         flag: The flag that chose the port, for the error.
-        host: An IPv4 or IPv6 address, or a name.
         port: 0: one that is free.
         take: Given each connection with the address it comes from; closes it in the end.
-        name: Of the thread.
-
-    Attributes:
-        port: The port listened on.
 
     Raises:
         ListenError: The address is in use or not ours.
@@ -92,15 +87,6 @@ def bound_socket(flag: str, host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def check_free(flag: str, host: str, port: int) -> None:
-    """Try an address before anything is built for it.
-
-    Raises:
-        ListenError: The address is in use or not ours.
-    """
-    bound_socket(flag, host, port).close()
 
 
 def prepare(connection: socket.socket, wait_s: int) -> None:

@@ -101,18 +101,6 @@ def headers_frame(stream_id: int, block: bytes, *, ends: bool) -> bytes:
     return head(len(block), _HEADERS, _LAST if ends else END_HEADERS, stream_id) + block
 
 
-def answer_frames(
-    stream_id: int, headers: bytes, data: bytes, trailers: bytes
-) -> tuple[bytes, bytes, bytes, bytes]:
-    """HEADERS, the two parts of DATA, and the HEADERS that end the stream."""
-    return (
-        headers_frame(stream_id, headers, ends=False),
-        _DATA_HEAD.pack(len(data) << 8, 0, stream_id),
-        data,
-        headers_frame(stream_id, trailers, ends=True),
-    )
-
-
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:
     """RST_STREAM with a code, or WINDOW_UPDATE with an increment."""
     return frame(kind, 0, stream_id, number.to_bytes(4, "big"))
@@ -135,13 +123,9 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 class FrameReader:
-    """One connection's bytes.
+    """One connection's bytes."""
 
-    Attributes:
-        frame_bytes_max: Larger frames end the connection.
-    """
-
-    frame_bytes_max: Final = 1 << 16
+    frame_bytes_max: Final = 1 << 16  # larger frames end the connection
 
     def __init__(self) -> None:
         self._rest = b""

@@ -269,12 +269,12 @@ def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
 
 
 def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
-    """A request for an unknown model is counted by its error and enters neither ledger nor explain."""
+    """A request for an unknown model is counted as a failed pick and enters neither ledger nor explain."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):
         bench.router.route(completion("r", TEXT, model="gpt-9"), 0.0)
-    labels = {"model_name": "", "target_model_name": "", "fairness_id": "", "priority": "0"}
-    assert bench.sample("llm_d_epp_request_error_total", error_code="NotFoundError", **labels) == 1
+    labels = dict.fromkeys(("target_model_name", "endpoint_name", "namespace", "port"), "")
+    assert bench.sample("llm_d_epp_scheduler_attempts_total", status="failure", **labels) == 1
     assert (len(bench.ledger), bench.explain.latest(9)) == (0, [])
 
 
