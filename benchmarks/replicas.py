@@ -34,10 +34,10 @@ from router.ledger import Ledger, LedgerParameters
 from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
+from router.replicas.fleet import OthersWork
 from router.replicas.follow import Followers
 from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News, read_news
-from router.replicas.others import OthersWork
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")

@@ -15,11 +15,11 @@ from router.dispatch import Dispatch
 from router.ledger import Ledger, LedgerParameters
 from router.outcomes import DONE, FIRST_TOKEN, REPORT, Heard
 from router.rates import Lesson
+from router.replicas import fleet as fleet_module
 from router.replicas import journal as journal_module
-from router.replicas import others as others_module
+from router.replicas.fleet import OthersWork
 from router.replicas.journal import Journal
 from router.replicas.news import News, Sent
-from router.replicas.others import OthersWork
 from tests.unit.replica_support import PEER, Follower, told
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
@@ -270,7 +270,7 @@ def test_a_peer_that_tells_of_too_many_requests_is_broken() -> None:
     """What one peer may make us remember is bounded."""
     follower = Follower()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(others_module, "REQUESTS_MAX", 3)
+        patch.setattr(fleet_module, "REQUESTS_MAX", 3)
         follower.work.take(PEER, News(sent=[replace(SENT, number=number) for number in range(3)]), 0.0)
         with pytest.raises(PeerError, match=r"^broken: "):
             follower.work.take(PEER, News(sent=[replace(SENT, number=4)]), 0.0)
