@@ -78,36 +78,31 @@ class Explain:
         cached_tokens: int | None = None,
         dispatch: Dispatch | None = None,
         pod: str | None = None,
-    ) -> None:
+    ) -> int | None:
         """Notes how the request ended, and how much the pod really served from its cache.
 
         Args:
             dispatch: Which of the requests under this id it was, where that is known.
             pod: Else where it was, if at least that is known.
-        """
-        with self._lock:
-            if record := self._record_of(request_id, dispatch, pod):
-                after_s = now_s - record.decision.decided_s
-                record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
-                if cached_tokens is not None:
-                    record.delivered_cached_tokens = cached_tokens
 
-    def predicted(
-        self, request_id: str, dispatch: Dispatch | None = None, pod: str | None = None
-    ) -> int | None:
-        """Cached tokens predicted for a request (see `ended`), to be compared with the delivered ones.
-
-        None if not known any more, if picked by load alone, if another pod prefilled, if the usage does not
-        tell what is predicted, or if what was delivered has been told already.
+        Returns:
+            Cached tokens predicted, to be compared with the delivered ones. None if not known any more, if
+            picked by load alone, if another pod prefilled, if the usage does not tell what is predicted, or
+            if what was delivered has been told already.
         """
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
-        if record is None or record.delivered_cached_tokens is not None:
+            if record is None:
+                return None
+            decision, known = record.decision, record.delivered_cached_tokens
+            after_s = now_s - decision.decided_s
+            record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
+            if cached_tokens is None:
+                return None
+            record.delivered_cached_tokens = cached_tokens
+        if known is not None or decision.degraded or decision.prefill_pod is not None:
             return None
-        decision = record.decision
-        if decision.degraded or decision.prefill_pod is not None or not decision.is_comparable:
-            return None
-        return decision.primary.cached_tokens
+        return decision.primary.cached_tokens if decision.is_comparable else None
 
     def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
         """The last `count` decisions, newest first, as long as they tell of no more pods than this."""

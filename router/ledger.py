@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from indexer.keys import Keys
 from router.adapters import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Dispatch, Entry, Expired, InFlight
+from router.dispatch import Announced, Dispatch, Entry, Expired
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
@@ -97,7 +97,7 @@ class Ledger:
             self.changes = journal
             if journal is not None:
                 entries = self._entries.values()
-                journal.begin([InFlight(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                journal.begin([(one.number, one.dispatch, not one.is_waiting) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
@@ -124,7 +124,7 @@ class Ledger:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
             if (journal := self.changes) is not None:
-                journal.sent(number, dispatch, keys)
+                journal.note("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
@@ -294,7 +294,7 @@ class Ledger:
         """Takes a request's prefill for ended, which nobody has told."""
         self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.overdue(entry.number)
+            self.changes.note("overdue", entry.number)
 
     def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
@@ -303,7 +303,7 @@ class Ledger:
         if entry.is_waiting:
             self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.prefilled(entry.number)
+            self.changes.note("prefilled", entry.number)
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -330,7 +330,7 @@ class Ledger:
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:
-            self.changes.ended(entry.number)
+            self.changes.note("ended", entry.number)
         return dispatch
 
     def _close_promise(self, entry: Entry, kept: Counter[str] | None = None) -> None:

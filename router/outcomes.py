@@ -181,14 +181,8 @@ class Outcomes:
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
-        if cached_tokens is not None:
-            predicted = self._explain.predicted(request_id, dispatch, pod)
-            if predicted is not None:
-                # A prediction, together with what came true of it.
-                self._metrics.count("compared", number=predicted)
-                self._metrics.count("delivered", number=cached_tokens)
         if dispatch is not None or cached_tokens is not None:
-            self._explain.ended(
+            predicted = self._explain.ended(
                 request_id,
                 source,
                 now_s,
@@ -197,6 +191,10 @@ class Outcomes:
                 dispatch=dispatch,
                 pod=pod,
             )
+            if predicted is not None and cached_tokens is not None:
+                # A prediction, together with what came true of it.
+                self._metrics.count("compared", number=predicted)
+                self._metrics.count("delivered", number=cached_tokens)
         return dispatch
 
     def expire(self, now_s: float) -> None:

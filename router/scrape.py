@@ -158,11 +158,10 @@ class EnginePage:
     def load(self, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
         """Return the load; several engines on one page (data parallel ranks) are added up.
 
-        A series that is there twice counts once, the last time. A figure with a senseless value is not told;
-        the others are. None when the page tells no usable load.
+        A figure with a senseless value is not told; the others are. None when the page tells no usable load.
         """
         try:
-            engine = next((engine for engine in _ENGINES if self.values(engine.kv_usage.name)), None)
+            engine = next((engine for engine in _ENGINES if self.series(engine.kv_usage.name)), None)
             load = _load(self, engine, now_s, asked_s) if engine is not None else None
         except _UnusableError:
             return None
@@ -180,7 +179,7 @@ class EnginePage:
             None where it tells of several engines, whose sums say nothing of one view, or of too much.
         """
         try:
-            configs = self.labels(_VLLM_CONFIG)
+            configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
             if len(configs) > 1:
                 return None
             awake = self._sleep_states(b"awake")
@@ -207,8 +206,8 @@ class EnginePage:
             return False
         return bool(awake) and not any(awake)
 
-    def values(self, name: bytes) -> dict[bytes, bytes]:
-        """Values of a metric by labels, as they are written.
+    def series(self, name: bytes) -> list[tuple[dict[bytes, bytes], bytes]]:
+        """Labels and value, as written, of a metric's series; what is there twice counts once, the last time.
 
         Raises:
             _UnusableError: There are too many.
@@ -224,24 +223,17 @@ class EnginePage:
                 if len(found) > _SERIES_MAX:
                     raise _UnusableError
             at = page.find(needle, at + len(needle))
-        return found
-
-    def labels(self, name: bytes) -> list[dict[bytes, bytes]]:
-        return list(map(_labels, self.values(name)))
+        return [(dict(_LABEL.findall(labels)), value) for labels, value in found.items()]
 
     def _sleep_states(self, state: bytes) -> list[bool]:
         """Whether each engine is in this state; none where that is not told."""
-        told = [(_labels(text), _number(value)) for text, value in self.values(_SLEEP).items()]
-        return [value != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
+        told = self.series(_SLEEP)
+        return [_number(value) != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
 
     def _sum(self, name: bytes) -> float | None:
         """Sum of a counter's series; None where there is none, or one is no count."""
-        values = list(map(_number, self.values(name).values()))
+        values = [_number(value) for _, value in self.series(name)]
         return sum(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _labels(text: bytes) -> dict[bytes, bytes]:
-    return dict(_LABEL.findall(text))
 
 
 def _number(text: bytes) -> float:
@@ -281,8 +273,7 @@ def _figures(page: EnginePage, engine: _Engine, series: _Series | None) -> dict[
     figures: dict[tuple[bytes, ...], float] = {}
     if series is None:
         return figures
-    for text, value in page.values(series.name).items():
-        labels = _labels(text)
+    for labels, value in page.series(series.name):
         if series.label is not None and labels.get(series.label[0]) != series.label[1]:
             continue
         number = _number(value if series.number is None else labels.get(series.number, b""))
@@ -307,7 +298,7 @@ def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
 
     vLLM's do not name their engine; then as many of the newest count as there are engines.
     """
-    stamped = [(_number(value), _labels(text)) for text, value in page.values(name).items()]
+    stamped = [(_number(value), labels) for labels, value in page.series(name)]
     if not all(stamp <= _NUMBER_MAX for stamp, _ in stamped):
         return None
     accounts: dict[object, dict[bytes, bytes]] = {}

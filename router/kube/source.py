@@ -224,9 +224,7 @@ class KubeSource(PodsSource):
             else:
                 known[name] = (pod, rules, endpoints_of(pod, rules))
         self._known = known
-        self._complaints = {
-            name: endpoints.complaints[0] for name, (_, _, endpoints) in known.items() if endpoints.complaints
-        }
+        self._complaints = {name: one.complaint for name, (_, _, one) in known.items() if one.complaint}
         entries, self._left_out = declared((pod, endpoints) for pod, _, endpoints in known.values())
         return entries
 

@@ -16,9 +16,8 @@ from typing import Any
 import grpc
 
 from indexer.errors import PeerError
-from indexer.keys import Keys
 from indexer.peer_service import PeerIdentity
-from router.dispatch import Dispatch, InFlight
+from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.outcomes import Heard
 from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
@@ -100,29 +99,30 @@ class Journal:
             if not self._readers:
                 self._ledger.tell(None)
 
-    # The ledger calls these five under its lock.
+    def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
 
-    def begin(self, in_flight: Sequence[InFlight]) -> None:
-        """Note what is in flight now, for the reader that joins."""
-        self._note("joined", (self._joining, in_flight))
+        Args:
+            in_flight: Number, dispatch, and whether it is believed to have its first token.
+        """
+        self.note("joined", (self._joining, in_flight))
 
-    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
-        """Note that a request was sent; `keys` are of the blocks that it will bring, if known."""
-        self._note("sent", (number, dispatch, keys))
+    def note(self, kind: str, change: object) -> None:
+        """Note a change, to be told soon.
 
-    def overdue(self, number: int) -> None:
-        self._note("overdue", number)
-
-    def prefilled(self, number: int) -> None:
-        self._note("prefilled", number)
-
-    def ended(self, number: int) -> None:
-        self._note("ended", number)
+        Args:
+            kind: A field of `News`.
+            change: A number; of "sent" with the dispatch and the keys of the blocks that it will bring, if
+                known; of "heard" what was heard.
+        """
+        if len(self._changes) < _CHANGES_MAX:
+            self._changes.append((kind, change))
+        self._wake.set()
 
     def heard(self, heard: Heard) -> None:
         """Something was heard of a request that is another router's, if anybody's."""
         if self._readers:
-            self._note("heard", heard)
+            self.note("heard", heard)
 
     def tell(self) -> None:
         """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
@@ -160,11 +160,6 @@ class Journal:
         for reader in readers:
             reader.end(reason, why)
 
-    def _note(self, kind: str, change: object) -> None:
-        if len(self._changes) < _CHANGES_MAX:
-            self._changes.append((kind, change))
-        self._wake.set()
-
     def _hand_out(self, noted: dict[str, list[Any]]) -> None:
         now_s = self._clock()
         # A request that began and ended since leaves nothing to be told of.
@@ -185,10 +180,11 @@ class Journal:
         for reader in readers:
             reader.put(messages)
 
-    def _begin_with(self, reader: Reader, in_flight: Sequence[InFlight]) -> None:
+    def _begin_with(self, reader: Reader, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
         now_s = self._clock()
         sent = [
-            sent_of(one.number, one.dispatch, None, now_s, prefilled=one.has_left_queue) for one in in_flight
+            sent_of(number, dispatch, None, now_s, prefilled=prefilled)
+            for number, dispatch, prefilled in in_flight
         ]
         reader.put(list(news_messages(News(sent))))
         reader.has_begun = True
@@ -227,18 +223,15 @@ class Reader:
             self._messages.extend(messages)
             self._unread_bytes += sum(map(len, messages))
             if self._unread_bytes > _UNREAD_BYTES_MAX:
-                self._finish("behind", f"{self._unread_bytes} bytes were not taken")
+                self.end("behind", f"{self._unread_bytes} bytes were not taken")
             self._changed.notify_all()
 
     def end(self, reason: str, message: str) -> None:
         with self._changed:
-            self._finish(reason, message)
+            self._messages.clear()
+            self._unread_bytes = 0
+            self._over = self._over or PeerError(reason, message)
             self._changed.notify_all()
-
-    def _finish(self, reason: str, message: str) -> None:
-        self._messages.clear()
-        self._unread_bytes = 0
-        self._over = self._over or PeerError(reason, message)
 
 
 class LedgerDoor:
