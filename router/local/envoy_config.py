@@ -48,16 +48,7 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What the configuration depends on; all addresses are (host, port).
-
-    Attributes:
-        door: "check_grpc" asks once with the whole body (ext_authz); "ext_proc" streams, as Gateway API
-            gateways do.
-        responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
-            well.
-        failure_mode_allow: While the router is away: False answers 5xx, True (not with ext_proc) sends
-            requests round-robin. A body that was streamed to ext_proc cannot be had back.
-    """
+    """What the configuration depends on, as `StackOptions` has it; all addresses are (host, port)."""
 
     gateway: Address
     router_grpc: Address
