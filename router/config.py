@@ -17,6 +17,7 @@ from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.config import index_config
 from indexer.flags import CommandParser, add_flags, flag, port, said
+from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.config_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import (
@@ -33,7 +34,6 @@ from router.flags import (
     size_bytes,
     switch,
 )
-from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig, kube_config
 from router.logs import LogFlags
 from router.pods import DEFAULT_METRICS_PATH
