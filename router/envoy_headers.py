@@ -70,11 +70,7 @@ _SYSTEM_OWNED = frozenset(
 
 
 def system_owned(incoming: Collection[str], ours: Collection[str] = ()) -> tuple[str, ...]:
-    """Return those of a client's header names that must not reach a pod.
-
-    Args:
-        ours: Names that the router itself sets; a client's values are overwritten.
-    """
+    """Return a client's header names that must not reach a pod; `ours` are overwritten anyway."""
     if _SYSTEM_OWNED.isdisjoint(incoming):
         return ()
     return tuple(name for name in incoming if name in _SYSTEM_OWNED and name not in ours)

@@ -47,8 +47,6 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
-from router.logs import set_up_logs
-from router.memory import calm_collector, give_back, use_one_heap
 from router.metrics import MetricTwins, RouterMetrics, StateCollector
 from router.outcomes import Outcomes
 from router.pick_service import PickDoor
@@ -56,6 +54,7 @@ from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
+from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
 from router.reconcile import EngineWatch, Reconciler
 from router.replicas.fleet import Fleet
@@ -63,7 +62,6 @@ from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
-from router.stop_signals import StopSignals
 from router.stream_metrics import StreamMetrics
 from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
