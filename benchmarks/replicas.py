@@ -197,7 +197,7 @@ def _late_ms(requests: int) -> list[float]:
     """Milliseconds until another router has a request, one at a time, over this machine's loopback."""
     ledger = Ledger(LedgerParameters())
     journal = Journal(ledger)
-    ours, theirs = (PeerIdentity(fingerprint=7, form="flat", tiers=("gpu",)) for _ in range(2))
+    ours, theirs = (PeerIdentity(fingerprint=7, tiers=("gpu",)) for _ in range(2))
     taken_ms: list[float] = []
     taken = threading.Event()
 

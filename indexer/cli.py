@@ -19,11 +19,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
 from indexer.flags import CommandParser, add_flags, flag, pair, port
-from indexer.grpc_server import IndexerServer
 from indexer.kv_indexer import KvIndexer
 from indexer.page_server import Lane, PageServer, Request, Response
 from indexer.pods_file import parse_pods
-from indexer.service import IndexerDoor
+from indexer.service import IndexerServer
 from indexer.subscribe import raise_open_files
 from indexer.tls import server_credentials
 from tokenization import PromptTokenizer, TokenizationError
@@ -163,8 +162,7 @@ def _serve(
     raise_open_files()
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
-    door = IndexerDoor(indexer, streams, tokenizers)
-    server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=indexer.exports)
+    server = IndexerServer(indexer, streams, args.host, args.grpc_port, credentials, tokenizers)
     metrics = _metrics_server(args.host, args.metrics_port, registry)
     server.start()
     metrics.start()

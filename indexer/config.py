@@ -41,33 +41,27 @@ class PodStream:
     """Where one pod publishes the events of its KV cache.
 
     Attributes:
-        pod: The pod's identity, "ip:port" of its serving endpoint.
-        model: The base model's name; the root of every block key of this pod.
         events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port"; None: the pod connects to ours.
         replay_endpoint: ZMQ address of the pod's ROUTER socket that answers replays; None where it has none.
-        snapshot_url: HTTP address that tells the state of its cache; None where it has none.
         snapshot_admin: Whether that is at a port of administration, the only kind that is sent
             `IndexerConfig.admin_token`.
-        first_sequence: Number of its first batch: 0, but llm-d's simulator begins with 1.
         ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
             + rank. Ranks that serve ports of their own are pods of their own.
-        rank: Which of them this is.
         epoch: Which life of the pod this is, where whoever declares it can tell: with another one all that
             was known of its cache is dropped.
-        topic_prefix: What to subscribe to; None: as `IndexerConfig` says.
     """
 
-    pod: str
-    model: str
+    pod: str  # the pod's identity, "ip:port" of its serving endpoint
+    model: str  # the base model's name; the root of every block key of this pod
     events_endpoint: str | None
     replay_endpoint: str | None = None
-    snapshot_url: str | None = None
+    snapshot_url: str | None = None  # HTTP address that tells the state of its cache; None where it has none
     snapshot_admin: bool = False
-    first_sequence: int = 0
+    first_sequence: int = 0  # number of its first batch: 0, but llm-d's simulator begins with 1
     ranks: int = 1
-    rank: int = 0
+    rank: int = 0  # which of them this is
     epoch: str = ""
-    topic_prefix: str | None = None
+    topic_prefix: str | None = None  # what to subscribe to; None: as `IndexerConfig` says
 
     @property
     def holder(self) -> str:

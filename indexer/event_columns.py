@@ -30,7 +30,6 @@ from indexer.decode import (
 )
 from indexer.errors import PayloadError
 from indexer.events import MAX_TOKENS, EngineHash, KVEvent
-from indexer.token_kernel import read_token_lists
 
 _KINDS = {kind: place for place, kind in enumerate(KINDS, rows.STORED)}
 _UNUSUAL = -2
@@ -83,16 +82,9 @@ class Columns(Struct, frozen=True):
     kinds: Sequence[int]
     _rows: Sequence[_Read]
 
-    def event(self, row: int) -> KVEvent:
-        """The typed event of a row.
-
-        Raises:
-            PayloadError: It is an "unknown_event", or a "broken_event".
-        """
-        event = self._rows[row]
-        if isinstance(event, PayloadError):
-            raise event
-        return typed(event) if isinstance(event, Event) else event
+    def typed(self, batch: Batch) -> list[KVEvent | PayloadError]:
+        """Return a batch's events, and the error in place of each that cannot be read."""
+        return [_typed_or_error(row) for row in self._rows[batch.first : batch.end]]
 
 
 class EventDecoder:
@@ -248,9 +240,11 @@ class EventDecoder:
         return known
 
 
-def _typed_or_error(raw: Raw) -> KVEvent | PayloadError:
+def _typed_or_error(read: _Read | Raw) -> KVEvent | PayloadError:
     try:
-        return decode_event(raw)
+        if isinstance(read, Raw):
+            return decode_event(read)
+        return typed(read) if isinstance(read, Event) else read
     except PayloadError as error:
         return error
 
@@ -283,7 +277,7 @@ def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int
     ends = np.array([*accumulate(map(len, lists))], np.int64)
     data = np.frombuffer(b"".join(lists), np.uint8)
     tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
-    used = read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
+    used = rows.read_token_lists(data, ends, MAX_TOKENS, tokens, counts)
     return tokens[:used], counts
 
 

@@ -7,13 +7,12 @@ the kernel is only a faster way to the same state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from indexer import event_rows as rows
-from indexer.applied import Applied, Outcome, StoredRun
+from indexer.applied import Outcome, StoredRun
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
@@ -46,50 +45,52 @@ _NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
 _REMOVALS = ((LAST_COPIES, "last"), (FURTHER_COPIES, "copy"))
-_REUSED = "hash_reused"
 
 
 class FlatEngine:
-    """What the appliers of all pods share, for one thread.
+    """What the appliers of all pods share, for one thread."""
 
-    Args:
-        max_bytes: A longer payload is not read.
-    """
-
-    def __init__(self, index: FlatIndex, hasher: BlockHasher, max_bytes: int) -> None:
+    def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
+        self.config = config
         self.index = index
         self.hasher = hasher
-        self.decoder = EventDecoder(max_bytes)
+        self.decoder = EventDecoder(config.max_payload_bytes)
         self.progress = progress(2 * TURN_BLOCKS)
         tiers = index.tiers
         self.tier_numbers = np.array([tiers.number(tiers.of_medium(medium)) for medium in rows.MEDIA])
 
 
 class FlatApplier:
-    """Applies the payloads of one pod.
+    """Applies the payloads of one engine, of which nothing is known at first.
 
-    Args:
-        view: The pod's view, whose lead group is in `cache`.
-        holder: The pod's name in the index.
+    Attributes:
+        view: What its events made known.
+        journal: Records what they change in the index.
     """
 
-    def __init__(self, engine: FlatEngine, view: PodView, cache: FlatCache, holder: str, model: str) -> None:
+    def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
+        self.journal = Journal()
         self._engine = engine
-        self._view = view
-        self._cache = cache
-        self._journal = cache.journal
-        self._holder = holder
-        self._root = np.uint64(engine.hasher.root(model))
-        self._scope = np.uint64(cache.scope)
+        self._stream = stream
+        self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
+        self.view = PodView(
+            stream.model,
+            cache_of=self._cache_of,
+            tiers=engine.index.tiers,
+            hasher=engine.hasher,
+            config=engine.config,
+        )
+        self._root = np.uint64(engine.hasher.root(stream.model))
+        self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Applies payloads in order, whatever they hold.
+        """Apply payloads in order, whatever they hold.
 
         Args:
-            with_runs: Whether `Applied.runs` are wanted.
+            with_runs: Whether `Outcome.runs` are wanted.
         """
         columns = self._engine.decoder.decode(payloads)
-        outcome = Outcome(_applied(with_runs))
+        outcome = Outcome(runs=[] if with_runs else None)
         self._engine.progress.counts[:] = 0
         for batch in columns.batches:
             if batch.unread is None:
@@ -104,41 +105,58 @@ class FlatApplier:
                 outcome.events[name] += events
         return outcome
 
+    def _cache_of(self, group: int | None) -> FlatCache:
+        if group is None:
+            return self._cache
+        # Other groups name the last index block of an engine block only.
+        holder, model = group_holder(self._stream.holder, group), f"{self._stream.model}#tail"
+        return FlatCache(self._engine.index, holder, model, group, self.journal)
+
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
-        """Applies the events from the row to go on with up to `last`, where a batch ends."""
+        """Apply the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
         while counts[ROW] < last:
-            ended = self._run_kernel(columns, last, outcome.applied)
-            if counts[REUSED_NAMES]:
-                outcome.doubt(_REUSED)
-            if ended == NOT_PLAIN:
+            if self._run_kernel(columns, last, outcome) == NOT_PLAIN:
                 self._apply_slowly(columns, outcome)
 
     def _apply_slowly(self, columns: Columns, outcome: Outcome) -> None:
-        """Applies the batch of the row to go on with, which the view must take, from there to its end."""
+        """Apply the batch of the row to go on with from there to its end; that row is the view's."""
         counts = self._engine.progress.counts
-        slow = _SlowBatch(columns, int(counts[ROW]), outcome)
-        applied = _applied(outcome.applied.runs is not None)
+        batch = next(batch for batch in columns.batches if batch.first <= counts[ROW] < batch.end)
+        events = columns.typed(batch)
+        for event, kind in zip(events, columns.events[batch.first : batch.end, rows.KIND], strict=True):
+            if kind == rows.OTHER and not isinstance(event, PayloadError):
+                outcome.events[type(event).__name__] += 1
+        ahead = Ahead(events)
         ended = NOT_PLAIN
-        while counts[ROW] < slow.last:
+        while counts[ROW] < batch.end:
             if ended == NOT_PLAIN:
-                slow.apply_event(int(counts[ROW]), int(counts[HASHES_DONE]), self._view, applied)
+                ahead.position = int(counts[ROW]) - batch.first
+                self._apply_event(events[ahead.position], int(counts[HASHES_DONE]), ahead, outcome)
                 counts[ROW] += 1
                 counts[HASHES_DONE] = 0
                 ended = ALL_DONE
             else:
-                ended = self._run_kernel(columns, slow.last, applied)
-        self._view.end_batch(applied)
-        outcome.take(applied)
+                ended = self._run_kernel(columns, batch.end, outcome)
+        self.view.end_batch(outcome)
         # After a clear in the same batch: nobody knows on which side of it a broken event was.
-        for reason in slow.rejected:
-            outcome.reject(reason)
+        for event in events:
+            if isinstance(event, PayloadError):
+                outcome.reject(event.reason)
 
-    def _run_kernel(self, columns: Columns, last: int, applied: Applied) -> int:
+    def _apply_event(
+        self, event: KVEvent | PayloadError, hashes_done: int, ahead: Ahead, outcome: Outcome
+    ) -> None:
+        """Let the view apply what the kernel has left of an event."""
+        if isinstance(event, BlockRemoved):
+            event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
+        if not isinstance(event, PayloadError):
+            self.view.apply_event(event, ahead, outcome)
+
+    def _run_kernel(self, columns: Columns, last: int, outcome: Outcome) -> int:
         """Lets the kernel go on as far as it can; returns NOT_PLAIN where the view must take the next row."""
-        engine, done, plain = self._engine, self._engine.progress, self._view.plain
+        engine, done, plain = self._engine, self._engine.progress, self.view.plain
         if plain is None or len(plain.awaited) > _AWAITED_MAX:
-            done.counts[STORED_BLOCKS:] = 0
             return NOT_PLAIN
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
@@ -148,7 +166,7 @@ class FlatApplier:
             awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with engine.index.lock:
             pod = PlainPod(
-                number=engine.index.number(self._holder),
+                number=engine.index.number(self._stream.holder),
                 block_tokens=plain.block_tokens,
                 split=split,
                 group=-1 if plain.group is None else plain.group,
@@ -168,8 +186,8 @@ class FlatApplier:
                 awaited,
                 done,
             )
-        self._harvest(columns, applied)
-        if self._journal.is_on:
+        self._harvest(columns, outcome)
+        if self.journal.is_on:
             self._record(columns, split, row, hashes_done)
         return ended
 
@@ -191,19 +209,18 @@ class FlatApplier:
                 self._cache.record(Kind.STORED, tier, names, keys[stored : stored + len(names)])
                 stored += len(names)
 
-    def _harvest(self, columns: Columns, applied: Applied) -> None:
+    def _harvest(self, columns: Columns, outcome: Outcome) -> None:
         done = self._engine.progress
         counts = done.counts.tolist()
         if stored := counts[STORED_BLOCKS]:
             keys = done.keys[:stored].copy()
-            applied.stored.append(keys)
-            if applied.runs is not None:
-                applied.runs += self._runs(columns, keys, counts[RUNS])
+            outcome.stored.append(keys)
+            if outcome.runs is not None:
+                outcome.runs += self._runs(columns, keys, counts[RUNS])
         for count, which in _REMOVALS:
             if counts[count]:
-                applied.removals[which] += counts[count]
-        if counts[REUSED_NAMES]:
-            applied.skipped["BlockStored", _REUSED] += counts[REUSED_NAMES]
+                outcome.removals[which] += counts[count]
+        outcome.skip("BlockStored", "hash_reused", counts[REUSED_NAMES])
 
     def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
         done, block_tokens = self._engine.progress, self._engine.hasher.block_tokens
@@ -214,80 +231,3 @@ class FlatApplier:
             StoredRun(parent, keys[start:end], columns.tokens[at : at + block_tokens])
             for parent, (at, start), end in zip(parents, starts, (*ends, len(keys)), strict=True)
         ]
-
-
-def _applied(with_runs: bool) -> Applied:
-    return Applied(runs=[] if with_runs else None)
-
-
-class _SlowBatch:
-    """The events of one batch as the view takes them; made only for a batch that is not plain.
-
-    Attributes:
-        last: Row behind its last event.
-        rejected: Why some of its events cannot be read.
-    """
-
-    def __init__(self, columns: Columns, row: int, outcome: Outcome) -> None:
-        batch = next(batch for batch in columns.batches if batch.first <= row < batch.end)
-        self.last = batch.end
-        self.rejected: list[str] = []
-        # By row: the event, and its place among those that can be read.
-        self._events: dict[int, tuple[int, KVEvent]] = {}
-        for each in range(batch.first, batch.end):
-            try:
-                event = columns.event(each)
-            except PayloadError as error:
-                self.rejected.append(error.reason)
-                continue
-            self._events[each] = len(self._events), event
-            if columns.events[each, rows.KIND] == rows.OTHER:
-                outcome.events[type(event).__name__] += 1
-        self._ahead = Ahead([event for _, event in self._events.values()])
-
-    def apply_event(self, row: int, hashes_done: int, view: PodView, applied: Applied) -> None:
-        """Lets the view apply the event of this row, if it can be read: what is left of it."""
-        if row in self._events:
-            self._ahead.position, event = self._events[row]
-            if hashes_done and isinstance(event, BlockRemoved):
-                event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
-            view.apply_event(event, self._ahead, applied)
-
-
-@dataclass(frozen=True, slots=True)
-class PodState:
-    """The state of one followed engine."""
-
-    view: PodView
-    applier: FlatApplier
-    journal: Journal
-
-
-class PodStates:
-    """Makes the states of engines that share an index and a hasher."""
-
-    def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
-        self._config = config
-        self._hasher = hasher
-        self._flat = FlatEngine(index, hasher, config.max_payload_bytes)
-
-    def make(self, stream: PodStream) -> PodState:
-        """Make the state of an engine of which nothing is known yet."""
-        flat, journal, holder = self._flat, Journal(), stream.holder
-        own = FlatCache(flat.index, holder, stream.model, journal=journal)
-
-        def cache_of(group: int | None) -> FlatCache:
-            if group is None:
-                return own
-            # Other groups name the last index block of an engine block only.
-            model = f"{stream.model}#tail"
-            return FlatCache(flat.index, group_holder(holder, group), model, group, journal)
-
-        view = PodView(
-            stream.model,
-            cache_of=cache_of,
-            tiers=flat.index.tiers,
-            hasher=self._hasher,
-            config=self._config,
-        )
-        return PodState(view, FlatApplier(flat, view, own, holder, stream.model), journal)

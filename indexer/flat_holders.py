@@ -10,13 +10,7 @@ import numpy as np
 
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
-from indexer.flat_buckets import (
-    behind,
-    delete,
-    hash_bits,
-    home_of,
-    insert,
-)
+from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_layout import FlatArrays
 
 _HALF = np.uint64(32)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
+from indexer.flat_buckets import find, use
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
 from indexer.flat_layout import FlatArrays
-from indexer.flat_slots import find, use
 
 # Columns of a followed pod.
 _POD = 0

@@ -18,7 +18,7 @@ from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
-from indexer.flat_applier import PodState, PodStates
+from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import EngineStrides, HybridMatcher
 from indexer.journal import Entry, decode_entry
@@ -31,7 +31,7 @@ from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.tiers import GPU_TIER
-from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
+from indexer.view_parts import ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.
@@ -67,8 +67,8 @@ class Ingest:
 
     def __post_init__(self) -> None:
         self.roster = Roster()
-        self._states = PodStates(self.config, self.index, self.hasher)
-        self._pods: dict[str, PodState] = {}
+        self._engine = FlatEngine(self.config, self.index, self.hasher)
+        self._pods: dict[str, FlatApplier] = {}
         # Of each pod, as the metrics show them.
         self._orphans: dict[str, int] = {}
 
@@ -95,7 +95,7 @@ class Ingest:
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        self._pods[stream.holder] = self._states.make(stream)
+        self._pods[stream.holder] = FlatApplier(self._engine, stream)
         self.roster.opened(stream)
         at = stream.events_endpoint or "our socket"
         _note("stream_opened", stream.holder, "following %s (%s) at %s", stream.model, at)
@@ -115,18 +115,18 @@ class Ingest:
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
         serving = self.roster.pod(pod)
-        outcome = state.applier.apply(payloads, with_runs=self.parity.waits_for(serving))
+        outcome = state.apply(payloads, with_runs=self.parity.waits_for(serving))
         self._learn(pod, state.view)
         self._count(pod, outcome)
-        keys = _joined(outcome.applied.stored)
+        keys = _joined(outcome.stored)
         told = keys.tolist()
         self._doubt(pod, "events", state.view.doubt)
-        if outcome.applied.runs:
-            self.parity.stored(serving, outcome.applied.runs, told)
+        if outcome.runs:
+            self.parity.stored(serving, outcome.runs, told)
             self.reconsider(serving)
         if outcome.emptied:
             self.speculation.drop_pod(serving)
-        if outcome.applied.stored:
+        if outcome.stored:
             self._tell_stored(serving, keys, told)
         return outcome
 
@@ -140,15 +140,15 @@ class Ingest:
                 self.rejected(pod, error.reason)
                 outcome.doubt(error.reason)
             else:
-                outcome.applied.stored += stored
+                outcome.stored += stored
                 outcome.damage = outcome.damage or damage
         self._learn(pod, view)
-        if outcome.applied.stored:
-            keys = _joined(outcome.applied.stored)
+        if outcome.stored:
+            keys = _joined(outcome.stored)
             self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
         return outcome
 
-    def state_of(self, pod: str) -> PodState:
+    def state_of(self, pod: str) -> FlatApplier:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
@@ -227,8 +227,8 @@ class Ingest:
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
-        if part.group is None and isinstance(part.part, HeldBlocks):
-            self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
+        if part.group is None:
+            self._tell_stored(self.roster.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         answer = fetched.answer
@@ -271,11 +271,11 @@ class Ingest:
         _call(self.on_stored, serving, keys, now_s)
 
     def _count(self, pod: str, outcome: Outcome) -> None:
-        metrics, applied = self.metrics, outcome.applied
+        metrics = self.metrics
         for reason, rejected in outcome.rejected.items():
             metrics.rejected.labels(reason).inc(rejected)
             _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
-        for (event_type, reason), skipped in applied.skipped.items():
+        for (event_type, reason), skipped in outcome.skipped.items():
             stored = event_type == "BlockStored"
             (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
         orphans = self._pods[pod].view.orphans
@@ -289,9 +289,9 @@ class Ingest:
         with metrics.lock:
             for event_type, events in outcome.events.items():
                 metrics.events.add((event_type,), events)
-            metrics.admissions.add(number=sum(map(len, applied.stored)))
+            metrics.admissions.add(number=sum(map(len, outcome.stored)))
             for removed, counter in (("last", metrics.removals_last), ("copy", metrics.removals_copy)):
-                if hashes := applied.removals[removed]:
+                if hashes := outcome.removals[removed]:
                     counter.add(number=hashes)
                     metrics.evictions.add(number=hashes)
             for published_s in filter(math.isfinite, times_s):

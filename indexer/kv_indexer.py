@@ -21,9 +21,7 @@ from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
 from indexer.parity import ParityWatch
-from indexer.peer_client import PeerClient
-from indexer.peer_service import PeerDoor, PeerIdentity
-from indexer.peer_wire import FORM
+from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
@@ -84,7 +82,7 @@ class KvIndexer:
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
-        identity = PeerIdentity(self._hasher.fingerprint(), FORM, tiers.names)
+        identity = PeerIdentity(self._hasher.fingerprint(), tiers.names)
         self._parity = ParityWatch(self._metrics)
         self._ingest = Ingest(
             config,

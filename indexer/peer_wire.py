@@ -16,20 +16,11 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from indexer.errors import PeerError
-from indexer.events import MAX_TOKENS
-from indexer.view_parts import (
-    PART_BLOCKS,
-    CachePart,
-    HeldBlocks,
-    ReleasedNames,
-    Splits,
-    ViewFacts,
-    ViewPart,
-    ViewSnapshot,
-)
+from indexer.flat_layout import PART_BLOCKS, HeldBlocks
+from indexer.view_parts import ViewFacts, ViewPart, ViewSnapshot
 
 # Higher whenever keys, names or the form of these messages change.
-SCHEMA = 1
+SCHEMA = 2
 MESSAGE_BYTES_MAX = 1 << 20
 
 # What parts are made of: names of blocks.
@@ -39,7 +30,6 @@ FORM = "flat"
 COPIES_MAX = 65_536
 DIGEST_BYTES = 16
 
-_SPLITS_MAX = 16
 _SEQUENCE_MAX = (1 << 64) - 2
 # What a message takes in memory at least: so much of it counts against the bound.
 _MESSAGE_BYTES = 1024
@@ -55,11 +45,6 @@ class _Header(Struct, frozen=True, tag="header"):
     facts: ViewFacts
 
 
-class _Splits(Struct, frozen=True, tag="splits"):
-    group: _Group
-    splits: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]], Meta(max_length=_SPLITS_MAX)]
-
-
 class _Held(Struct, frozen=True, tag="held"):
     group: _Group
     keys: bytes
@@ -69,17 +54,11 @@ class _Held(Struct, frozen=True, tag="held"):
     copies: bytes
 
 
-class _Released(Struct, frozen=True, tag="released"):
-    group: _Group
-    names: bytes
-    keys: bytes
-
-
 class _End(Struct, frozen=True, tag="end"):
     parts: int
 
 
-_Message = _Header | _Splits | _Held | _Released | _End
+_Message = _Header | _Held | _End
 _DECODER = msgspec.msgpack.Decoder(_Message)
 
 
@@ -94,7 +73,7 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
     yield encode(header)
     for part in snapshot.parts:
         assert isinstance(part, ViewPart), "a view that was just listed has no changes"
-        message = encode(_message(part))
+        message = encode(_Held(part.group, *(column.tobytes() for column in part.blocks)))
         if len(message) > MESSAGE_BYTES_MAX:
             raise PeerError("too_large", f"a part of {len(message)} bytes, at most {MESSAGE_BYTES_MAX}")
         yield message
@@ -144,7 +123,7 @@ class SnapshotReader:
                 is_whole = True
                 continue
             _require(message.group in groups, f"group {message.group} was not told")
-            parts.append(ViewPart(message.group, self._part(message)))
+            parts.append(ViewPart(message.group, self._held(message)))
         if header is None or not is_whole:
             raise PeerError("broken", f"it ended after {len(parts)} parts")
         return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
@@ -156,17 +135,6 @@ class SnapshotReader:
         _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
         usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
         return frozenset((None, *usable))
-
-    def _part(self, message: _Splits | _Held | _Released) -> CachePart:
-        match message:
-            case _Splits():
-                return Splits(tuple(message.splits))
-            case _Held():
-                return self._held(message)
-            case _Released():
-                names, keys = _words(message.names), _words(message.keys)
-                _require(len(names) == len(keys) <= PART_BLOCKS and names.all(), "released names")
-                return ReleasedNames(names, keys)
 
     def _held(self, message: _Held) -> HeldBlocks:
         keys, names = _words(message.keys), _words(message.names)
@@ -184,18 +152,6 @@ class SnapshotReader:
         _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
         _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
         return HeldBlocks(keys, tiers, name_counts, names, further)
-
-
-def _message(view_part: ViewPart) -> _Splits | _Held | _Released:
-    group, part = view_part.group, view_part.part
-    match part:
-        case Splits(splits):
-            return _Splits(group, list(splits))
-        case HeldBlocks():
-            columns = (part.keys, part.tiers, part.name_counts, part.names, part.copies)
-            return _Held(group, *(column.tobytes() for column in columns))
-        case ReleasedNames(names, keys):
-            return _Released(group, names.tobytes(), keys.tobytes())
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:

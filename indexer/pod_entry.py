@@ -55,20 +55,13 @@ _PATH = re.compile(r"/[!-~]{0,255}")
 
 @dataclass(frozen=True, slots=True)
 class EventDefaults:
-    """How a pod publishes as far as its labels do not tell.
-
-    Attributes:
-        replay_port: None: it answers no replays.
-        snapshots: Whether it may answer GET /kv_events/snapshot.
-        asks: Whether the engine's own account, GET /kv_event_sources, counts more than these.
-        rank: Which data-parallel engine stands behind the port; None: all that the pod has.
-    """
+    """How a pod publishes as far as its labels do not tell."""
 
     port: int = DEFAULT_EVENTS_PORT
-    replay_port: int | None = None
-    snapshots: bool = False
-    asks: bool = False
-    rank: int | None = None
+    replay_port: int | None = None  # None: it answers no replays
+    snapshots: bool = False  # whether it may answer GET /kv_events/snapshot
+    asks: bool = False  # whether the engine's own account, GET /kv_event_sources, counts more than these
+    rank: int | None = None  # which data-parallel engine stands behind the port; None: all that the pod has
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +69,17 @@ class PodEntry:
     """One declared endpoint.
 
     Attributes:
-        namespace: "default" where the file names none.
         life: Changes with whatever empties the pod's cache: another pod of that address, another process.
-        ready: Whether its declarer lets it take requests.
-        events: How it publishes where its labels do not tell.
     """
 
     name: str
-    namespace: str
+    namespace: str  # "default" where the file names none
     address: str
     port: int
     labels: Mapping[str, str] = field(default_factory=dict)
     life: str = ""
-    ready: bool = True
-    events: EventDefaults = EventDefaults()
+    ready: bool = True  # whether its declarer lets it take requests
+    events: EventDefaults = EventDefaults()  # how it publishes where its labels do not tell
 
     @property
     def pod(self) -> str:

@@ -64,7 +64,7 @@ class EngineStream:
         self._restoring: Fetched | None = None
         self._left: deque[bytes | ViewPart | Entry] = deque()
         self._exports = ViewExports(config.snapshot_max_bytes)
-        self._feed = None if sockets.relay is None else Feed(stream.holder, sink, sockets.relay)
+        self._feed: Feed | None = None
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
@@ -138,8 +138,8 @@ class EngineStream:
         elif not self._exports.hold(batches):
             self._end_export(now_s)
 
-    def export(self, told: Future[ViewSnapshot], now_s: float, epoch: str | None) -> None:
-        """Lists the view for a peer, or for an epoch of the relay, which is told all changes from there on.
+    def export(self, told: Future[ViewSnapshot], now_s: float, feed: Feed | None) -> None:
+        """List the view for a peer, or for the relay, whose feed gets all changes from there on.
 
         That takes some turns; then the future gets it, or a PeerError.
 
@@ -149,15 +149,10 @@ class EngineStream:
         if self._machine.forgo_tail():
             self._stop_replay()
         mark = mark_of(self._machine)
-        if epoch is not None and self._feed is not None:
-            self._feed.flush(self._machine)
-            self._feed.begin(epoch, mark)
+        if feed is not None:
+            self._feed = feed
+            feed.list_from(self._sink.state_of(self.name), self._machine, mark)
         self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
-
-    def end_feed(self, epoch: str) -> None:
-        """Tells the relay nothing more in this epoch."""
-        if self._feed is not None and self._feed.epoch == epoch:
-            self._feed.end()
 
     def _end_export(self, now_s: float) -> None:
         """The view is about to change: it is not listed any more, and what waited is taken."""
@@ -196,6 +191,7 @@ class EngineStream:
         self._timers.pop(self._heal, None)
         if self._feed is not None:
             self._feed.end()
+            self._feed = None
 
     def restart(self, reason: str = "internal_error") -> None:
         """Forgets all, the view too."""
@@ -264,10 +260,10 @@ class EngineStream:
         self._ask(now_s)
 
     def _stop_replay(self) -> None:
-        raise NotImplementedError
+        """End a replay, if one runs."""
 
     def _ask(self, now_s: float) -> None:
-        """Asks for all from the machine's `replay_start` on."""
+        """Ask for all from the machine's `replay_start` on."""
         raise NotImplementedError
 
     def _retry(self, now_s: float) -> None:

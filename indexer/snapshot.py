@@ -36,20 +36,14 @@ _IDLE_S = 5.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's cache holds at one moment.
-
-    Attributes:
-        sequence: Number of the first batch of its stream that is not in here.
-        blocks: Copies of blocks in here.
-        batches: Payloads, parents before children.
-    """
+    """What an engine's cache holds at one moment."""
 
     schema: int
     boot_id: str
-    sequence: int
+    sequence: int  # number of the first batch of its stream that is not in here
     block_size: int
-    blocks: int
-    batches: list[bytes]
+    blocks: int  # copies of blocks in here
+    batches: list[bytes]  # payloads, parents before children
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +52,12 @@ class Fetched:
 
     Attributes:
         answer: The engine's snapshot, or another router's view; None: nobody gave one.
-        size_bytes: Of its messages.
-        refusal: Why the engine itself gave none; None where it did, or was not asked.
-        source: Who gave it: "engine", "peer" or "redis".
     """
 
     answer: Snapshot | ViewSnapshot | None
-    size_bytes: int = 0
-    refusal: str | None = None
-    source: str = "engine"
+    size_bytes: int = 0  # of its messages
+    refusal: str | None = None  # why the engine itself gave none; None where it did, or was not asked
+    source: str = "engine"  # who gave it: "engine", "peer" or "redis"
 
 
 _DECODER = msgspec.msgpack.Decoder(Snapshot)

@@ -27,7 +27,7 @@ from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
-from indexer.peer_client import PeerClient
+from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
 from indexer.relayed import RelayedStreams
 from indexer.repeated_log import RepeatedLog
@@ -35,9 +35,10 @@ from indexer.snapshot import Fetched, SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
+    from indexer.journal import Feed
     from indexer.relay import Relay
 
-# Who has sockets watched and things to do at times; whoever fails is reset.
+# Who has sockets watched; whoever fails is reset.
 Owner = EngineStream | Inbox
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,6 @@ class Subscriber:
             | ({} if relay is None else {"redis": relay.reader.ask}),
         )
         self._peers = peers
-        self.relay = relay
         self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
@@ -176,20 +176,20 @@ class Subscriber:
         """
 
         def act() -> None:
-            for owner in (*self._streams(), *self.relayed.streams.values()):
+            for owner in self._all_streams():
                 if owner.stream.pod == pod:
                     step = partial(owner.emptied_silently, reason, seen_s)
                     self.guarded(owner, step if emptied else partial(owner.doubted, reason))
 
         self.call(act)
 
-    def export(self, engine: str, model: str | None = None, epoch: str | None = None) -> Future[ViewSnapshot]:
+    def export(self, engine: str, model: str | None = None, feed: Feed | None = None) -> Future[ViewSnapshot]:
         """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
 
         Args:
             engine: Its name in the index.
             model: Which model it must serve; None: any.
-            epoch: For the relay, which is told all changes from there on; None: for a peer.
+            feed: Gets all changes from there on, for the relay; None: a peer asks.
         """
         told: Future[ViewSnapshot] = Future()
 
@@ -198,7 +198,7 @@ class Subscriber:
                 owner = self.stream(engine)
                 if owner is None or model not in (None, owner.stream.model):
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
-                owner.export(told, self.clock(), epoch)
+                owner.export(told, self.clock(), feed)
             except Exception as error:
                 refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
                 if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
@@ -280,13 +280,13 @@ class Subscriber:
         self._gather_s = gather_s(now_s - begun_s)
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
-            for owner in tuple(self._owners()):
-                if owner.due_s <= now_s:
-                    self.guarded(owner, owner.tick)
+            for stream in tuple(self._all_streams()):
+                if stream.due_s <= now_s:
+                    self.guarded(stream, stream.tick)
             self._due_s = self._next_due_s()
 
     def _next_due_s(self) -> float:
-        return min((owner.due_s for owner in self._owners()), default=math.inf)
+        return min((stream.due_s for stream in self._all_streams()), default=math.inf)
 
     def _streams(self) -> Iterator[Follower | Publisher]:
         yield from self._followers.values()
@@ -296,11 +296,9 @@ class Subscriber:
     def stream(self, engine: str) -> Follower | Publisher | None:
         return next((owner for owner in self._streams() if owner.name == engine), None)
 
-    def _owners(self) -> Iterator[Owner]:
+    def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
         yield from self.relayed.streams.values()
-        if self._inbox is not None:
-            yield self._inbox
 
     def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something; an error costs its view and nothing else."""

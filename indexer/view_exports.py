@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from indexer.errors import PeerError
 from indexer.replay import Batch
 from indexer.stream import StreamMachine, StreamState
@@ -102,7 +100,7 @@ class ViewExports:
             self.abort("internal_error", "see the log")
             return
         self._parts.append(part)
-        self._bytes += _size(part)
+        self._bytes += sum(column.nbytes for column in part.blocks)
         if self._bytes > self._max_bytes:
             self.abort("too_large", f"the view takes more than {self._max_bytes} bytes")
 
@@ -147,9 +145,3 @@ def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
     if state is StreamState.EXACT:
         raise PeerError("unproven", "no batch was applied that could show whose view it is")
     raise PeerError(state.lower(), f"its view is {state} ({machine.reason})")
-
-
-def _size(view_part: ViewPart) -> int:
-    part = view_part.part
-    columns = (getattr(part, name) for name in part.__slots__)
-    return sum(int(column.nbytes) for column in columns if isinstance(column, np.ndarray))

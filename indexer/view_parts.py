@@ -9,33 +9,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from indexer.events import MAX_TOKENS
-from indexer.keys import Keys
+from indexer.flat_layout import HeldBlocks
 
 if TYPE_CHECKING:
     from indexer.journal import Entry
 
 _GROUPS_MAX = 32
-# Most index blocks of one part: applying or listing them takes less than a millisecond.
-PART_BLOCKS = 2048
 
 
 class GroupFact(Struct, frozen=True):
-    """What is known of one KV cache group, see `cache_groups`.
-
-    Attributes:
-        usable: Whether it is indexed.
-        leads: Whether it is the lead; only of such a one the rest says nothing.
-        stride: See `hybrid.GroupRule`, as the rest.
-    """
+    """What is known of one KV cache group, see `hybrid.CacheGroups`."""
 
     group: Annotated[int, Meta(ge=0, le=65_535)]
-    usable: bool
-    leads: bool
+    usable: bool  # whether it is indexed
+    leads: bool  # whether it is the lead; if not, the rest is its `hybrid.GroupRule`
     stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
     last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
     chunk: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -46,21 +36,13 @@ class GroupFact(Struct, frozen=True):
 
 
 class ViewFacts(Struct, frozen=True):
-    """What later events of a pod need to be understood, besides its blocks.
+    """What later events of a pod need to be understood, besides its blocks."""
 
-    Attributes:
-        run_tokens: Tokens of an engine block; None while no run was stored.
-        zero_is_a_hash: Whether the engine told of a block with the hash 0.
-        reannounces: Whether it announces again what is there, see `reannounce`.
-        lead_stride: Index blocks of a block of the lead group.
-        groups: Its KV cache groups, in the order in which they were learnt.
-    """
-
-    run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None
-    zero_is_a_hash: bool
-    reannounces: bool
-    lead_stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=_GROUPS_MAX)]
+    run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None  # of an engine block; None before the first
+    zero_is_a_hash: bool  # whether the engine told of a block with the hash 0
+    reannounces: bool  # whether it announces again what is there, see `reannounce`
+    lead_stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]  # index blocks of a block of the lead group
+    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=_GROUPS_MAX)]  # in the order they were learnt
 
     def __post_init__(self) -> None:
         if len({fact.group for fact in self.groups}) < len(self.groups):
@@ -70,72 +52,30 @@ class ViewFacts(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Splits:
-    """Numbers of index blocks that one engine block may have."""
-
-    splits: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldBlocks:
-    """Blocks in a flat index; see `flat_export.Listed` for the columns."""
-
-    keys: Keys
-    tiers: NDArray[np.uint8]
-    name_counts: NDArray[np.uint8]
-    names: NDArray[np.uint64]
-    copies: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReleasedNames:
-    """Names of blocks in a flat index that went, uint64 [names], and the keys they stood for, as many."""
-
-    names: NDArray[np.uint64]
-    keys: Keys
-
-
-CachePart = Splits | HeldBlocks | ReleasedNames
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ViewPart:
     """A part of what one KV cache group holds; None stands for the lead group."""
 
     group: int | None
-    part: CachePart
+    blocks: HeldBlocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewContent:
-    """A view that is about to be listed.
-
-    Attributes:
-        facts: What its events told.
-        evicted_blocks: Blocks that the index lost to its capacity, of whatever pod; some of them may lack.
-        parts: Its blocks, part by part; None: a turn's share was looked at, and the list goes on. The view
-            must not change before the last.
-    """
+    """A view that is about to be listed."""
 
     facts: ViewFacts
-    evicted_blocks: int
+    evicted_blocks: int  # lost by the index to its capacity, of whatever pod; some of them may lack
+    # Its blocks, part by part; None: a turn's share was looked at, and the list goes on. The view must not
+    # change before the last.
     parts: Iterator[ViewPart | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewSnapshot:
-    """A view, all of it, at one place of its stream.
+    """A view, all of it, at one place of its stream."""
 
-    Attributes:
-        sequence: Number of the last batch in it.
-        digest: 16 bytes: XXH3-128 of that batch's payload.
-        facts: What its events told.
-        evicted_blocks: See `ViewContent`.
-        parts: Its blocks, and what changed since they were listed.
-    """
-
-    sequence: int
-    digest: bytes
+    sequence: int  # of the last batch in it
+    digest: bytes  # 16 bytes: XXH3-128 of that batch's payload
     facts: ViewFacts
-    evicted_blocks: int
-    parts: Sequence[ViewPart | Entry]
+    evicted_blocks: int  # see `ViewContent`
+    parts: Sequence[ViewPart | Entry]  # its blocks, and what changed since they were listed

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_applier import PodStates
+from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import GroupRule, usable_blocks
 from indexer.keys import BlockHasher
@@ -28,11 +28,11 @@ def warm_kernels() -> None:
     config = IndexerConfig(block_tokens=1, hash_seed=0, max_payload_bytes=_BYTES)
     hasher = BlockHasher(1, 0)
     index = FlatIndex(_BYTES, Tiers())
-    states = PodStates(config, index, hasher)
+    engine = FlatEngine(config, index, hasher)
     for pod in _PODS:
-        state = states.make(PodStream(pod, "warm", "tcp://127.0.0.1:1", None))
-        state.applier.apply([_batch(_store([1, 2], None), _store([3], 2))])
-        state.applier.apply([_batch(_store([4], 3), _store([], None), _removal(4), _removal(9))])
+        state = FlatApplier(engine, PodStream(pod, "warm", "tcp://127.0.0.1:1", None))
+        state.apply([_batch(_store([1, 2], None), _store([3], 2))])
+        state.apply([_batch(_store([4], 3), _store([], None), _removal(4), _removal(9))])
     # Tokens that may be written to, and ones that may not, are different types.
     hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
     keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
@@ -41,7 +41,7 @@ def warm_kernels() -> None:
     index.held(keys, _PODS[0])
     usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
     index.remove(_PODS[0], SPECULATIVE_TIER, keys)
-    copied = states.make(PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
+    copied = FlatApplier(engine, PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
     for part in state.view.parts():
         if part is not None:
             copied.restore(part)

@@ -2,13 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from model_server.blocks import Block, BlockPool
-from model_server.events import BlockContent, ContentKey, runs
-from model_server.live_request import BlockTable, LiveRequest
+from model_server.config import EngineConfig
+from model_server.errors import ConfigError
+from model_server.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent, ContentKey, runs
 from model_server.offload import HostBlock, HostTier, Offload
 from model_server.prefix import blocks_behind, blocks_bound, full_prefix, resumable_prefix
+from model_server.requests import BlockTable, LiveRequest
 from model_server.shapes import KvGroupSpec
+
+if TYPE_CHECKING:
+    from model_server.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class BlockManager:
         if not self._caching:
             return Prefix(0, [[] for _ in self._groups], 0)
         if not all(block.ready for block in live.swapped):
-            self.offload.finish_stores()  # what is on its way would be computed again
+            self.offload.drain(stores_only=True)  # what is on its way would be computed again
 
         def find(group: int, index: int) -> Block | HostBlock | None:
             return self._find((group, live.digest(index, self.block_tokens)))
@@ -214,17 +220,13 @@ class BlockManager:
     def _find(self, key: ContentKey) -> Block | HostBlock | None:
         return self.pool.find(key) or self._host.find(key)
 
-    def _first_needed(self, group: int, position: int) -> int:
-        """Return the first block needed to go on at a position, and to resume at the block it is in."""
-        need = self._needs[group]
-        return 0 if need is None else max(0, position // self.block_tokens - need)
-
     def _roll(self, live: LiveRequest) -> None:
         """Free what no token from `computed` on sees any more."""
-        for group, table in enumerate(live.tables):
-            if self._needs[group] is None:
+        for need, table in zip(self._needs, live.tables, strict=True):
+            if need is None:
                 continue
-            first = min(self._first_needed(group, live.computed), len(table.blocks))
+            # The first block needed to go on here, and to resume at the block that this is in.
+            first = min(max(0, live.computed // self.block_tokens - need), len(table.blocks))
             gone = [block for block in table.blocks[table.rolled : first] if block is not None]
             for index in range(table.rolled, first):
                 table.replace(index, None)
@@ -293,3 +295,64 @@ class BlockManager:
             extra_keys=live.extra_keys(index),
             lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),
         )
+
+
+class KvCache:
+    """All parts of the cache; a ConfigError where the longest request allowed does not fit."""
+
+    def __init__(self, config: EngineConfig, executor: "Executor", max_model_len: int) -> None:
+        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)  # writes the events
+        self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
+        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
+        self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
+        executor.allocate(self.host.num_blocks)
+        # Gives blocks to requests.
+        self.manager = BlockManager(
+            self.pool,
+            self.offload,
+            executor.kv_groups,
+            block_tokens=config.block_tokens,
+            chunk_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            swap=config.preemption_mode == "swap",
+        )
+        if (needed := self.manager.blocks_bound(max_model_len)) > config.gpu_blocks:
+            # With this a request that runs alone always fits, so preemption cannot go round in circles.
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} "
+                f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        pool, host, offload = self.pool, self.host, self.offload
+        return {
+            "kv_usage": 1.0 - pool.num_free / pool.num_blocks,
+            "total_blocks": pool.num_blocks,
+            "host_blocks": host.num_blocks,
+            "host_usage": host.num_used / max(1, host.num_blocks),
+            "swapped_in_blocks": offload.swapped_in_blocks,
+            "swapped_out_blocks": offload.swapped_out_blocks,
+            "block_bytes": offload.block_bytes,
+            "restores": offload.restores,
+        }
+
+    def contents(self) -> dict[str, list[BlockContent]]:
+        """Return what can be found in each tier, by medium; a content once for each copy."""
+        return {
+            MEDIUM_GPU: [block.content for block in self.pool.blocks if block.content is not None],
+            MEDIUM_CPU: [block.content for block in self.host.kept.values() if block.ready],
+        }
+
+    def reset(self) -> bool:
+        """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""
+        self.offload.drain()
+        if self.host.is_held or not self.pool.reset():  # held: by requests that are swapped out
+            return False
+        self.host.clear()
+        return True
+
+
+def _host_blocks(config: EngineConfig, executor: "Executor") -> int:
+    if config.cpu_gib is None:
+        return config.cpu_blocks
+    return int(config.cpu_gib * 2**30) // executor.block_bytes

@@ -44,9 +44,8 @@ class BlockPool:
         self.free = OrderedDict((block.block_id, block) for block in self.blocks)
         self._cached: dict[ContentKey, dict[int, Block]] = {}
         self._events: list[KVEvent] = []
-        # Since the last take_events: content that may not be computed yet, and what announced it.
-        self._registered: list[Block] = []
-        self._provisional: list[BlockStored] = []
+        # Since the last take_events: blocks whose content may not be computed yet, by what announced them.
+        self._registered: list[tuple[BlockStored, Sequence[Block]]] = []
 
     @property
     def num_blocks(self) -> int:
@@ -112,8 +111,7 @@ class BlockPool:
         event = self._announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
         self._events.append(event)
         if not computed:
-            self._registered.extend(blocks)
-            self._provisional.append(event)
+            self._registered.append((event, blocks))
 
     def announce(self, event: KVEvent) -> None:
         """Add an event of another tier, in order."""
@@ -123,7 +121,6 @@ class BlockPool:
         """Return what happened since the last call; what was registered by now counts as computed."""
         events, self._events = self._events, []
         self._registered.clear()
-        self._provisional.clear()
         return events
 
     def forget_registered(self) -> list[Block]:
@@ -131,13 +128,12 @@ class BlockPool:
 
         Evictions of the same time did happen and stay in the events.
         """
-        never_computed = list(self._registered)
+        never_computed = [block for _, blocks in self._registered for block in blocks]
         for block in never_computed:
             self._unmap(block)
-        never = {id(event) for event in self._provisional}
+        never = {id(event) for event, _ in self._registered}
         self._events = [event for event in self._events if id(event) not in never]
         self._registered.clear()
-        self._provisional.clear()
         return never_computed
 
     def reset(self) -> bool:

@@ -22,12 +22,11 @@ from torch import Tensor
 from model_server.block_copies import Done, Transfer
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, WorkerError
-from model_server.live_request import LiveRequest
 from model_server.lora import LoraRequest
 from model_server.model_runner import SpanNumbers, load_runner
 from model_server.parallel.ranks import Ranks
 from model_server.parallel.workers import Start, Workers
-from model_server.requests import ChosenToken
+from model_server.requests import ChosenToken, LiveRequest
 from model_server.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
 from model_server.scheduler import Chunk
 from model_server.shapes import Division
@@ -95,17 +94,11 @@ class Executor:
         """Have a transfer that is done here done on all ranks before anything that is told them later."""
         self._tell("settle", number)
 
-    def allocate_host(self, host_blocks: int) -> None:
-        """Take memory for so many blocks of the host tier; they hold nothing."""
-        self._ask("allocate_host", host_blocks)
+    def allocate(self, host_blocks: int) -> None:
+        self._ask("allocate", host_blocks)
 
-    def free_kv(self) -> None:
-        """Give the memory of both tiers back; nothing can run before it is taken again."""
-        self._ask("free_kv")
-
-    def allocate_kv(self) -> None:
-        """Take the pool's memory again; it holds nothing."""
-        self._ask("allocate_kv")
+    def free(self) -> None:
+        self._ask("free")
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
         """Load an adapter on all ranks, which keep it while anybody has the result, or raise AdapterError."""
@@ -159,18 +152,15 @@ class SharedTransfer:
         self._settled = False
 
     def done(self) -> bool:
-        if not self._settled and self._own.done():
-            self._settle()
+        if self._own.done():
+            self.wait()
         return self._settled
 
     def wait(self) -> None:
-        self._own.wait()
         if not self._settled:
-            self._settle()
-
-    def _settle(self) -> None:
-        self._settled = True
-        self._executor.settle(self._number)
+            self._own.wait()
+            self._settled = True
+            self._executor.settle(self._number)
 
 
 def step_numbers(

@@ -58,65 +58,52 @@ class TokenHistogram(Collector):
         yield family
 
 
+# Name without "vllm:", help, and bounds. Latencies of requests are in seconds.
+_REQUEST_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S),
+    ("e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S),
+    ("request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S),
+    ("request_queue_time_seconds", "From arrival to the first step.", _E2E_BUCKETS_S),
+    ("request_prefill_time_seconds", "From the first step to the first token.", _E2E_BUCKETS_S),
+    ("request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S),
+    ("request_inference_time_seconds", "From the first step to the last token.", _E2E_BUCKETS_S),
+    ("request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS),
+    ("request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS),
+    ("request_params_max_tokens", "max_tokens asked for.", _TOKEN_BUCKETS),
+    ("request_params_n", "n asked for.", _N_BUCKETS),
+)
+
+
 class RequestMetrics:
     """Latencies and outcomes of requests."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         labels = (model_name, _ENGINE_INDEX)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
-
-        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
-        self.itl_s = TokenHistogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between tokens.",
-            dict(zip(_LABELS, labels, strict=True)),
-            _ITL_BUCKETS_S,
-        )
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
+            for name, text, buckets in _REQUEST_HISTOGRAMS
+        }
+        named = dict(zip(_LABELS, labels, strict=True))
+        name, text = "vllm:inter_token_latency_seconds", "Time between tokens."
+        self.itl_s = TokenHistogram(name, text, named, _ITL_BUCKETS_S)
         registry.register(self.itl_s)
-        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S)
-        self.tpot_s = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S
-        )
-        self.queue_s = histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first step.", _E2E_BUCKETS_S
-        )
-        self.prefill_s = histogram(
-            "vllm:request_prefill_time_seconds", "From the first step to the first token.", _E2E_BUCKETS_S
-        )
-        self.decode_s = histogram(
-            "vllm:request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S
-        )
-        self.inference_s = histogram(
-            "vllm:request_inference_time_seconds", "From the first step to the last token.", _E2E_BUCKETS_S
-        )
-        self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS)
-        self.generation_tokens = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
-        )
-        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens asked for.", _TOKEN_BUCKETS)
-        self.copies = histogram("vllm:request_params_n", "n asked for.", _N_BUCKETS)
         success = Counter(
             "vllm:request_success", "Finished requests.", (*_LABELS, "finished_reason"), registry=registry
         )
         self.success = {reason: success.labels(*labels, reason) for reason in _REASONS}
 
-    def choice(self, arrived_s: float, prompt_tokens: int = 0) -> ChoiceObserver:
-        return ChoiceObserver(self, arrived_s, prompt_tokens)
-
-    def params(self, copies: int, max_tokens: int) -> None:
-        self.copies.observe(copies)
-        self.max_tokens.observe(max_tokens)
+    def observe(self, name: str, value: float) -> None:
+        """Count a value in one of the histograms of the table."""
+        self._histograms[name].observe(value)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 
-    _metrics: RequestMetrics
-    _arrived_s: float
-    _prompt_tokens: int
+    metrics: RequestMetrics
+    arrived_s: float
+    prompt_tokens: int
     _started_s: float | None = None
     _first_tokens_s: float | None = None
     _last_tokens_s: float = 0.0
@@ -130,30 +117,29 @@ class ChoiceObserver:
         if self._first_tokens_s is None:
             self._first_tokens_s = now_s
             self._started_s = started_s
-            self._metrics.ttft_s.observe(now_s - self._arrived_s)
+            self.metrics.observe("time_to_first_token_seconds", now_s - self.arrived_s)
         else:
-            self._metrics.itl_s.observe(now_s - self._last_tokens_s)
+            self.metrics.itl_s.observe(now_s - self._last_tokens_s)
         self._last_tokens_s = now_s
 
     def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:
-        metrics = self._metrics
-        metrics.e2e_s.observe(now_s - self._arrived_s)
-        metrics.prompt_tokens.observe(self._prompt_tokens)
-        metrics.generation_tokens.observe(completion_tokens)
-        if self._first_tokens_s is not None:
-            decode_s = now_s - self._first_tokens_s
-            metrics.decode_s.observe(decode_s)
-            if self._started_s is not None:
-                metrics.queue_s.observe(self._started_s - self._arrived_s)
-                metrics.prefill_s.observe(self._first_tokens_s - self._started_s)
-                metrics.inference_s.observe(now_s - self._started_s)
+        observe, started_s, first_s = self.metrics.observe, self._started_s, self._first_tokens_s
+        observe("e2e_request_latency_seconds", now_s - self.arrived_s)
+        observe("request_prompt_tokens", self.prompt_tokens)
+        observe("request_generation_tokens", completion_tokens)
+        if first_s is not None:
+            observe("request_decode_time_seconds", now_s - first_s)
+            if started_s is not None:
+                observe("request_queue_time_seconds", started_s - self.arrived_s)
+                observe("request_prefill_time_seconds", first_s - started_s)
+                observe("request_inference_time_seconds", now_s - started_s)
             if completion_tokens > 1:
-                metrics.tpot_s.observe(decode_s / (completion_tokens - 1))
-        metrics.success[reason].inc()
+                observe("request_time_per_output_token_seconds", (now_s - first_s) / (completion_tokens - 1))
+        self.metrics.success[reason].inc()
 
     def broken(self, reason: str) -> None:
         """The choice ended by "abort" or "error": it has no times that mean anything."""
-        self._metrics.success[reason].inc()
+        self.metrics.success[reason].inc()
 
 
 class LoraCollector(Collector):
@@ -182,7 +168,7 @@ class LoraCollector(Collector):
         yield family
 
 
-# Name, help, and the field that tells it.
+# Name, help, and the field of the engine's figures that tells it.
 _ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Requests being run.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting to run.", "waiting"),

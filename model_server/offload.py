@@ -6,7 +6,7 @@ before its copy is done.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from model_server.block_copies import BlockCopies, Transfer
 from model_server.blocks import Block, BlockPool
@@ -112,14 +112,6 @@ class Restore:
     done: bool = False  # whether all of them are there
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What was asked for since the last flush."""
-
-    stores: list[tuple[int, HostBlock]] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)
-
-
 class Offload:
     """The traffic between two tiers."""
 
@@ -130,7 +122,9 @@ class Offload:
         self.restores = 0  # times that a request waited for blocks to be restored
         self.block_bytes = copies.block_bytes  # bytes of one block
         self._copies = copies
-        self._batch = _Batch()
+        # What was asked for since the last flush: blocks to store, with their places, and restores.
+        self._stores: list[tuple[int, HostBlock]] = []
+        self._restores: list[Restore] = []
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
         pool.on_evict = self.keep
@@ -146,13 +140,13 @@ class Offload:
             return None
         kept = self.host.touch(content.key)
         if kept is None and (kept := self.host.add(content)) is not None:
-            self._batch.stores.append((block.block_id, kept))
+            self._stores.append((block.block_id, kept))
         return kept
 
     def restore(self, pairs: list[tuple[HostBlock, Block]]) -> Restore:
         """Bring back host blocks, each held by the caller; they are let go when that is done."""
         restore = Restore(pairs)
-        self._batch.restores.append(restore)
+        self._restores.append(restore)
         self.restores += 1
         return restore
 
@@ -162,18 +156,19 @@ class Offload:
 
     def flush(self) -> None:
         """Begin all that was asked for: first what reads blocks that are to be overwritten."""
-        batch, self._batch = self._batch, _Batch()
-        stored = [kept for _, kept in batch.stores]
-        pairs = [pair for restore in batch.restores for pair in restore.pairs]
+        stores, self._stores = self._stores, []
+        restores, self._restores = self._restores, []
+        stored = [kept for _, kept in stores]
+        pairs = [pair for restore in restores for pair in restore.pairs]
         try:
             if stored:
-                blocks, slots = [block for block, _ in batch.stores], [kept.slot for kept in stored]
+                blocks, slots = [block for block, _ in stores], [kept.slot for kept in stored]
                 self._storing.append((self._copies.store(blocks, slots), stored))
                 self.swapped_out_blocks += len(stored)
             stored = []
             if pairs:
                 slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
-                self._restoring.append((self._copies.restore(slots, blocks), batch.restores))
+                self._restoring.append((self._copies.restore(slots, blocks), restores))
                 self.swapped_in_blocks += len(pairs)
         except Exception:
             for kept in stored:
@@ -195,16 +190,9 @@ class Offload:
         if self._restoring:
             self._restoring[0][0].wait()
 
-    def drain(self) -> None:
-        """Block until nothing is under way."""
+    def drain(self, *, stores_only: bool = False) -> None:
+        """Block until nothing is under way, or until all that was to be stored can be found."""
         self.flush()
-        for transfer, _ in (*self._storing, *self._restoring):
-            transfer.wait()
-        self.poll()
-
-    def finish_stores(self) -> None:
-        """Block until all that was to be stored can be found."""
-        self.flush()
-        for transfer, _ in self._storing:
+        for transfer, _ in (*self._storing, *(() if stores_only else self._restoring)):
             transfer.wait()
         self.poll()

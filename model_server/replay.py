@@ -92,9 +92,8 @@ class ReplayServer:
         socket: A bound ROUTER socket, prepared by `limit`.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, topic: bytes, ring: StepRing) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", topic: bytes, ring: StepRing) -> None:
         self.socket = socket
-        self.endpoint = endpoint
         # Requests taken; and those that were malformed, or came while 64 clients were being served.
         self.served = self.rejected = 0
         self._topic = topic

@@ -13,8 +13,8 @@ import msgspec
 from model_server.block_manager import BlockManager
 from model_server.blocks import Block
 from model_server.config import SchedulingPolicy
-from model_server.live_request import LiveRequest
 from model_server.offload import HostBlock
+from model_server.requests import LiveRequest
 
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
@@ -40,18 +40,13 @@ def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[L
             and whoever waits long enough is overtaken no more.
         seconds_per_token: How long a prompt token takes here; 0 while that is unknown.
     """
+    age_s = AGE_FACTOR * seconds_per_token if policy == "aged" else 0.0
 
-    def fcfs(live: LiveRequest) -> OrderKey:
-        return 0.0, live.arrived_s, live.serial
+    def key(live: LiveRequest) -> OrderKey:
+        first = live.request.priority if policy == "priority" else 0
+        return first, live.arrived_s + age_s * live.uncached, live.serial
 
-    def priority(live: LiveRequest) -> OrderKey:
-        return live.request.priority, live.arrived_s, live.serial
-
-    def aged(live: LiveRequest) -> OrderKey:
-        own_s = live.uncached * seconds_per_token
-        return 0.0, live.arrived_s + AGE_FACTOR * own_s, live.serial
-
-    return {"fcfs": fcfs, "priority": priority, "aged": aged}[policy]
+    return key
 
 
 class PrefillRate:
@@ -258,23 +253,16 @@ class Scheduler:
         if not manager.can_hold(live, prefix, reserved):
             return False
         manager.adopt(live, prefix)
-        in_host = {
-            index
-            for entries in prefix.entries
-            for index, entry in enumerate(entries)
-            if isinstance(entry, HostBlock)
-        }
-        self._count(live, live.computed, len(in_host) * manager.block_tokens)
+        if live.cached_tokens is None:  # else it comes back from preemption
+            live.cached_tokens = live.computed
+            self.prompt_tokens += live.num_tokens
+            self.cached_prompt_tokens += live.computed
+            by_index = zip(*prefix.entries, strict=True)
+            in_host = sum(any(isinstance(entry, HostBlock) for entry in entries) for entries in by_index)
+            self.host_prompt_tokens += in_host * manager.block_tokens
         self.waiting.remove(live)
         self.running.append(live)
         return True
-
-    def _count(self, live: LiveRequest, cached: int, in_host: int) -> None:
-        if live.cached_tokens is None:  # else it comes back from preemption
-            live.cached_tokens = cached
-            self.prompt_tokens += live.num_tokens
-            self.cached_prompt_tokens += cached
-            self.host_prompt_tokens += in_host
 
     def _make_room(self, live: LiveRequest, num_tokens: int, chosen: set[str], *, idle: bool) -> bool:
         """Grow a prefill's tables; only where nothing else would run are others preempted for it."""

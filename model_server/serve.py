@@ -19,7 +19,7 @@ from model_server.engine import Engine
 from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
-from model_server.http_api import HttpApi, ServerState
+from model_server.http_api import HttpApi
 from model_server.http_server import GRACE_S, HttpServer
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import GrammarTokenizer, ServedModel
@@ -107,24 +107,11 @@ class Server:
             GrammarTokenizer(self._tokenizer),
             self._engine.loras,
         )
-        state = ServerState(
-            registry=registry,
-            healthy=self._healthy,
-            publisher=self._publisher,
-            runtime_loras=self._options.runtime_loras,
-            admin_port=None if admin is None else admin.getsockname()[1],
-            api_key=self._options.api_key,
-            admin_token=self._options.admin_token,
-        )
         api = HttpApi(
-            model,
-            self._engine,
-            self._async_engine,
-            state,
-            max_body_bytes=self._options.max_body_bytes,
-            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+            self._options, model, self._engine, self._async_engine, self._publisher, registry, self._healthy
         )
-        self._http = HttpServer(api.app(), on_ready, lambda: self._engine.stats().healthy)
+        admin_port = None if admin is None else admin.getsockname()[1]
+        self._http = HttpServer(api.app(admin_port), on_ready, lambda: self._engine.stats().healthy)
         try:
             with self._http.stopped_by_signals(self.stop):
                 await self._http.serve(sockets=[listener] if admin is None else [listener, admin])

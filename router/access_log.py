@@ -35,15 +35,11 @@ _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class AccessLogDoor:
-    """envoy.service.accesslog.v3.AccessLogService.
-
-    Attributes:
-        distrust: Told of a pod that Envoy could not connect to (address, why).
-    """
+    """envoy.service.accesslog.v3.AccessLogService."""
 
     outcomes: Outcomes
     metrics: RouterMetrics
-    distrust: Callable[[str, str], None]
+    distrust: Callable[[str, str], None]  # told of a pod that Envoy could not connect to (address, why)
 
     # As an exchange: nothing that a stream brings waits for anything.
     finished, is_routed = False, True
@@ -58,7 +54,8 @@ class AccessLogDoor:
         server.add_exchange(f"/{ACCESS_LOG_SERVICE}/StreamAccessLogs", method)
 
     def answers(self, message: Any) -> tuple[()]:
-        self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
+        for join, entries in Counter(map(self._taken, message.http_logs.log_entry)).items():
+            self.metrics.count("logged", join, number=entries)
         return ()
 
     def last(self) -> Iterable[als_pb2.StreamAccessLogsResponse]:

@@ -7,32 +7,31 @@ it is refused while the pods are saturated. Rules and thresholds are the referen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, field
 from numpy.typing import NDArray
 
 from router.board import PodBoard
+from router.config_fields import Count, Duration, Number, Positive, Settings
 from router.errors import SaturatedError
 
 # The first that a request carries counts.
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
+_Mode = Literal["requests", "tokens", "hybrid"]
 
-@dataclass(frozen=True, slots=True)
-class UtilizationDetector:
-    """Mean over the pods of the fuller of queue and KV cache.
 
-    Attributes:
-        queue_requests: A queue of so many is full.
-        kv_usage: A KV cache used to this share is full.
-        load_age_max_s: A pod that told its load longer ago, or never, is taken for full.
-    """
+class UtilizationDetector(Settings):
+    """Mean over the pods of the fuller of queue and KV cache."""
 
-    queue_requests: float = 5.0
-    kv_usage: float = 0.8
-    load_age_max_s: float = 0.2
+    queue_requests: Positive = field(default=5.0, name="queueDepthThreshold")  # a queue of so many is full
+    # A KV cache used to this share is full.
+    kv_usage: Annotated[float, Meta(ge=1e-6, le=1.0)] = field(default=0.8, name="kvCacheUtilThreshold")
+    # A pod that told its load longer ago in seconds, or never, is taken for full.
+    load_age_max_s: Duration = field(default=Duration(0.2), name="metricsStalenessThreshold")
+    headroom: Number = 0.0  # not used
 
     def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
         full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
@@ -40,19 +39,18 @@ class UtilizationDetector:
         return float(full.mean())
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrencyDetector:
-    """Share of the pods' places that requests in flight take.
+class ConcurrencyDetector(Settings):
+    """Share of the pods' places that requests in flight take."""
 
-    Attributes:
-        requests: Places of a pod.
-        tokens: Uncached prompt tokens that a pod has room for.
-        mode: "requests", "tokens", or "hybrid": the fuller of both.
-    """
+    requests: Count = field(default=100, name="maxConcurrency")  # places of a pod
+    # Uncached prompt tokens that a pod has room for.
+    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")
+    mode: _Mode = "requests"  # "hybrid": the fuller of both
+    concurrency_mode: _Mode | None = None  # the mode's other name, which goes before
+    headroom: Number = 0.0  # not used
 
-    requests: float = 100.0
-    tokens: float = 1_000_000.0
-    mode: str = "requests"
+    def __post_init__(self) -> None:
+        self.mode = self.concurrency_mode or self.mode
 
     def saturation(self, pods: NDArray[Any], pending: int, _now_s: float) -> float:
         inflight = float(pods["awaiting"].sum() + pods["decoding"].sum()) + pending
@@ -72,7 +70,6 @@ class Admission:
     """Lets requests pass or raises.
 
     Args:
-        priorities: By objective, at first; a request without a known one has priority 0.
         detector: Tells how full the candidates are; None: nobody is refused.
     """
 

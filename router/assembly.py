@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from router.admission import Admission, UtilizationDetector
 from router.config import RouterConfig
+from router.config_fields import Duration
 from router.cost import CostParameters
-from router.debug_http import DebugServer
-from router.debug_pages import DebugPages, Profiling
+from router.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.flow import FlowControl
 from router.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.ledger import Ledger
-from router.plugins.build import build_pipeline
-from router.plugins.catalogue import is_own
+from router.metrics import MetricTwins
+from router.plugins.build import build_pipeline, is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
-from router.pods import PodSet, PodSnapshot
-from router.pods_source import PodsFile, PodsSource
+from router.pods import PodSet, PodsFile, PodSnapshot, PodsSource
 from router.replicas.journal import READERS_MAX
 from router.resources import Resources
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
-
-if TYPE_CHECKING:
-    from router.kube.metrics_auth import MetricsAuth
 
 # Plugins that split a request over engines, which hand its blocks on.
 _HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
@@ -86,7 +82,7 @@ def entrance(
     if picker is not None:
         found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
-        detector = UtilizationDetector(load_age_max_s=_load_age_max_s(config))
+        detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         return Admission(priorities, detector, pods.board), None
     admission = Admission(priorities, None, pods.board)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
@@ -209,8 +205,8 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
     return DebugServer(
         config.host,
         config.metrics_port,
-        registry,
-        pages.pages() | (dict(Profiling().pages()) if config.profiling else {}),
+        registry if config.compat == "off" else MetricTwins(registry),
+        pages.pages() | (profile_pages() if config.profiling else {}),
         tls=tls,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
     )
@@ -228,7 +224,6 @@ def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
 def _metrics_auth(config: RouterConfig) -> MetricsAuth:
     # The official client takes a second to load, and most routers ask nobody.
     from router.kube.client import KubeClient
-    from router.kube.metrics_auth import MetricsAuth
 
     kubeconfig = config.kube.kubeconfig if config.kube is not None else None
     return MetricsAuth(KubeClient(kubeconfig))

@@ -77,6 +77,8 @@ class PodBoard:
         self.mean_tokens = 0.0
         self._tickets = count()
         self._rows: dict[str, int] = {}
+        # By pod: the speed that its engine tells and that is no longer believed.
+        self._doubted: dict[str, float] = {}
         self._free_rows = list(range(_ROWS_AT_FIRST))
         # By row: the uncached tokens of its waiting requests by ticket, oldest first.
         self._queues: list[dict[int, int]] = [{} for _ in range(_ROWS_AT_FIRST)]
@@ -108,6 +110,8 @@ class PodBoard:
                 for name in _SENT:
                     fresh[name] = self.pods[row][name]
                 self.pods[row] = fresh[0]
+            for pod in anew:
+                self._doubted.pop(pod, None)
             if anew:
                 self._judge_fleet()
             for pod in self._rows.keys() - self._declared:
@@ -125,6 +129,20 @@ class PodBoard:
             row = self._rows.get(pod)
             own = 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
             return own or self._told_fleet_tokens_per_s
+
+    def told(self) -> dict[str, float]:
+        """The prefill speeds in tokens/s that engines tell and that are believed, by pod."""
+        with self.lock:
+            told = self.pods["reported_tokens_per_s"].tolist()
+            return {pod: told[row] for pod, row in self._rows.items() if told[row]}
+
+    def doubt(self, pod: str) -> None:
+        """Believe the speed that the pod's engine tells no longer, until it tells another."""
+        with self.lock:
+            known = self.pods[self._row(pod)]
+            self._doubted[pod] = float(known["reported_tokens_per_s"])
+            known["reported_tokens_per_s"] = 0.0
+            self._judge_fleet()
 
     def work(self, pod: str) -> PodWork:
         with self.lock:
@@ -179,7 +197,8 @@ class PodBoard:
             known["foreign_running"] = max(0.0, beyond - foreign_waiting)
             known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
             known["kv_used_tokens"] = kv_usage * (load.kv_capacity_tokens or 0)
-            known["reported_tokens_per_s"] = load.prefill_tokens_per_s or 0.0
+            told = load.prefill_tokens_per_s or 0.0
+            known["reported_tokens_per_s"] = 0.0 if told == self._doubted.get(pod) else told
             self._judge_fleet()
 
     def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
@@ -218,6 +237,7 @@ class PodBoard:
         row = self._rows[pod]
         if pod not in self._declared and not self._queues[row] and not self._cells[row, _DECODING]:
             del self._rows[pod]
+            self._doubted.pop(pod, None)
             self.pods[row] = _no_pods(1)[0]
             self._free_rows.append(row)
 

@@ -98,11 +98,7 @@ class BodyGuard:
             )
 
     def without(self, body: bytes | bytearray) -> bytes:
-        """Return a JSON object without its forbidden fields; other values stay as they are written.
-
-        Args:
-            body: In which `forbidden` found a field.
-        """
+        """Return a JSON object without its forbidden fields; other values stay as they are written."""
         return msgspec.json.encode(self._allowed(body))
 
     def _decoded(self, body: bytes | bytearray, headers: Mapping[str, str]) -> Mapping[str, Any]:

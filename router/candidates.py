@@ -6,13 +6,13 @@ Knows readiness, served models and the gateway's subset; knows nothing of caches
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from router.board import PodBoard
 from router.errors import NoEndpointError, RequestError
-from router.pods import Pod, PodSet, PodSnapshot
+from router.pods import Pod, PodSet
 from router.request import MODEL_CHARS_MAX, RouteRequest
 
 ASLEEP = "its engine sleeps"
@@ -23,27 +23,49 @@ _MODEL_CHARS_SHOWN = 200
 _KINDS_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The pods that may take a request.
+class Lineup:
+    """The pods that may take a request, with their places in every table.
 
     Attributes:
         pods: Never empty.
-        base_model: The base of the asked model, which roots its block keys; None while no candidate has told
-            it.
+        base_model: The base of the asked model, which roots its block keys; None while no pod has told it.
         lora_name: The asked model's name if it is an adapter.
         context_tokens: The longest context that any of the pods has; None while one has not told.
         excluded: The other pods, and why each may not.
+        rows: int64 [pods], their rows on the board.
+        addresses: Of the pods, in their order.
+        asked: The same, as the index is asked for them.
     """
 
-    pods: Sequence[Pod]
-    base_model: str | None
-    lora_name: str | None
-    context_tokens: int | None
-    excluded: dict[str, str]
+    __slots__ = (
+        *("_match_rows", "_places", "addresses", "asked", "base_model", "context_tokens", "excluded"),
+        *("lora_name", "pods", "rows"),
+    )
+
+    def __init__(
+        self, model: str | None, pods: Sequence[Pod], excluded: dict[str, str], board: PodBoard
+    ) -> None:
+        self.pods = pods
+        self.base_model, self.lora_name = _base_and_adapter(model, pods)
+        self.context_tokens = _context_tokens(pods)
+        self.excluded = excluded
+        self.addresses = tuple(pod.address for pod in pods)
+        self.asked = frozenset(self.addresses)
+        self.rows = board.rows(self.addresses)
+        self._match_rows: Mapping[str, int] = {}
+        self._places = np.zeros(0, np.int64)
+
+    def places(self, match_rows: Mapping[str, int]) -> NDArray[np.int64]:
+        """int64 [pods], their rows in a match's arrays."""
+        # An index that is asked for the same pods answers in the same order, with the same mapping.
+        if match_rows is not self._match_rows:
+            places = (match_rows[address] for address in self.addresses)
+            self._places = np.fromiter(places, np.int64, len(self.addresses))
+            self._match_rows = match_rows
+        return self._places
 
 
-def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
+def lineup_for(request: RouteRequest, pod_set: PodSet) -> Lineup:
     """Filters the pods.
 
     Where none is ready, those that only fell silent are better than nothing; where all sleep, those that
@@ -53,7 +75,7 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
         NoEndpointError: No pod is ready, or none of those the gateway allows.
         RequestError: 404, when every ready pod has told its models and none serves this one.
     """
-    allowed, excluded = [], {}
+    allowed, excluded, pods = [], {}, pod_set.snapshot()
     ready = serving = False
     none_ready = not any(pod.ready for pod in pods.values())
     for pod in pods.values():
@@ -78,8 +100,7 @@ def candidates_for(request: RouteRequest, pods: PodSnapshot) -> Candidates:
     if awake := [pod for pod in allowed if not pod.asleep]:
         excluded |= {pod.address: ASLEEP for pod in allowed if pod.asleep}
         allowed = awake
-    base, lora = _base_and_adapter(request.model, allowed)
-    return Candidates(allowed, base, lora, _context_tokens(allowed), excluded)
+    return Lineup(request.model, allowed, excluded, pod_set.board)
 
 
 def is_allowed(pod: Pod, allowed: frozenset[str] | None) -> bool:
@@ -117,36 +138,6 @@ def _context_tokens(pods: Sequence[Pod]) -> int | None:
     return max(told) if len(told) == len(pods) else None
 
 
-class Lineup:
-    """Candidates with their places in every table.
-
-    Attributes:
-        candidates: Who may take the request, and why others may not.
-        addresses: The candidates' addresses, in the order of `rows`.
-        asked: The same, as the index is asked for them.
-        rows: int64 [candidates], their rows on the board.
-    """
-
-    __slots__ = ("_match_rows", "_places", "addresses", "asked", "candidates", "rows")
-
-    def __init__(self, candidates: Candidates, rows: NDArray[np.int64]) -> None:
-        self.candidates = candidates
-        self.addresses = tuple(pod.address for pod in candidates.pods)
-        self.asked = frozenset(self.addresses)
-        self.rows = rows
-        self._match_rows: Mapping[str, int] = {}
-        self._places = np.zeros(0, np.int64)
-
-    def places(self, match_rows: Mapping[str, int]) -> NDArray[np.int64]:
-        """int64 [candidates], their rows in a match's arrays."""
-        # An index that is asked for the same pods answers in the same order, with the same mapping.
-        if match_rows is not self._match_rows:
-            places = (match_rows[address] for address in self.addresses)
-            self._places = np.fromiter(places, np.int64, len(self.addresses))
-            self._match_rows = match_rows
-        return self._places
-
-
 class Lineups:
     """Line-ups by what requests ask for, kept until something about the pods changes. Thread-safe.
 
@@ -162,7 +153,7 @@ class Lineups:
         """Who may take this request.
 
         Raises:
-            NoEndpointError, RequestError: As candidates_for.
+            NoEndpointError, RequestError: As lineup_for.
         """
         # Read before the pods: whoever changes them after this makes what is kept now outdated.
         generation = self._pods.generation
@@ -170,7 +161,5 @@ class Lineups:
             self._known, self._generation = {}, generation
         known, kind = self._known, (request.model, request.candidates)
         if (lineup := known.get(kind)) is None:
-            candidates = candidates_for(request, self._pods.snapshot())
-            addresses = [pod.address for pod in candidates.pods]
-            lineup = known[kind] = Lineup(candidates, self._pods.board.rows(addresses))
+            lineup = known[kind] = lineup_for(request, self._pods)
         return lineup

@@ -58,6 +58,7 @@ class CheckDoor:
         self._router = router
         self._guard = guard
         self._metrics = metrics
+        self._inside = metrics.inside(_DOOR)
         self._max_request_bytes = max_request_bytes
         self._told_partial = False
 
@@ -69,7 +70,7 @@ class CheckDoor:
         server.add_registered_method_handlers(CHECK_SERVICE, {"Check": check})
 
     def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
-        with self._metrics.inside(_DOOR):
+        with self._inside:
             headers = dict(message.attributes.request.http.headers)
             request_id, is_given = kept_request_id(headers)
             try:
@@ -116,7 +117,7 @@ class CheckDoor:
 
     def _tell_partial(self) -> None:
         """A request whose body is not all here is picked for by load alone, and never without a word."""
-        self._metrics.dropped(_DOOR, "partial_body")
+        self._metrics.count("dropped", _DOOR, "partial_body")
         if not self._told_partial:
             self._told_partial = True
             _log.warning(

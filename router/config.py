@@ -324,7 +324,7 @@ def _picker(flags: argparse.Namespace) -> PickerConfig | None:
     if flags.config_file is not None and flags.config_text is not None:
         raise ConfigError("give either --config-file or --config-text")
     if flags.config_text is not None:
-        return parse_config(flags.config_text, "--config-text", Path())
+        return parse_config(flags.config_text, "--config-text")
     return read_config(flags.config_file) if flags.config_file is not None else None
 
 

@@ -40,12 +40,9 @@ class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="ca
     """Base of what a mapping may hold: a field for each key, with its type, bounds and default.
 
     A check over several fields is a `__post_init__` that raises ValueError("KEY: PROBLEM").
-
-    Attributes:
-        instead: By a key that is refused, what there is in its place.
     """
 
-    instead: ClassVar[Mapping[str, str]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}  # by a key that is refused, what there is in its place
 
     @property
     def section(self) -> Section:
@@ -88,7 +85,6 @@ class Section:
     """A mapping in a file, and where it stands.
 
     Args:
-        source: The file's name, for errors.
         where: The mapping's own place in it; "" for the whole.
         node: None stands for an empty mapping.
     """

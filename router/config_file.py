@@ -6,8 +6,7 @@ a plugin's parameters mean is the plugin's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -36,16 +35,11 @@ _BY_PEERS = "replicas of this router find each other by --peer"
 
 
 class PluginEntry(Settings):
-    """One entry of `plugins`.
-
-    Attributes:
-        name: By which it is referred to.
-        parameters: Not checked yet; see `told`.
-    """
+    """One entry of `plugins`."""
 
     type: Text
-    name: Text = ""
-    parameters: Mapping[str, Any] = {}
+    name: Text = ""  # by which it is referred to
+    parameters: Mapping[str, Any] = {}  # not checked yet; see `told`
 
     def __post_init__(self) -> None:
         self.name = self.name or self.type
@@ -99,39 +93,30 @@ class BandSettings(Settings):
     """One priority band of flow control."""
 
     priority: Int32 = 0
-    max_bytes: Quantity | None = None
-    max_requests: Quantity | None = None
-    fairness_policy_ref: Text | None = None
-    ordering_policy_ref: Text | None = None
+    requests_max: Quantity = field(default=Quantity(5000), name="maxRequests")  # what may wait
+    bytes_max: Quantity = field(default=Quantity(1_000_000_000), name="maxBytes")
+    # A key of flow_queue.ORDERS, or the name of a plugin of that type.
+    order: Text = field(default="fcfs-ordering-policy", name="orderingPolicyRef")
+    # One of flow_queue.FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
+    fairness: Text = field(default="global-strict-fairness-policy", name="fairnessPolicyRef")
 
 
 class FlowSettings(Settings):
-    """The section `flowControl`."""
+    """The section `flowControl`: how long requests wait, and for what."""
 
-    max_bytes: Quantity | None = None
-    max_requests: Quantity | None = None
-    default_request_ttl: Duration = field(default=Duration(60.0), name="defaultRequestTTL")
-    no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
+    # What may wait in all bands; None: no limit of its own.
+    requests_max: Quantity | None = field(default=None, name="maxRequests")
+    bytes_max: Quantity | None = field(default=None, name="maxBytes")
+    ttl_s: Duration = field(default=Duration(60.0), name="defaultRequestTTL")  # a request waits no longer
+    # Nor longer than this while there is no pod; None: as long as any.
+    no_endpoint_ttl_s: Duration | None = field(default=None, name="noEndpointRequestTTL")
     default_priority_band: BandSettings = field(default_factory=BandSettings)
     default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
     priority_bands: tuple[BandSettings, ...] = ()
     usage_limit_policy_plugin_ref: Text | None = None
     saturation_detector: Reference | None = None
-    enable_eviction: bool = False
-
-
-class _File(Settings):
-    api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
-    kind: Literal["EndpointPickerConfig"]
-    compat: Literal["off", "answers"] | None = None
-    feature_gates: tuple[Text, ...] = ()
-    plugins: tuple[PluginEntry, ...] = ()
-    scheduling_profiles: tuple[ProfileEntry, ...] = ()
-    data_layer: _DataLayer = field(default_factory=_DataLayer)
-    request_handler: _Handler = field(default_factory=_Handler)
-    flow_control: FlowSettings = field(default_factory=FlowSettings)
-    saturation_detector: Reference | None = None
-    parser: Reference | None = None
+    # Whether requests in flight below priority 0 are taken back for those that wait.
+    evicts: bool = field(default=False, name="enableEviction")
 
 
 class DiscoverySettings(Settings):
@@ -141,36 +126,63 @@ class DiscoverySettings(Settings):
     watch_file: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PickerConfig:
-    """A whole EndpointPickerConfig.
+class PickerConfig(Settings):
+    """A whole EndpointPickerConfig."""
 
-    Attributes:
-        directory: Where relative paths begin.
-        compat: None where the file does not say.
-        gates: Feature gates, defaults included.
-        plugins: By name, in the file's order.
-        parsers: In the file's order; empty: the default ones.
-        detector: The saturation detector that is named; None: the default one.
-    """
+    api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    compat: Literal["off", "answers"] | None = None
+    feature_gates: tuple[Text, ...] = ()
+    entries: tuple[PluginEntry, ...] = field(default=(), name="plugins")
+    profiles: tuple[ProfileEntry, ...] = field(default=(), name="schedulingProfiles")
+    data_layer: _DataLayer = field(default_factory=_DataLayer)
+    request_handler: _Handler = field(default_factory=_Handler)
+    flow: FlowSettings = field(default_factory=FlowSettings, name="flowControl")
+    saturation_detector: Reference | None = None
+    parser: Reference | None = None
 
-    source: str
-    directory: Path
-    root: Section
-    compat: str | None
-    gates: dict[str, bool]
-    plugins: dict[str, PluginEntry]
-    profiles: tuple[ProfileEntry, ...]
-    parsers: tuple[Reference, ...]
-    flow: FlowSettings
-    detector: Reference | None
-    discovery: DiscoverySettings | None
+    def __post_init__(self) -> None:
+        self.plugins = {entry.name: entry for entry in self.entries}
+        self.gates = dict(_GATES)
+        for text in self.feature_gates:
+            name, _, value = text.partition("=")
+            if name not in self.gates or value not in ("", "true", "false"):
+                raise ValueError(f"featureGates: {text!r} is not understood; there are {', '.join(_GATES)}")
+            self.gates[name] = value != "false"
+
+    @property
+    def directory(self) -> Path:
+        """Where relative paths begin."""
+        return Path(self.section.source).parent
+
+    @property
+    def parsers(self) -> tuple[Reference, ...]:
+        """In the file's order; empty: the default ones."""
+        return self.request_handler.parsers or ((self.parser,) if self.parser is not None else ())
+
+    @property
+    def detector(self) -> Reference | None:
+        """The saturation detector that is named; None: the default one."""
+        return self.flow.saturation_detector or self.saturation_detector
 
     @property
     def picks(self) -> bool:
         """Whether the file says anything about how to pick; else it is the cost policy's."""
-        others = (entry for entry in self.plugins.values() if entry.type != _DISCOVERY)
-        return bool(self.profiles) or any(True for _ in others)
+        return bool(self.profiles) or any(entry.type != _DISCOVERY for entry in self.entries)
+
+    @property
+    def discovery(self) -> DiscoverySettings | None:
+        """The pods' file.
+
+        Raises:
+            ConfigError: Another plugin is named for it, or its parameters are not understood.
+        """
+        if (reference := self.data_layer.discovery) is None:
+            return None
+        entry = self.plugins[reference.plugin_ref]
+        if entry.type != _DISCOVERY:
+            reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
+        return entry.told.read(DiscoverySettings)
 
 
 def read_config(path: Path) -> PickerConfig:
@@ -179,15 +191,11 @@ def read_config(path: Path) -> PickerConfig:
     Raises:
         ConfigError: It cannot be read, or something in it is not understood.
     """
-    return parse_config(read_text(path), str(path), path.parent)
+    return parse_config(read_text(path), str(path))
 
 
-def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
-    """Reads a configuration.
-
-    Args:
-        source: Its name, for errors.
-        directory: Where relative paths begin.
+def parse_config(text: str, source: str) -> PickerConfig:
+    """Reads a configuration; relative paths in it begin where `source` lies.
 
     Raises:
         ConfigError: Something in it is not understood.
@@ -195,53 +203,18 @@ def parse_config(text: str, source: str, directory: Path) -> PickerConfig:
     nodes = documents(text, source)
     if len(nodes) != 1:
         raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
-    root = Section(source, "", nodes[0])
-    file = root.read(_File)
-    plugins: dict[str, PluginEntry] = {}
-    for entry in file.plugins:
-        if entry.name in plugins:
-            entry.section.fail(
-                "name", f"there is a plugin {entry.name!r} already; give this one a name of its own"
-            )
-        plugins[entry.name] = entry
-    for one in file.inner():
-        if isinstance(one, Reference) and one.plugin_ref not in plugins:
+    config = Section(source, "", nodes[0]).read(PickerConfig)
+    for kind, entries in (("plugin", config.entries), ("profile", config.profiles)):
+        names = set()
+        for entry in entries:
+            if entry.name in names:
+                entry.section.fail(
+                    "name", f"there is a {kind} {entry.name!r} already; give this one a name of its own"
+                )
+            names.add(entry.name)
+    for one in config.inner():
+        if isinstance(one, Reference) and one.plugin_ref not in config.plugins:
             one.section.fail(
-                "pluginRef", f"no plugin is named {one.plugin_ref!r}; plugins has {sorted(plugins)}"
+                "pluginRef", f"no plugin is named {one.plugin_ref!r}; plugins has {sorted(config.plugins)}"
             )
-    names = [profile.name for profile in file.scheduling_profiles]
-    for at, profile in enumerate(file.scheduling_profiles):
-        if profile.name in names[:at]:
-            profile.section.fail("name", f"there is a profile {profile.name!r} already")
-    return PickerConfig(
-        source=source,
-        directory=directory,
-        root=root,
-        compat=file.compat,
-        gates=_gates(root, file.feature_gates),
-        plugins=plugins,
-        profiles=file.scheduling_profiles,
-        parsers=file.request_handler.parsers or ((file.parser,) if file.parser is not None else ()),
-        flow=file.flow_control,
-        detector=file.flow_control.saturation_detector or file.saturation_detector,
-        discovery=_discovery(file.data_layer.discovery, plugins),
-    )
-
-
-def _gates(root: Section, texts: Iterable[str]) -> dict[str, bool]:
-    gates = dict(_GATES)
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in gates or value not in ("", "true", "false"):
-            root.fail("featureGates", f"{text!r} is not understood; there are {', '.join(_GATES)}")
-        gates[name] = value != "false"
-    return gates
-
-
-def _discovery(reference: Reference | None, plugins: Mapping[str, PluginEntry]) -> DiscoverySettings | None:
-    if reference is None:
-        return None
-    entry = plugins[reference.plugin_ref]
-    if entry.type != _DISCOVERY:
-        reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-    return entry.told.read(DiscoverySettings)
+    return config

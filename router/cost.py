@@ -34,8 +34,8 @@ PRICE = np.dtype(
         ("kv_pressure_s", "f8"),
         ("extra_s", "f8"),
         ("slowdown", "f8"),  # by how much decoding requests slow its prefill, 1 or more
-        ("awaiting", "f8"),  # requests of ours that await their first token
-        ("decoding", "f8"),  # requests past it, others' among them
+        ("awaiting", "i8"),  # requests of ours that await their first token
+        ("decoding", "i8"),  # requests past it, others' among them
         ("load_age_s", "f8"),  # inf: never scraped
     ]
 )
@@ -45,29 +45,20 @@ CREDIT = np.dtype([("cached_tokens", "i8"), ("host_tokens", "i8")])
 
 
 class CostParameters(NamedTuple):
-    """Physical constants of the cost; no weights.
+    """Physical constants of the cost; no weights."""
 
-    Attributes:
-        copy_tokens_per_s: Speed of bringing cached tokens from the host tier back to the device
-            (512 tokens in 1.5 ms: 50 GB/s for an 8B model).
-        decode_slowdown: See DECODE_SLOWDOWN.
-        elapsed_share: How much of the running prefill's elapsed time is believed to be done.
-        overdue_share: How much longer a pod's queue lasts that should be empty, as a share of how long ago:
-            what takes longer than expected is likely to go on.
-        overdue_max_s: At most so much longer, as its end may only not have been told.
-        kv_free_share: Use of the KV cache up to which nobody is preempted.
-        awaiting_max: Cap on the number of requests in `a`.
-        load_age_max_s: Older accounts of an engine's load are not believed.
-    """
-
+    # Speed of bringing cached tokens from the host tier back to the device (512 tokens in 1.5 ms: 50 GB/s for
+    # an 8B model).
     copy_tokens_per_s: float = 340_000.0
-    decode_slowdown: float = DECODE_SLOWDOWN
-    elapsed_share: float = 0.5
+    decode_slowdown: float = DECODE_SLOWDOWN  # see DECODE_SLOWDOWN
+    elapsed_share: float = 0.5  # how much of the running prefill's elapsed time is believed to be done
+    # How much longer a pod's queue lasts that should be empty, as a share of how long ago: what takes longer
+    # than expected is likely to go on.
     overdue_share: float = 0.5
-    overdue_max_s: float = 1.0
-    kv_free_share: float = 0.9
-    awaiting_max: float = 16.0
-    load_age_max_s: float = 5.0
+    overdue_max_s: float = 1.0  # at most so much longer, as its end may only not have been told
+    kv_free_share: float = 0.9  # use of the KV cache up to which nobody is preempted
+    awaiting_max: float = 16.0  # cap on the number of requests in `a`
+    load_age_max_s: float = 5.0  # older accounts of an engine's load are not believed
 
     def record(self) -> NDArray[Any]:
         """As kernels read them: one record with these fields. An array costs a caller less than a tuple."""
@@ -75,17 +66,12 @@ class CostParameters(NamedTuple):
 
 
 class RequestFacts(NamedTuple):
-    """What pricing needs to know of a request and of the whole fleet.
-
-    Attributes:
-        fleet_tokens_per_s: Prefill speed of a pod of which neither learnt nor told.
-        mean_tokens: Uncached tokens of a usual request: what foreign requests are taken for.
-    """
+    """What pricing needs to know of a request and of the whole fleet."""
 
     prompt_tokens: float
     now_s: float
-    fleet_tokens_per_s: float
-    mean_tokens: float
+    fleet_tokens_per_s: float  # prefill speed of a pod of which neither learnt nor told
+    mean_tokens: float  # uncached tokens of a usual request: what foreign requests are taken for
 
 
 @kernel_with_arrays

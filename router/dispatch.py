@@ -11,31 +11,23 @@ from router.rates import Lesson
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """One request sent to one pod.
-
-    Attributes:
-        uncached_tokens: Prompt tokens the pod has to compute.
-        confirm_key: Key of the last block it will compute: when the pod announces it, the prefill is over.
-            None where no such announcement is to be expected.
-        lesson: What the time to its first token tells of the pod's prefill rate.
-        decoding: Requests that decoded on the pod that prefills it, others' among them.
-        prefill_pod: Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
-        adapter: The LoRA adapter that it needs.
-        promised_tokens: Prompt tokens that `pod` should find in its cache; 0 where that is not known well.
-    """
+    """One request sent to one pod."""
 
     request_id: str
     pod: str
-    uncached_tokens: int
+    uncached_tokens: int  # prompt tokens the pod has to compute
     queued_prefill_s: float
     own_prefill_s: float
+    # Key of the last block it will compute: when the pod announces it, the prefill is over. None where no
+    # such announcement is to be expected.
     confirm_key: int | None
-    lesson: Lesson
+    lesson: Lesson  # what the time to its first token tells of the pod's prefill rate
     dispatched_s: float
-    decoding: int = 0
+    decoding: int = 0  # requests that decoded on the pod that prefills it, others' among them
+    # Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
     prefill_pod: str | None = None
-    adapter: str | None = None
-    promised_tokens: int = 0
+    adapter: str | None = None  # the LoRA adapter that it needs
+    promised_tokens: int = 0  # prompt tokens that `pod` should find in its cache; 0: not known well
 
     @property
     def computed_on(self) -> str:
@@ -50,14 +42,10 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """Requests whose last prompt block was announced.
+    """Requests whose last prompt block was announced."""
 
-    Attributes:
-        prefills: Those whose prefill this ends.
-        late_s: Of each of the others, how long ago somebody else told that its prefill was over.
-    """
-
-    prefills: list[Dispatch] = field(default_factory=list)
+    prefills: list[Dispatch] = field(default_factory=list)  # those whose prefill this ends
+    # Of each of the others, how long ago somebody else told that its prefill was over.
     late_s: list[float] = field(default_factory=list)
 
 
@@ -70,34 +58,21 @@ class Expired:
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """An entry of the ledger, as others are told of it.
+    """An entry of the ledger, as others are told of it."""
 
-    Attributes:
-        number: No other entry ever has it.
-        has_left_queue: Whether it is believed to have its first token.
-    """
-
-    number: int
+    number: int  # no other entry ever has it
     dispatch: Dispatch
-    has_left_queue: bool
+    has_left_queue: bool  # whether it is believed to have its first token
 
 
 class Entry(msgspec.Struct, eq=False):
-    """An entry of the ledger: a request in flight, where, and since when.
-
-    Attributes:
-        number: Its ticket on the board; no other entry ever has it.
-        is_waiting: Whether it is believed to await its first token.
-        confirm_key: Of the dispatch, until it is announced.
-        promised_tokens: Of the dispatch, until they are due, or it is over.
-        prefill_ended_s: When somebody told so; the clock does not count.
-    """
+    """An entry of the ledger: a request in flight, where, and since when."""
 
     dispatch: Dispatch
-    number: int
+    number: int  # its ticket on the board; no other entry ever has it
     pod: str
     arrived_s: float
-    confirm_key: int | None
-    promised_tokens: int
-    is_waiting: bool = True
-    prefill_ended_s: float | None = None
+    confirm_key: int | None  # of the dispatch, until it is announced
+    promised_tokens: int  # of the dispatch, until they are due, or it is over
+    is_waiting: bool = True  # whether it is believed to await its first token
+    prefill_ended_s: float | None = None  # when somebody told so; the clock does not count

@@ -57,7 +57,9 @@ class Explain:
                 self._candidates -= old.decision.ranked.weight
             self._records[request_id] = record
             self._candidates += decision.ranked.weight
-            while len(self._records) > self._capacity or self._is_too_full():
+            while len(self._records) > self._capacity or (
+                self._candidates > self._candidates_max and len(self._records) > 1
+            ):
                 _, oldest = self._records.popitem(last=False)
                 self._candidates -= oldest.decision.ranked.weight
 
@@ -100,11 +102,12 @@ class Explain:
         """
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
-        if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
+        if record is None or record.delivered_cached_tokens is not None:
             return None
-        if record.decision.prefill_pod is not None or not record.decision.is_comparable:
+        decision = record.decision
+        if decision.degraded or decision.prefill_pod is not None or not decision.is_comparable:
             return None
-        return record.decision.primary.cached_tokens
+        return decision.primary.cached_tokens
 
     def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
         """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
@@ -123,9 +126,6 @@ class Explain:
             record = self._records.get(request_id)
         return self._shown(record) if record else None
 
-    def _is_too_full(self) -> bool:
-        return self._candidates > self._candidates_max and len(self._records) > 1
-
     def _record_of(
         self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
     ) -> _Record | None:
@@ -133,15 +133,16 @@ class Explain:
         record = self._records.get(request_id)
         if record is None:
             return None
-        decision = record.decision
         if dispatch is not None:
-            return record if dispatch.dispatched_s == decision.decided_s else None
-        return record if pod is None or pod == decision.primary.pod else None
+            return record if dispatch.dispatched_s == record.decision.decided_s else None
+        return record if pod is None or pod == record.decision.primary.pod else None
 
     def _shown(self, record: _Record) -> dict[str, Any]:
         decision, best = record.decision, record.decision.primary
-        scores: Mapping[str, float] = decision.routing.scores if decision.routing is not None else {}
-        filtered: Mapping[str, str] = decision.routing.excluded if decision.routing is not None else {}
+        scores: Mapping[str, float] = {}
+        excluded = decision.excluded
+        if decision.routing is not None:
+            scores, excluded = decision.routing.scores, {**excluded, **decision.routing.excluded}
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,
@@ -155,7 +156,7 @@ class Explain:
             "partial": decision.partial,
             "prompt_tokens": decision.prompt_tokens,
             "predicted_cached_tokens": best.cached_tokens,
-            "best_cached_tokens": decision.best_cached_tokens,
+            "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
             "priority": decision.priority,
             "session_pod": decision.session_pod,
@@ -169,9 +170,7 @@ class Explain:
                 }
                 for at, candidate in enumerate(decision.ranked)
             ],
-            "excluded": [
-                {"pod": pod, "reason": reason} for pod, reason in {**decision.excluded, **filtered}.items()
-            ],
+            "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
             "prefill_end": record.prefill_end,
             "end": record.end,
         }

@@ -60,7 +60,7 @@ class ExtProcDoor:
             partial(_Exchange, self),
             pb.ProcessingRequest.FromString,
             pb.ProcessingResponse.SerializeToString,
-            partial(self.form.metrics.dropped, DOOR, "slow_request"),
+            partial(self.form.metrics.count, "dropped", DOOR, "slow_request"),
             opened,
         )
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
@@ -240,7 +240,7 @@ class _Exchange:
             yield self._refusal(EvictedError())
 
     def _drop(self, reason: str) -> None:
-        self._form.metrics.dropped(DOOR, reason)
+        self._form.metrics.count("dropped", DOOR, reason)
 
     def _refusal(self, error: RequestError) -> pb.ProcessingResponse:
         self._form.metrics.refused(error)

@@ -141,7 +141,7 @@ class OwnForm:
         if api.form is BodyForm.VERTEX:
             # The JSON is inside a protobuf message.
             raise refusal(field)
-        self.metrics.dropped(DOOR, "forbidden_field")
+        self.metrics.count("dropped", DOOR, "forbidden_field")
         return guard.without(body)
 
 

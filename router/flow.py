@@ -10,15 +10,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from threading import Condition, Lock, Thread
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from router.admission import Detector
+from router.config_file import FlowSettings
 from router.errors import FlowError
-from router.flow_queue import FlowQueue, QueueParameters, Waiting
+from router.flow_queue import FlowQueue, Waiting
 from router.plugins.labels import ROLE_LABEL
 from router.pods import PodSet
 from router.request import RouteRequest
@@ -38,35 +39,12 @@ _WAIT_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class FlowParameters:
-    """How long requests wait, and for what.
-
-    Attributes:
-        ttl_s: A request waits no longer.
-        no_endpoint_ttl_s: Nor longer than this while there is no pod.
-        ceiling: They wait from this saturation on.
-        evicts: Whether requests in flight whose priority is below 0 are taken back for those that wait.
-    """
-
-    queue: QueueParameters = field(default_factory=QueueParameters)
-    ttl_s: float = 60.0
-    no_endpoint_ttl_s: float = 60.0
-    ceiling: float = 1.0
-    evicts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Evictable:
-    """One request in flight.
-
-    Attributes:
-        number: In the order of their coming.
-        evict: Ends it; must not block.
-    """
+    """One request in flight."""
 
     priority: int
-    number: int
-    evict: Callable[[], None]
+    number: int  # in the order of their coming
+    evict: Callable[[], None]  # ends it; must not block
 
 
 class Evictions:
@@ -109,17 +87,14 @@ class FlowControl:
     """Lets requests go on, in order; safe to call from any number of threads.
 
     Args:
-        priority_of: A request's priority, from its headers.
+        ceiling: Requests wait from this saturation on.
         fairness_of: A flow's id that no header names; "" for none.
-        clock: In seconds, as `route` is given them.
-
-    Attributes:
-        evictions: Whom doors enter that can end a request in flight; None: nobody is taken back.
     """
 
     def __init__(
         self,
-        parameters: FlowParameters,
+        settings: FlowSettings,
+        ceiling: float,
         detector: Detector,
         pods: PodSet,
         registry: CollectorRegistry,
@@ -128,14 +103,16 @@ class FlowControl:
         fairness_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._parameters = parameters
+        self._settings = settings
+        self._ceiling = ceiling
         self._detector = detector
         self._pods = pods
         self._priority_of = priority_of
         self._fairness_of = fairness_of
         self._clock = clock
-        self.evictions = Evictions() if parameters.evicts else None
-        self._queue = FlowQueue(parameters.queue)
+        # Whom doors enter that can end a request in flight; None: nobody is taken back.
+        self.evictions = Evictions() if settings.evicts else None
+        self._queue = FlowQueue(settings)
         self._pending = 0
         self._closing = False
         self._changed = Condition()
@@ -225,7 +202,7 @@ class FlowControl:
             priority=self._priority_of(headers),
             size_bytes=request.body_bytes,
             arrived_s=now_s,
-            deadline_s=now_s + self._parameters.ttl_s,
+            deadline_s=now_s + self._settings.ttl_s,
             due_s=now_s + _slo_s(headers),
             is_active=is_active,
         )
@@ -233,7 +210,7 @@ class FlowControl:
     def _enter(self, waiting: Waiting) -> None:
         if self._closing:
             _answer(waiting, "shutting-down")
-        elif not self._queue and self.saturation() < self._parameters.ceiling:
+        elif not self._queue and self.saturation() < self._ceiling:
             self._pending += 1
             _answer(waiting, DISPATCHED)
         elif not self._queue.put(waiting):
@@ -256,18 +233,19 @@ class FlowControl:
 
     def _sweep(self) -> None:
         """Refuses whose time is over or whose client is gone."""
-        now_s, known = self._clock(), self._parameters
+        now_s, known = self._clock(), self._settings
+        empty_ttl_s = known.ttl_s if known.no_endpoint_ttl_s is None else known.no_endpoint_ttl_s
         is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
         for waiting in list(self._queue):
             if waiting.is_active is not None and not waiting.is_active():
                 self._leave(waiting, "cancelled")
-            elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + known.no_endpoint_ttl_s):
+            elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + empty_ttl_s):
                 self._leave(waiting, "no-endpoints")
             elif now_s >= waiting.deadline_s:
                 self._leave(waiting, "ttl")
 
     def _dispatch(self) -> None:
-        while self._queue and self.saturation() < self._parameters.ceiling:
+        while self._queue and self.saturation() < self._ceiling:
             if (waiting := self._queue.take()) is not None:
                 self._pending += 1
                 _answer(waiting, DISPATCHED)

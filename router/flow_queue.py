@@ -11,34 +11,23 @@ from dataclasses import dataclass, field
 from itertools import count
 from threading import Event
 
-# A band's requests are unlimited in neither number nor size; these are the reference's defaults.
-_BAND_REQUESTS = 5000
-_BAND_BYTES = 1_000_000_000
+from router.config_file import BandSettings, FlowSettings
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits.
+    """A request that waits."""
 
-    Attributes:
-        flow: Its fairness id.
-        deadline_s: When it is given up.
-        due_s: When its client wants its first token; inf: it did not say.
-        is_active: Whether its client still waits; None: nobody can tell.
-        called: Set once there is an `outcome`.
-        has_evicted: Whether another request was taken back for it.
-    """
-
-    flow: str
+    flow: str  # its fairness id
     priority: int
     size_bytes: int
     arrived_s: float
-    deadline_s: float
-    due_s: float
-    is_active: Callable[[], bool] | None = None
-    called: Event = field(default_factory=Event)
+    deadline_s: float  # when it is given up
+    due_s: float  # when its client wants its first token; inf: it did not say
+    is_active: Callable[[], bool] | None = None  # whether its client still waits; None: nobody can tell
+    called: Event = field(default_factory=Event)  # set once there is an `outcome`
     outcome: str = ""
-    has_evicted: bool = False
+    has_evicted: bool = False  # whether another request was taken back for it
     gone: bool = False
     sequence: int = 0
 
@@ -53,44 +42,12 @@ ORDERS: Mapping[str, Order] = {
 FAIRNESS = ("global-strict-fairness-policy", "round-robin-fairness-policy")
 
 
-@dataclass(frozen=True, slots=True)
-class BandParameters:
-    """One priority's.
-
-    Attributes:
-        requests_max, bytes_max: What may wait.
-        order: Key of ORDERS.
-        fairness: One of FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
-    """
-
-    requests_max: int = _BAND_REQUESTS
-    bytes_max: int = _BAND_BYTES
-    order: str = "fcfs-ordering-policy"
-    fairness: str = FAIRNESS[0]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueParameters:
-    """The whole queue's.
-
-    Attributes:
-        requests_max, bytes_max: What may wait in all bands; None: no limit of its own.
-        bands: By priority.
-        default, default_negative: Of other priorities.
-    """
-
-    requests_max: int | None = None
-    bytes_max: int | None = None
-    bands: Mapping[int, BandParameters] = field(default_factory=dict)
-    default: BandParameters = BandParameters()
-    default_negative: BandParameters = BandParameters()
-
-
 class FlowQueue:
-    """Everything that waits."""
+    """Everything that waits; the settings name types of policies, not plugins."""
 
-    def __init__(self, parameters: QueueParameters) -> None:
-        self._parameters = parameters
+    def __init__(self, settings: FlowSettings) -> None:
+        self._settings = settings
+        self._told = {band.priority: band for band in settings.priority_bands}
         self._bands: dict[int, _Band] = {}
         self._sequence = count()
 
@@ -103,7 +60,7 @@ class FlowQueue:
 
     def put(self, waiting: Waiting) -> bool:
         """Takes a request in; False: there is no place."""
-        known = self._parameters
+        known = self._settings
         band = self._band(waiting.priority)
         total_max, bytes_max = known.requests_max, known.bytes_max
         if total_max is not None and len(self) >= total_max:
@@ -132,26 +89,26 @@ class FlowQueue:
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
         if band is None:
-            known = self._parameters
-            default = known.default_negative if priority < 0 else known.default
-            band = self._bands[priority] = _Band(known.bands.get(priority, default))
+            known = self._settings
+            default = known.default_negative_priority_band if priority < 0 else known.default_priority_band
+            band = self._bands[priority] = _Band(self._told.get(priority, default))
         return band
 
 
 class _Band:
     """The flows of one priority; each a heap from which those that left are dropped when they come up."""
 
-    def __init__(self, parameters: BandParameters) -> None:
-        self._parameters = parameters
-        self._order = ORDERS[parameters.order]
-        self._takes_turns = parameters.fairness == FAIRNESS[1]
+    def __init__(self, settings: BandSettings) -> None:
+        self._settings = settings
+        self._order = ORDERS[settings.order]
+        self._takes_turns = settings.fairness == FAIRNESS[1]
         # In turn: the flow that was served goes to the end.
         self._flows: dict[str, list[tuple[float, int, Waiting]]] = {}
         self.requests = 0
         self.size_bytes = 0
 
     def put(self, waiting: Waiting) -> bool:
-        known = self._parameters
+        known = self._settings
         if self.requests >= known.requests_max or self.size_bytes + waiting.size_bytes > known.bytes_max:
             return False
         self.requests += 1

@@ -27,30 +27,23 @@ _Key = TypeVar("_Key", int, str)
 
 @dataclass(frozen=True, slots=True)
 class LedgerParameters:
-    """Limits of the ledger.
+    """Limits of the ledger."""
 
-    Attributes:
-        capacity: Requests in flight; when full, the oldest is taken for ended.
-        lifetime_s: A request of which nothing more is heard is taken for ended after this.
-        patience: A prefill whose end no event will announce is taken for ended after this many times its
-            expected seconds, and `slack_s`; one whose event is awaited after five times as long again, and
-            `event_slack_s`.
-        reuse: Requests in flight under one id; beyond it the oldest of them is taken for ended.
-        remembered: Ended requests whose ids are still known; the same of ends that were told of unknown ids.
-        idle_slack_s: An engine that tells of no requests has had what was sent there `patience` times its
-            expected seconds and this long before it was asked. A request is on its page only once a step has
-            ended: until then it travels, is tokenized, and its first tokens are computed.
-        travel_s: A request that was sent so shortly before an engine told its load may not be in it yet.
-    """
-
-    capacity: int = 100_000
-    lifetime_s: float = 600.0
+    capacity: int = 100_000  # requests in flight; when full, the oldest is taken for ended
+    lifetime_s: float = 600.0  # a request of which nothing more is heard is taken for ended after this
+    # A prefill whose end no event will announce is taken for ended after this many times its expected
+    # seconds, and `slack_s`; one whose event is awaited after five times as long again, and `event_slack_s`.
     patience: float = 2.0
     slack_s: float = 0.1
     event_slack_s: float = 5.0
+    # An engine that tells of no requests has had what was sent there `patience` times its expected seconds
+    # and this long before it was asked. A request is on its page only once a step has ended: until then it
+    # travels, is tokenized, and its first tokens are computed.
     idle_slack_s: float = 0.5
-    reuse: int = 64
+    reuse: int = 64  # requests in flight under one id; beyond it the oldest of them is taken for ended
+    # Ended requests whose ids are still known; the same of ends that were told of unknown ids.
     remembered: int = 10_000
+    # A request that was sent so shortly before an engine told its load may not be in it yet.
     travel_s: float = 2.0
 
 
@@ -61,14 +54,6 @@ class Ledger:
     News of an id concerns its oldest entry, or the oldest on the pod that the news names, or the one that was
     sent when the news says. The clock only guesses a prefill's end: the request leaves the pod's queue, and
     who tells its true end still brings news.
-
-    Args:
-        board: Where the sums of each pod are kept.
-        adapters: Where it is kept which adapters the requests need.
-
-    Attributes:
-        adapters: See above.
-        changes: Is told of every change in its order, under the lock; None: nobody is. See `tell`.
     """
 
     def __init__(
@@ -80,6 +65,7 @@ class Ledger:
         self._parameters = parameters
         self._board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
+        # Told of every change in its order, under the lock; see `tell`.
         self.changes: Journal | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, Entry] = {}

@@ -3,7 +3,7 @@
 Sources are named: "blocks" (the pod announced the prompt's last block), "access_log", "response", "report",
 "scrape" (the engine has fewer requests than it was sent), "clock", "displaced" (the ledger gave it up for a
 later one). The first to tell counts, of a prefill's end also after the clock, which only guesses; how late
-each is goes to the metrics. Knows no protocol; callable from any thread, holds no lock of its own.
+each is goes to the metrics. Knows no protocol; `Outcomes` is callable from any thread, holds no lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,15 +20,19 @@ from msgspec import Meta
 
 from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from indexer.reconcile import EngineReading
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.explain import Explain
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
+from router.pods import PodSnapshot
 from router.rates import PrefillRates
+from router.scrape import EngineLoad
 
 if TYPE_CHECKING:
     from router.replicas.fleet import Fleet
+
 
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK = "scrape", "clock"
@@ -43,20 +48,15 @@ Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
 
 class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was heard of a request that is none of this router's; other routers are sent it as it is.
-
-    Attributes:
-        event: `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something
-            wrong: it has computed nothing); nothing follows from any other.
-        source: Who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`.
-        late_s: How long ago it was over, if that was told.
-    """
+    """What was heard of a request that is none of this router's; other routers are sent it as it is."""
 
     request_id: Text
+    # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something wrong: it
+    # has computed nothing); nothing follows from any other.
     event: Text
-    source: Text
+    source: Text  # who told: `ACCESS_LOG`, `RESPONSE` or `REPORT`
     pod: Text | None = None
-    late_s: Seconds | None = None
+    late_s: Seconds | None = None  # how long ago it was over, if that was told
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
@@ -112,7 +112,7 @@ class Outcomes:
         for dispatch in announced.prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for late_s in announced.late_s:
-            self._metrics.told_late("first_token", BLOCKS, late_s)
+            self._metrics.observe("late", late_s, "first_token", BLOCKS)
 
     def first_token(
         self,
@@ -135,7 +135,7 @@ class Outcomes:
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self._ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
-            self._metrics.told_late("first_token", source, now_s - known_s)
+            self._metrics.observe("late", now_s - known_s, "first_token", source)
         elif passes_on and self._others is not None and request_id not in self._ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
         return request_id in self._ledger
@@ -177,14 +177,16 @@ class Outcomes:
                 self._settle(dispatch.key, now_s)
             self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self._ledger.ended_s(request_id)) is not None:
-            self._metrics.told_late("end", source, now_s - known_s)
+            self._metrics.observe("late", now_s - known_s, "end", source)
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if cached_tokens is not None:
             predicted = self._explain.predicted(request_id, dispatch, pod)
             if predicted is not None:
-                self._metrics.delivered(predicted, cached_tokens)
+                # A prediction, together with what came true of it.
+                self._metrics.count("compared", number=predicted)
+                self._metrics.count("delivered", number=cached_tokens)
         if dispatch is not None or cached_tokens is not None:
             self._explain.ended(
                 request_id,
@@ -263,7 +265,7 @@ class Outcomes:
 
     def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
-        self._metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
+        self._metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
         self._explain.prefill_ended(dispatch, source, now_s)
 
 
@@ -272,9 +274,6 @@ class Echoes:
 
     The log's entry names only the request's id, under which another request may be in flight by then: it must
     not end that one. Counts by id; what no log tells in time is forgotten.
-
-    Args:
-        capacity: Ids remembered; the one that was told of longest ago goes first.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
@@ -304,3 +303,70 @@ class Echoes:
             if ends > 1:
                 self._awaited[request_id] = ends - 1, told_s
             return True
+
+
+# Longer than Envoy keeps its access log back.
+_NEWS_TRAVEL_S = 1.0
+# Longer than what a deleted pod has begun usually lasts.
+_GONE_S = 60.0
+
+
+class Reconciler:
+    """Ends requests whose ends nobody told, by each pod's scraped load.
+
+    An engine's count is compared a moment after it was read: by then the ends that came before it have been
+    told, so whatever the ledger still has beyond it is lost news. An engine without any request has no queue:
+    that counts at once. Of a pod that went away nobody tells any more once its gateway is replaced, too: what
+    was sent there is over a minute later. No pick depends on it, but the number of requests in flight does.
+    """
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+        self._told: dict[str, EngineLoad] = {}
+        self._present: frozenset[str] = frozenset()
+        self._gone_s: dict[str, float] = {}
+
+    def look(self, pods: PodSnapshot, now_s: float) -> None:
+        """Looks at what the pods have told; cheap, to be called often."""
+        told = {}
+        for address, pod in pods.items():
+            load = self._told.get(address, pod.load)
+            if pod.load is not None and pod.load.requests == 0:
+                self._outcomes.idle(address, pod.load.asked_s, now_s)
+            if load is None:
+                continue
+            if now_s - load.scraped_s < _NEWS_TRAVEL_S:
+                told[address] = load
+            elif address in self._told and load.requests is not None:
+                self._outcomes.reconcile(address, load.requests, load.scraped_s, now_s)
+        self._told = told
+        self._end_of_gone(pods, now_s)
+
+    def _end_of_gone(self, pods: PodSnapshot, now_s: float) -> None:
+        gone = (self._present | self._gone_s.keys()) - pods.keys()
+        self._gone_s = {address: self._gone_s.get(address, now_s) for address in gone}
+        self._present = frozenset(pods)
+        for address in [address for address in gone if now_s - self._gone_s[address] >= _GONE_S]:
+            self._outcomes.reconcile(address, 0, now_s, now_s)
+            del self._gone_s[address]
+
+
+class EngineWatch:
+    """Holds what engines tell of themselves against the views of their caches; to be used by one thread.
+
+    A reading is completed with what was predicted of the engine's cache until then.
+    """
+
+    def __init__(self, ledger: Ledger, observe: Callable[[str, EngineReading], object]) -> None:
+        self._ledger = ledger
+        self._observe = observe
+
+    def asked(self, pod: str) -> int:
+        """The pod's page is about to be asked for; what to hand to `told` with it."""
+        return self._ledger.answered_tokens(pod)
+
+    def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
+        promised_tokens = self._ledger.promised_tokens(pod)
+        self._observe(
+            pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens)
+        )

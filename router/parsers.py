@@ -50,23 +50,16 @@ class BodyForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API.
+    """One API."""
 
-    Attributes:
-        kind: What it is like to the tokenizer.
-        name: As complaints call it; "": the router's own API, whose model, salt and stream are checked.
-        needs: Fields of which one must be there; the first one found is the prompt.
-        lack: The complaint where none is; "": by their names.
-        broken: How the complaint begins where the body is no JSON object.
-        needs_model: Whether a model must be named.
-    """
-
-    kind: RequestKind
+    kind: RequestKind  # what it is like to the tokenizer
+    # As complaints call it; "": the router's own API, whose model, salt and stream are checked.
     name: str = ""
-    needs: tuple[str, ...] = ()
-    lack: str = ""
+    needs: tuple[str, ...] = ()  # fields of which one must be there; the first one found is the prompt
+    lack: str = ""  # the complaint where none is; "": by their names
+    # How the complaint begins where the body is no JSON object.
     broken: str = "error unmarshaling request bodyMap: "
-    needs_model: bool = True
+    needs_model: bool = True  # whether a model must be named
     form: BodyForm = BodyForm.JSON
 
     def fields(self, body: bytes | bytearray) -> dict[str, Any]:
@@ -206,9 +199,6 @@ class Parsers:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Api]:
         """Read an HTTP request.
-
-        Args:
-            body: The whole body.
 
         Returns:
             The request and its API. Where the body of a parser's API names no model the request has none

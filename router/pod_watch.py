@@ -1,7 +1,6 @@
 """The edge that keeps the pod set true: declared pods, probes and link news in, changes of PodSet out.
 
-One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs an order
-of locks. News from other threads is coalesced per pod, so what waits is never more than there are pods.
+One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
-from threading import Lock, Thread
+from threading import Thread
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
-from router.pods_source import PodsSource
+from router.outcomes import EngineWatch
+from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.probe import Prober, ProbeResult
-from router.reconcile import EngineWatch
 
 _log = logging.getLogger(__name__)
 
@@ -28,27 +27,17 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
-# Stands for the source among those there are news of.
-_SOURCE = ""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One pod's probing.
+    """One pod's probing."""
 
-    Attributes:
-        poke: Set when the pod is to be probed at once.
-        models_due_s: From when on the next probe asks for the models too.
-        running: Whether a probe is out.
-        void: Whether the probe that is out began before bad news and must not make the pod ready.
-        task: Probes it again and again.
-    """
-
-    poke: asyncio.Event = field(default_factory=asyncio.Event)
-    models_due_s: float = 0.0
-    running: bool = False
-    void: bool = False
-    task: asyncio.Task[None] | None = None
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set when the pod is to be probed at once
+    models_due_s: float = 0.0  # from when on the next probe asks for the models too
+    running: bool = False  # whether a probe is out
+    void: bool = False  # whether the probe that is out began before bad news and must not make the pod ready
+    task: asyncio.Task[None] | None = None  # probes it again and again
 
 
 class PodWatch:
@@ -86,9 +75,6 @@ class PodWatch:
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
         self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
-        # By address why the pod is suspect; "": it is only to be probed at once.
-        self._news: dict[str, str] = {}
-        self._lock = Lock()
         self._closing = False
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
@@ -101,10 +87,8 @@ class PodWatch:
         self._thread.start()
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._changed.set)
+        self._closing = True
+        self.look()
         if self._thread.is_alive():
             self._thread.join()
         self._loop.close()
@@ -116,44 +100,33 @@ class PodWatch:
 
     def link(self, pod: str, up: bool) -> None:
         """The pod's event stream connected or broke; never blocks."""
-        self._tell(pod, "" if up else "its event stream's connection broke")
+        self.distrust(pod, "" if up else "its event stream's connection broke")
 
     def look(self) -> None:
         """The source has news; never blocks."""
-        self._tell(_SOURCE, "")
+        self._soon(self._changed.set)
 
     def distrust(self, pod: str, why: str) -> None:
-        """Takes a pod out until a probe succeeds, and probes it at once; never blocks."""
-        self._tell(pod, why)
+        """Has a pod probed at once, and with a `why` takes it out until that succeeds; never blocks."""
+        self._soon(self._apply, pod, why)
 
-    def _tell(self, pod: str, why: str) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            if not self._news:
-                self._loop.call_soon_threadsafe(self._changed.set)
-            self._news[pod] = why or self._news.get(pod, "")
+    def _soon(self, work: Callable[..., object], *values: str) -> None:
+        # Once closed there is nobody to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *values)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._main())
 
     async def _main(self) -> None:
         self._watch_declared(())
-        reload_s = self._loop.time() + self._interval_s
         try:
             while not self._closing:
-                wake = self._loop.call_at(reload_s, self._changed.set)
-                await self._changed.wait()
-                wake.cancel()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self._interval_s)
                 self._changed.clear()
-                with self._lock:
-                    news, self._news = self._news, {}
-                for address, why in news.items():
-                    self._apply(address, why)
-                if _SOURCE in news or self._loop.time() >= reload_s:
-                    reload_s = self._loop.time() + self._interval_s
-                    if (anew := self._declare()) is not None:
-                        self._watch_declared(anew)
+                if (anew := self._declare()) is not None:
+                    self._watch_declared(anew)
         finally:
             tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
             for task in tasks:
@@ -212,20 +185,17 @@ class PodWatch:
                 answered_tokens = 0 if self._engines is None else self._engines.asked(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
-            self._hold_against(pod, result, answered_tokens)
+            # The page of a pod with several engines may be of any of them.
+            stream = pod_stream(pod)
+            one_engine = stream is None or stream.ranks == 1
+            if self._engines is not None and result.reading is not None and one_engine:
+                self._engines.told(pod.address, result.reading, answered_tokens)
             self._take(result, watched)
             # A pod that starts is waited for more eagerly.
             interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
-
-    def _hold_against(self, pod: Pod, result: ProbeResult, answered_tokens: int) -> None:
-        # The page of a pod with several engines may be of any of them.
-        stream = pod_stream(pod)
-        one_engine = stream is None or stream.ranks == 1
-        if self._engines is not None and result.reading is not None and one_engine:
-            self._engines.told(pod.address, result.reading, answered_tokens)
 
     async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
         asks_sources = pod.entry.events.asks and pod.sources is None

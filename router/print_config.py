@@ -69,7 +69,7 @@ def _value(value: Any, unit: str) -> Any:
 def _picker(picker: PickerConfig) -> dict[str, Any]:
     """The file as it was understood; defaults that plugins add themselves are theirs to tell."""
     return {
-        "source": picker.source,
+        "source": picker.section.source,
         "feature_gates": dict(picker.gates),
         "plugins": [
             {"name": entry.name, "type": entry.type, "parameters": entry.told.value()}

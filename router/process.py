@@ -1,4 +1,4 @@
-"""The router as a process: its logs and their flags, its memory, and the signals that stop it."""
+"""The process itself: how it logs, keeps its memory, and is told to stop. Knows no requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from indexer.flags import flag
 from router.flags import count, log_level, switch
 
 _CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_flag = partial(flag, "process")
 # malloc.h of glibc.
 _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -1, -2, -8
 _STEP_BYTES = 32 << 20
@@ -26,6 +25,7 @@ _KEPT_BYTES = 256 << 20
 _FREE_BYTES_MAX = 64 << 20
 _COLLECT_AFTER = (20_000, 20, 20)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_flag = partial(flag, "process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,11 @@ def calm_collector() -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT from its making on, as something to wait for; to be made in the main thread.
+    """SIGTERM and SIGINT as something to wait for, whichever thread the system hands them to.
 
-    Blocking them for sigwait is not enough: libraries start threads while they are imported, and a signal
-    that one of these does not block ends the process.
+    Catches them from its making on; to be made in the main thread. Blocking them for sigwait is not enough:
+    libraries start threads while they are imported, and a signal that one of these does not block ends the
+    process.
     """
 
     def __init__(self) -> None:

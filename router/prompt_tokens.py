@@ -66,20 +66,14 @@ PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts.
+    """What is known of a request's prompts."""
 
-    Attributes:
-        prompts: Token ids of every prompt (a completions request may hold several); empty when unknown.
-        total: Number of prompt tokens, estimated from the body's size when unknown.
-        degraded: Why the ids are not known; None when they are.
-        partial: Why `prompts` are only the beginning of the true ones; None when they are whole.
-        media: What placeholders within `prompts` stand for, prompt by prompt; empty where none holds any.
-    """
-
+    # Token ids of every prompt (a completions request may hold several); empty when unknown.
     prompts: tuple[TokenIds, ...]
-    total: int
-    degraded: str | None = None
-    partial: str | None = None
+    total: int  # number of prompt tokens, estimated from the body's size when unknown
+    degraded: str | None = None  # why the ids are not known; None when they are
+    partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
+    # What placeholders within `prompts` stand for, prompt by prompt; empty where none holds any.
     media: tuple[PromptMedia, ...] = ()
 
     def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
@@ -143,11 +137,7 @@ def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: Pro
 
 
 def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
-    """What is seen at once to be of no use to any cache; None for any other request.
-
-    Args:
-        context_tokens: As for `TokenizerRegistry.tokenizing`.
-    """
+    """What is seen at once to be of no use to any cache; None for any other request."""
     prompt = request.body.get("prompt")
     if request.kind is not RequestKind.COMPLETIONS or type(prompt) is not list or not prompt:
         return None

@@ -38,28 +38,21 @@ class Lesson(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RateParameters:
-    """How rates are learnt.
+    """How rates are learnt."""
 
-    Attributes:
-        prior_tokens_per_s: Believed of a fleet that has neither told nor been observed.
-        window: Observations kept per pod; their median counts, so that outliers do not move it.
-        observations_min: Observations from which on a pod's median is believed at all.
-        doubt: In standard errors, how far a pod's median must be from what is believed of any pod to count.
-        belief: As many observations the fleet's median (or what the pod itself tells) is worth.
-        tokens_min: Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
-        bound: Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else
-            what others tell, else what is configured.
-        life_s: Older observations are forgotten, and those since which the fleet has made `window` more for
-            each pod. A pod that was slow once is sent nothing by which it could show that it is not any more.
-    """
-
-    prior_tokens_per_s: float = 15_000.0
-    window: int = 64
-    observations_min: int = 8
+    prior_tokens_per_s: float = 15_000.0  # believed of a fleet that has neither told nor been observed
+    window: int = 64  # observations kept per pod; their median counts, so that outliers do not move it
+    observations_min: int = 8  # observations from which on a pod's median is believed at all
+    # In standard errors, how far a pod's median must be from what is believed of any pod to count.
     doubt: float = 2.5
-    belief: float = 4.0
+    belief: float = 4.0  # as many observations the fleet's median (or what the pod itself tells) is worth
+    # Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
     tokens_min: int = 128
+    # Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else what
+    # others tell, else what is configured.
     bound: float = 100.0
+    # Older observations are forgotten, and those since which the fleet has made `window` more for each pod. A
+    # pod that was slow once is sent nothing by which it could show that it is not any more.
     life_s: float = 300.0
 
 
@@ -71,9 +64,6 @@ class PrefillRates:
     cannot show that it is not. Beyond doubt its estimate is the geometric mean of both, its own median being
     weighted with the number of its observations. One pod that is wrong about itself moves neither the fleet's
     median nor other pods.
-
-    Args:
-        board: Where the estimates are kept.
     """
 
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
@@ -82,6 +72,8 @@ class PrefillRates:
         self._observed: dict[str, deque[_Prefill]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
+        # By pod: the speed that it tells, and how many observations there were when it was first seen.
+        self._told: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
         self._board.learnt({}, self._fleet)
@@ -130,7 +122,9 @@ class PrefillRates:
     def review(self, now_s: float) -> None:
         """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet.
 
-        To be called every few seconds.
+        A pod that tells the same speed all the time, and of which nothing was observed meanwhile, counts as
+        fast as the fleet: else one that told too little is sent nothing by which it could tell another. To be
+        called every few seconds.
         """
         oldest_s = now_s - self._parameters.life_s
         changed, unknown = [], []
@@ -154,9 +148,15 @@ class PrefillRates:
                 self._unlearn(unknown)
             elif changed:
                 self._tell(changed)
+            for pod, speed in self._board.told().items():
+                if (known_told := self._told.get(pod)) is None or known_told[0] != speed:
+                    self._told[pod] = speed, self._observations
+                elif known_told[1] < oldest and not self._observed.get(pod):
+                    self._board.doubt(pod)
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
+            self._told = {pod: told for pod, told in self._told.items() if pod in pods}
             gone = self._observed.keys() - set(pods)
             for pod in gone:
                 del self._observed[pod]
@@ -198,13 +198,8 @@ class PrefillRates:
 
 
 class _Prefill(NamedTuple):
-    """One prefill.
-
-    Attributes:
-        number: Of the fleet's observations, counted from 1.
-        tokens_per_s: As fast as it would have been beside nobody.
-    """
+    """One prefill."""
 
     ended_s: float
-    number: int
-    tokens_per_s: float
+    number: int  # of the fleet's observations, counted from 1
+    tokens_per_s: float  # as fast as it would have been beside nobody

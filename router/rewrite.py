@@ -15,15 +15,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class RewriteRule:
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        models: Names that it is for; empty: all.
-        targets: (model, weight); None: no weight given.
-    """
-
-    models: frozenset[str]
-    targets: Sequence[tuple[str, int | None]]
+    models: frozenset[str]  # names that it is for; empty: all
+    targets: Sequence[tuple[str, int | None]]  # (model, weight); None: no weight given
 
     def draw(self, random: np.random.Generator) -> str:
         """A target, by weight; where only some have one, the others are never drawn."""

@@ -18,18 +18,17 @@ from indexer import PodMatches, TokenError
 from indexer.keys import Keys
 from indexer.repeated_log import RepeatedLog
 from router.admission import Admission
-from router.cache_use import CACHE_NOT_READ, reads_cache
-from router.candidates import Candidates, Lineup, Lineups
+from router.candidates import Lineup, Lineups
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.flow import FlowControl
 from router.pods import PodSet
 from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
-from router.request import RouteRequest
+from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
 from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
-from router.traces import RequestTrace, Traces
+from router.traces import Traces
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
@@ -40,13 +39,7 @@ _repeated = RepeatedLog(_log)
 
 
 class Router:
-    """Routes requests; safe to call from any number of threads.
-
-    Args:
-        flow: Has requests wait for room; None: nobody waits.
-        traces: None: nothing is traced.
-        clock: Measures what passes inside, in seconds.
-    """
+    """Routes requests; safe to call from any number of threads."""
 
     def __init__(
         self,
@@ -86,19 +79,20 @@ class Router:
             RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
         """
         started_s = self._clock()
-        trace = self._traces.begin(request) if self._traces is not None else None
+        # When it came, when its candidates were known, and when its matches were: for its spans.
+        marks_ns = [time.time_ns()]
         try:
             if self._flow is None:
-                decision, displaced = self._routed(request, started_s, now_s, trace)
+                decision, displaced = self._routed(request, started_s, now_s, marks_ns)
             else:
                 with self._flow.turn(request, is_active):
                     waited_s = self._clock() - started_s
                     begun_s = started_s + waited_s
-                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, trace)
+                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
             self._sink.refused(self._clock() - started_s)
-            if trace is not None:
-                trace.ended(error)
+            if self._traces is not None:
+                self._traces.routed(request, marks_ns, error)
             if isinstance(error, RequestError):
                 raise
             _repeated.event(
@@ -111,29 +105,27 @@ class Router:
             )
             raise RequestError(500, "the router failed to route this request") from error
         self._sink.decided(decision, displaced, self._clock() - started_s)
-        if trace is not None:
-            trace.ended(decision)
+        if self._traces is not None:
+            self._traces.routed(request, marks_ns, decision)
         return decision
 
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, trace: RequestTrace | None
+        self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
         priority = self._admission.admit(request.headers, lineup.rows, now_s)
-        if trace is not None:
-            trace.filtered()
-        candidates = lineup.candidates
+        marks_ns.append(time.time_ns())
         tokens = self._tokenizers.prompt_tokens(
-            request, candidates.base_model, candidates.context_tokens, candidates.pods
+            request, lineup.base_model, lineup.context_tokens, lineup.pods
         )
-        prompted = self._prompted(request, tokens, candidates, priority)
+        prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
-            return self._pick(prompted, lineup, started_s, now_s, trace)
+            return self._pick(prompted, lineup, started_s, now_s, marks_ns)
 
     def _prompted(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates, priority: int
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
     ) -> Prompted:
-        keys, degraded = self._keys(request, tokens, candidates)
+        keys, degraded = self._keys(request, tokens, lineup)
         if degraded is None and not reads_cache(request):
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
@@ -141,18 +133,18 @@ class Router:
         return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: Candidates
+        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
     ) -> tuple[list[Keys], str | None]:
         """Block keys per prompt, and why there are none."""
-        if tokens.degraded is not None or candidates.base_model is None:
+        if tokens.degraded is not None or lineup.base_model is None:
             return [], tokens.degraded or "no_model"
         if len(tokens.prompts) > PROMPTS_MAX:
             return [], TOO_MANY_PROMPTS
-        context_tokens = candidates.context_tokens
+        context_tokens = lineup.context_tokens
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # The engine will refuse it: no pod's cache will ever hold it.
             return [], LONGER_THAN_CONTEXT
-        base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
+        base, lora, salt = lineup.base_model, lineup.lora_name, request.cache_salt
         try:
             return [
                 self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
@@ -162,15 +154,14 @@ class Router:
             return [], "token_error"
 
     def _pick(
-        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, trace: RequestTrace | None
+        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self._index.match(keys, lineup.asked, prompt_tokens=length)
             for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
         ]
-        if trace is not None:
-            trace.matched()
+        marks_ns.append(time.time_ns())
         # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
         decided_s = now_s + self._clock() - started_s
         decision, displaced = self._scheduler.schedule(

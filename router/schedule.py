@@ -19,18 +19,16 @@ from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchedPrompt
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.adapters import AdapterParameters, adapter_s
+from router.adapters import adapter_s
 from router.board import PodBoard
-from router.cache_use import usage_tells_all
 from router.candidates import Lineup
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
-from router.decision import Decision, Situation
+from router.decision import Candidate, Decision, Ranking
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.pods import PodSnapshot
-from router.ranking import Candidate, Ranking
 from router.rates import Lesson
-from router.request import RouteRequest
+from router.request import RouteRequest, usage_tells_all
 from router.sessions import Sessions, session_of
 
 if TYPE_CHECKING:
@@ -52,28 +50,19 @@ _OTHER_SHARE = 0.1
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts when it is scheduled.
-
-    Attributes:
-        prompt_tokens: Of all prompts; estimated from the body's size when `degraded`.
-        prompts: Token ids of each prompt, in the order of `keys`; empty when not known.
-        keys: Block keys of each prompt; empty when not known.
-        degraded: Why the cache's view is not used; None when it is.
-        partial: Why `prompts` are only the beginnings of the true ones; None when they are whole.
-        priority: Of the request.
-    """
+    """What is known of a request's prompts when it is scheduled."""
 
     request: RouteRequest
-    prompt_tokens: int
-    prompts: Sequence[NDArray[np.uint32]]
-    keys: Sequence[Keys]
-    degraded: str | None
-    priority: int = 0
-    partial: str | None = None
+    prompt_tokens: int  # of all prompts; estimated from the body's size when `degraded`
+    prompts: Sequence[NDArray[np.uint32]]  # each one's token ids, in the order of `keys`; empty: not known
+    keys: Sequence[Keys]  # block keys of each prompt; empty when not known
+    degraded: str | None  # why the cache's view is not used; None when it is
+    priority: int = 0  # of the request
+    partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
 
     def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
-        base_model, lora_name = lineup.candidates.base_model, lineup.candidates.lora_name
+        base_model, lora_name = lineup.base_model, lineup.lora_name
         if base_model is None:
             return None
         row = matches.rows[pod]
@@ -87,8 +76,6 @@ class Scheduler:
     """Prices, picks, and enters the pick into the ledger.
 
     Args:
-        board: The numbers of all pods.
-        random: Breaks ties.
         ranker: Orders the candidates; None: their cost does.
     """
 
@@ -100,7 +87,6 @@ class Scheduler:
         *,
         block_tokens: int,
         cost: CostParameters | None = None,
-        adapters: AdapterParameters | None = None,
         ranker: Pipeline | None = None,
     ) -> None:
         self._board = board
@@ -110,7 +96,6 @@ class Scheduler:
         cost = cost or CostParameters()
         self._parameters = cost.record()
         self._load_age_max_s = cost.load_age_max_s
-        self._adapters = adapters or AdapterParameters()
         self._sessions = Sessions()
         self._ranker = ranker
         self._tiers: Tiers | None = None
@@ -137,19 +122,19 @@ class Scheduler:
         Returns:
             The decision, and requests that the ledger had to give up for it.
         """
-        request, candidates = prompted.request, lineup.candidates
+        request = prompted.request
         session, session_pod = session_of(request.headers), None
         adapters_s = self._adapters_s(lineup, pods, now_s)
         prompt_tokens = prompted.prompt_tokens
         used = matches if prompted.degraded is None else ()
         credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, adapters_s, now_s)
         if session is not None:
-            session_pod = self._sessions.pod_of(session, now_s, candidates.base_model)
+            session_pod = self._sessions.pod_of(session, now_s, lineup.base_model)
             order = _session_first(order, prices["cost_s"], lineup, session_pod)
         routing = None
         if self._ranker is not None:
-            situation = self._situation(prompted, lineup, pods, used, prices, credits, now_s)
-            order, routing = self._ranker.rank(situation)
+            known = self._board.known(lineup.rows)
+            order, routing = self._ranker.rank(prompted, lineup, pods, used, prices, credits, known, now_s)
         block_tokens, addresses = self._block_tokens, lineup.addresses
         # By place, not by name: that costs half as much.
         decision = Decision(
@@ -159,7 +144,7 @@ class Scheduler:
             Ranking(
                 addresses, prices, credits, order, prompt_tokens, block_tokens, matches, most_cached_tokens
             ),
-            candidates.excluded,
+            lineup.excluded,
             prompt_tokens,
             prompted.degraded,
             now_s,
@@ -171,33 +156,8 @@ class Scheduler:
             usage_tells_all(request, len(prompted.prompts)),
         )
         if session is not None:
-            self._sessions.moved(session, decision.ranked.best.pod, now_s, candidates.base_model)
+            self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)
         return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
-
-    def _situation(
-        self,
-        prompted: Prompted,
-        lineup: Lineup,
-        pods: PodSnapshot,
-        matches: Sequence[PodMatches],
-        prices: NDArray[Any],
-        credits: NDArray[Any],
-        now_s: float,
-    ) -> Situation:
-        return Situation(
-            request=prompted.request,
-            priority=prompted.priority,
-            prompt_tokens=prompted.prompt_tokens,
-            prompt_blocks=sum(map(len, prompted.keys)) if matches else 0,
-            candidates=lineup.candidates.pods,
-            addresses=lineup.addresses,
-            pods=pods,
-            matches=matches,
-            prices=prices,
-            credits=credits,
-            known=self._board.known(lineup.rows),
-            now_s=now_s,
-        )
 
     def _weigh(
         self,
@@ -240,7 +200,7 @@ class Scheduler:
 
     def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
         """Seconds for the request's adapter on each pod; empty when it needs none."""
-        adapter = lineup.candidates.lora_name
+        adapter = lineup.lora_name
         if adapter is None:
             return _NO_EXTRA
         adapters_s = np.zeros(len(lineup.rows))
@@ -248,7 +208,7 @@ class Scheduler:
             load = pods[address].load if address in pods else None
             if load is not None and now_s - load.scraped_s <= self._load_age_max_s:
                 sent = self._ledger.adapters.on(address)
-                adapters_s[place] = adapter_s(load.lora, adapter, self._adapters, sent)
+                adapters_s[place] = adapter_s(load.lora, adapter, sent)
         return adapters_s
 
     def _dispatch(
@@ -284,7 +244,7 @@ class Scheduler:
                 decision.decided_s,
                 works.decoding,
                 prefill,
-                lineup.candidates.lora_name,
+                lineup.lora_name,
                 # Where another pod prefills, the destination's cache tells what was transferred, too.
                 works.cached_tokens if works.view == _EXACT and prefill is None else 0,
             ),
@@ -318,11 +278,7 @@ def _weighed(
     parameters: NDArray[Any],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of any candidate.
-
-    Args:
-        parameters: One record of CostParameters'.
-    """
+    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of a candidate."""
     facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
     add_credit(
         cached_blocks, blocks_by_tier, strides, device_tiers, places, servable_tokens, block_tokens, credits

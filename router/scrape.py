@@ -31,42 +31,26 @@ _WHOLE = re.compile(rb"[0-9]{1,12}")
 class LoraLoad:
     """A pod's places for LoRA adapters.
 
-    Attributes:
-        running: Adapters that requests are computed with.
-        waiting: Adapters that requests in the queue need.
-        places: How many can run at once.
-
     Of several engines behind one port the pod has what any of them has.
     """
 
-    running: frozenset[str]
-    waiting: frozenset[str]
-    places: int
+    running: frozenset[str]  # adapters that requests are computed with
+    waiting: frozenset[str]  # adapters that requests in the queue need
+    places: int  # how many can run at once
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own account of its load.
+    """An engine's own account of its load; figures are None where they are not told, or senseless."""
 
-    Attributes:
-        waiting: Requests in its queue; None where it is not told, or senseless.
-        running: Requests being computed; None as above.
-        kv_usage: Share of the KV cache that running requests hold, 0..1; None as above.
-        kv_capacity_tokens: Size of the KV cache; None if not told.
-        scraped_s: When it was read, on the router's monotonic clock.
-        asked_s: When it was asked for; -infinity: not known.
-        prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        lora: None if not told.
-    """
-
-    waiting: int | None
-    running: int | None
-    kv_usage: float | None
-    kv_capacity_tokens: int | None
-    scraped_s: float
-    prefill_tokens_per_s: float | None = None
+    waiting: int | None  # requests in its queue
+    running: int | None  # requests being computed
+    kv_usage: float | None  # share of the KV cache that running requests hold, 0..1
+    kv_capacity_tokens: int | None  # size of the KV cache
+    scraped_s: float  # when it was read, on the router's monotonic clock
+    prefill_tokens_per_s: float | None = None  # by its own account
     lora: LoraLoad | None = None
-    asked_s: float = -math.inf
+    asked_s: float = -math.inf  # when it was asked for; -infinity: not known
 
     @property
     def requests(self) -> int | None:
@@ -81,34 +65,26 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Where an engine tells a value.
-
-    Attributes:
-        label: Of a metric with several series that of the value, with its text.
-        number: The label that holds the value; None: it is the series' own value.
-    """
+    """Where an engine tells a value."""
 
     name: bytes
-    label: tuple[bytes, bytes] | None = None
-    number: bytes | None = None
+    label: tuple[bytes, bytes] | None = (
+        None  # of a metric with several series that of the value, with its text
+    )
+    number: bytes | None = None  # the label that holds the value; None: it is the series' own value
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine's names.
-
-    Attributes:
-        apart: Labels that tell several engines on one page apart, whose loads add up. Series that differ in
-            other labels only say the same again: ranks that compute the same requests together, or parts of
-            a total that is there, too.
-        sizes: Where the tokens of a block and the number of blocks are told; the first that is there counts.
-        lora, speed: None where the engine has no such metric.
-    """
+    """An engine's names; None where it has no such metric."""
 
     waiting: _Series
     running: _Series
     kv_usage: _Series
+    # Where the tokens of a block and the number of blocks are told; the first that is there counts.
     sizes: tuple[tuple[_Series, _Series], ...]
+    # Labels that tell several engines on one page apart, whose loads add up. Series that differ in others
+    # only say the same again: ranks that compute the same requests together, or parts of a total.
     apart: tuple[bytes, ...] = ()
     lora: bytes | None = None
     speed: _Series | None = None

@@ -47,8 +47,8 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
-from router.metrics import MetricTwins, RouterMetrics, StateCollector
-from router.outcomes import Outcomes
+from router.metrics import RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
+from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
@@ -56,14 +56,11 @@ from router.print_config import printed_config
 from router.probe import Prober
 from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
-from router.reconcile import EngineWatch, Reconciler
 from router.replicas.fleet import Fleet
 from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
-from router.stream_metrics import StreamMetrics
-from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces
 
@@ -102,8 +99,6 @@ class RouterServer:
         registry.register(
             StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
         )
-        if config.compat != "off":
-            registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
         self._outcomes = Outcomes(

@@ -88,15 +88,10 @@ class TlsOptions:
 
 @dataclass(frozen=True, slots=True)
 class MetricsTlsOptions:
-    """TLS of the metrics port.
+    """TLS of the metrics port."""
 
-    Attributes:
-        cert_dir: Holds tls.crt and tls.key.
-        client_ca: Readers must show a certificate of it; None: they need none.
-    """
-
-    cert_dir: Path
-    client_ca: Path | None = None
+    cert_dir: Path  # holds tls.crt and tls.key
+    client_ca: Path | None = None  # readers must show a certificate of it; None: they need none
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class RenderTokenizer:
 
     Args:
         url: Of a server that renders; None asks the model's pods in turn.
-        clock: Seconds, by which answers grow old.
     """
 
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:

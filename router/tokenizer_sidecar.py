@@ -34,7 +34,6 @@ class SidecarTokenizer:
     """Asks for one model's tokens; safe to share between threads.
 
     Args:
-        model: The base model, as the other process names it.
         socket: Path of its socket, which need not exist yet.
     """
 

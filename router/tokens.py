@@ -67,17 +67,11 @@ _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """How long a pick may wait for its tokens, and what goes on at once.
+    """How long a pick may wait for its tokens, and what goes on at once."""
 
-    Attributes:
-        deadline_s: Later than this the request is picked by load alone.
-        threads: Prompts tokenized at once, beside those that are short.
-        waiting_max: Prompts that may wait for one of these threads.
-    """
-
-    deadline_s: float = 0.05
-    threads: int = 2
-    waiting_max: int = 64
+    deadline_s: float = 0.05  # later than this the request is picked by load alone
+    threads: int = 2  # prompts tokenized at once, beside those that are short
+    waiting_max: int = 64  # prompts that may wait for one of these threads
 
 
 class _QueueFullError(Exception):
@@ -139,7 +133,6 @@ class TokenizerRegistry:
         Args:
             base_model: The base of the request's model, whose tokenizer its adapters share.
             context_tokens: Longest prompt that any pod takes; longer text is not encoded. None: unknown.
-            pods: Pods that serve the model, which may be asked for its tokens.
 
         Raises:
             RequestError: 400, when the prompt is not what the API allows.

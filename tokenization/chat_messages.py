@@ -55,16 +55,12 @@ class ManyItemsError(Exception):
 
 
 class MediaForm(NamedTuple):
-    """How messages with images, sounds and films are shown.
+    """How messages with images, sounds and films are shown."""
 
-    Attributes:
-        text: Stands in front of a message's text for each of them, where the template takes no parts; empty:
-            nothing does.
-        mark: Text in front of each of them, where it takes parts; empty: none.
-    """
-
+    # Stands in front of a message's text for each of them, where the template takes no parts; empty: nothing
+    # does.
     text: str
-    mark: str = ""
+    mark: str = ""  # text in front of each of them, where it takes parts; empty: none
 
 
 def decoded(messages: object) -> object:
@@ -86,8 +82,6 @@ def chat_messages(
     arguments becomes an object.
 
     Args:
-        messages: The request's `messages`.
-        wants_parts: Whether the template loops over a message's parts.
         media: How images, sounds and films are shown; None refuses messages that hold one.
 
     Raises:

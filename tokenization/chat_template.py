@@ -36,12 +36,8 @@ class MessageMemory:
     """Remembers messages of chats with one template; safe to share between threads.
 
     Args:
-        wants_parts: As for `chat_messages`.
         capacity_bytes: Most memory in use. Messages that were not asked for while half of it was filled anew
             are forgotten.
-
-    Attributes:
-        used_bytes: Memory in use.
     """
 
     def __init__(self, *, wants_parts: bool, capacity_bytes: int = _CAPACITY_BYTES) -> None:
@@ -60,7 +56,6 @@ class MessageMemory:
         """Check messages that are JSON text; they are shared, do not write to them.
 
         Args:
-            text: The list of messages.
             items_max: Of more messages and parts nothing is made; None: any number is checked.
 
         Raises:
@@ -134,14 +129,6 @@ _DEVELOPER, _SYSTEM = "developer", "system"
 class ChatTemplate:
     """One compiled template with the special tokens it may name.
 
-    Args:
-        source: The Jinja source, as in `chat_template.jinja` or tokenizer_config.json's `chat_template`.
-        special_tokens: Variables such as `bos_token` and `eos_token`.
-
-    Attributes:
-        wants_parts: Whether it loops over a message's parts.
-        messages: Checked messages, in the form that the template takes.
-
     Raises:
         TokenizerLoadError: The source is not valid Jinja.
     """
@@ -149,7 +136,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             syntax = ENVIRONMENT.parse(source)
-            self.wants_parts = wants_parts(syntax)
+            self.wants_parts = wants_parts(syntax)  # whether it loops over a message's parts
             self._template = ENVIRONMENT.from_string(without_idle_rounds(syntax))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
@@ -184,11 +171,8 @@ class ChatTemplate:
 
         Args:
             messages: Message dicts whose `content` is a string, None, or (if `wants_parts`) text parts.
-            tools: OpenAI tool definitions.
             add_generation_prompt: Whether to open the assistant's turn at the end.
             continue_final_message: Whether to leave the last message open, so that the model goes on with it.
-            documents: Texts to answer from, for templates that show them.
-            template_kwargs: Further variables of the template (`enable_thinking`, ...).
 
         Raises:
             PromptError: The template refuses these messages.

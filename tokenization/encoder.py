@@ -62,27 +62,15 @@ _HARD_PARTS = (
 
 
 class EncodingFacts(NamedTuple):
-    """How a tokenizer's texts are encoded.
+    """How a tokenizer's texts are encoded."""
 
-    Attributes:
-        is_fast: Whether by `fastokens`; else all of them by the library.
-        checks: Texts that both have encoded, to compare the ids.
-        mismatches: Distinct texts that `fastokens` encoded otherwise, or failed on.
-    """
-
-    is_fast: bool
-    checks: int
-    mismatches: int
+    is_fast: bool  # whether by `fastokens`; else all of them by the library
+    checks: int  # texts that both have encoded, to compare the ids
+    mismatches: int  # distinct texts that `fastokens` encoded otherwise, or failed on
 
 
 class FastEncoder:
-    """Encodes with `fastokens` and compares it with the library; safe to share between threads.
-
-    Args:
-        fast: The encoder.
-        library: Encodes a text with the library.
-        check_every: One text in so many is compared.
-    """
+    """Encodes with `fastokens` and compares it with the library; safe to share between threads."""
 
     def __init__(
         self, fast: fastokens.Tokenizer, library: Callable[[str], TokenIds], check_every: int = CHECK_EVERY
@@ -210,11 +198,7 @@ class FastEncoder:
 
 
 def hard_texts(added_tokens: Sequence[str]) -> list[str]:
-    """Return texts of whatever tokenizers treat apart; the same ones at every start.
-
-    Args:
-        added_tokens: The tokenizer's own, some of which are put in between.
-    """
+    """Return texts of whatever tokenizers treat apart; the same ones at every start."""
     random = Random(0)
     added = random.sample(added_tokens, min(len(added_tokens), _ADDED_TOKENS_MAX))
     parts = (*_HARD_PARTS, *filter(None, added))

@@ -20,23 +20,15 @@ class TokenizerLoadError(TokenizationError):
 
 
 class PromptError(TokenizationError):
-    """The prompt in a request is malformed.
-
-    Attributes:
-        param: The request's field that is wrong, as in OpenAI's error body.
-    """
+    """The prompt in a request is malformed."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
-        self.param = param
+        self.param = param  # the request's field that is wrong, as in OpenAI's error body
 
 
 class PromptTooLongError(PromptError):
-    """The prompt's text is longer than the caller allows.
-
-    Attributes:
-        chars: Its length.
-    """
+    """The prompt's text is longer than the caller allows."""
 
     def __init__(self, chars: int, chars_max: int, param: str) -> None:
         super().__init__(f"the prompt has {chars} characters, more than {chars_max}; shorten it", param)

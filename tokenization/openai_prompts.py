@@ -42,19 +42,14 @@ _READ_AS_FLAGS = frozenset(
 
 
 class PromptLimits(msgspec.Struct, frozen=True):
-    """What the caller allows.
+    """What the caller allows."""
 
-    Attributes:
-        chars_max: Longer text is refused without the work of encoding it; None takes any.
-        context_tokens: The model's context, for requests that want to be cut to it; None: not known.
-        items_max: Of a chat's messages and parts, more are not rendered; None: any number is.
-        ids_below: Token ids that a prompt is given as are below it; None: below the tokenizer's vocabulary. A
-            model's own vocabulary may be greater, where its embeddings are padded.
-    """
-
-    chars_max: int | None = None
+    chars_max: int | None = None  # longer text is refused without the work of encoding it; None takes any
+    # The model's context, for requests that want to be cut to it; None: not known.
     context_tokens: int | None = None
-    items_max: int | None = None
+    items_max: int | None = None  # of a chat's messages and parts, more are not rendered; None: any number is
+    # Token ids that a prompt is given as are below it; None: below the tokenizer's vocabulary. A model's own
+    # vocabulary may be greater, where its embeddings are padded.
     ids_below: int | None = None
 
 
@@ -270,17 +265,11 @@ _TO_CONTEXT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Which tokens of a prompt stay where `truncate_prompt_tokens` wants it cut, as vLLM's server grants it.
+    """Which tokens stay where `truncate_prompt_tokens` wants a prompt cut, as vLLM's server grants it."""
 
-    Attributes:
-        tokens_max: Most tokens; None keeps all.
-        keeps_end: Whether the last ones stay; else the first.
-        keeps_affixes: Whether what post-processing adds stays in any case.
-    """
-
-    tokens_max: int | None = None
-    keeps_end: bool = True
-    keeps_affixes: bool = True
+    tokens_max: int | None = None  # most tokens; None keeps all
+    keeps_end: bool = True  # whether the last ones stay; else the first
+    keeps_affixes: bool = True  # whether what post-processing adds stays in any case
 
     def apply(self, ids: TokenIds, head_tokens: int, tail_tokens: int) -> TokenIds:
         """Cuts a prompt of which so many tokens at either end come from post-processing.
@@ -309,7 +298,6 @@ def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_to
     """Reads the fields of a request.
 
     Args:
-        body: The decoded JSON.
         context_tokens: The most that may be asked for; -1 leaves one of them to the answer. None: not known.
         output_tokens: The most that the answer may have; 0 where none is asked for.
 

@@ -49,7 +49,6 @@ def template_sources(
     """Reads a model's templates; files go before settings.
 
     Args:
-        directory: The model's.
         settings: Of its tokenizer_config.json.
         config: Of its config.json.
 
@@ -125,11 +124,7 @@ class MistralForm(Enum):
     SENTENCEPIECE = "sentencepiece"
 
     def read_otherwise(self, special_tokens: Iterable[str]) -> re.Pattern[str]:
-        """What is in every text that `tokenizer.json` may turn into other ids than this form does.
-
-        Args:
-            special_tokens: The texts of those in tokenizer.json.
-        """
+        """What is in every text that `tokenizer.json` may turn into other ids than this form does."""
         if self is MistralForm.SENTENCEPIECE:
             return _ANY_TEXT
         texts = [re.escape(text) for text in special_tokens]

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.encoder import EncodingFacts, TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.image_families import ImageFiles, image_rule
-from tokenization.image_rules import ImageRule
+from tokenization.image_rules import ImageFiles, ImageRule, image_rule
 from tokenization.incremental import OwnTexts, own_texts
 from tokenization.template_files import (
     TemplateSources,
@@ -33,17 +32,7 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 
 
 class PromptTokenizer:
-    """Encodes, renders and decodes for one model; safe to share between threads.
-
-    Attributes:
-        vocab_size: Number of ids, added tokens included.
-        token_chars_max: Length of the longest token's text: no text has fewer tokens than its length by this.
-        eos_token_ids: Ids that end a generation.
-        special_token_ids: Ids that decoding leaves out unless it is told not to.
-        chat_template: None for a model that has no chat template, or whose engines use none.
-        image_rule: What images become in its prompts; None where that is not known.
-        encoder: Encodes texts.
-    """
+    """Encodes, renders and decodes for one model; safe to share between threads."""
 
     def __init__(
         self,
@@ -58,16 +47,18 @@ class PromptTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.chat_template = chat_template
+        self.chat_template = chat_template  # None: the model has none, or its engines use none
         self._tool_template = tool_template
         self._read_otherwise = read_otherwise
-        self.image_rule: ImageRule | None = None
+        self.image_rule: ImageRule | None = None  # what images become in prompts; None: not known
         if image_files is not None:
             self.image_rule = image_rule(image_files, tokenizer)
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids  # they end a generation
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        # No text has fewer tokens than its length by this.
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         added = tokenizer.get_added_tokens_decoder()
+        # Decoding leaves them out unless it is told not to.
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.encoder = TextEncoder(tokenizer)
@@ -77,7 +68,6 @@ class PromptTokenizer:
         """Loads tokenizer.json, chat templates, and what config.json and the files like it say.
 
         Args:
-            directory: The model's.
             mistral_common: Whether its engines take that library where vLLM does. What it does otherwise than
                 `tokenizer.json` and the chat template is then not supported.
 
@@ -129,7 +119,6 @@ class PromptTokenizer:
         """Encodes text.
 
         Args:
-            text: Any text.
             add_special_tokens: Adds what the model expects around it (a BOS token, say).
 
         Raises:

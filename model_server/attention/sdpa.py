@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.batch import (
+from model_server.attention.kv_pool import (
+    Fp8KvPool,
     KvLayout,
+    KvPool,
     Span,
     StepMeta,
     View,
+    Write,
     positions_of,
     reads_of,
     slots_of,
     to_device,
 )
-from model_server.attention.kv_pool import Fp8KvPool, KvPool, Write
 from model_server.attention.paged_decodes import PagedDecodes, PagedPlan
 from model_server.shapes import AttentionShape
 

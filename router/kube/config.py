@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
@@ -24,7 +25,6 @@ PORTS_MAX = 8
 """Target ports of a pool."""
 
 _PORT_MAX = 65_535 - RANKS_MAX
-_GROUP = "pods in Kubernetes"
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
 _VALUE = rf"(?:{_NAME})?"
@@ -67,6 +67,7 @@ def _selector(text: str) -> str:
     try:
         return checked_selector(text)
     except ValueError as error:
+        # argparse shows the text of this error alone.
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
@@ -84,25 +85,22 @@ def _engine_port(text: str) -> int:
     return number
 
 
+_GROUP = "pods in Kubernetes"
+_flag = partial(flag, _GROUP)
+
+
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
-    """Where pods are found.
+    """Where pods are found: in a pool, or by `selector`."""
 
-    Attributes:
-        pool: "": pods are found by `selector`.
-        events_bind: Whether pods may connect to us instead.
-    """
-
-    pool: str = flag(
-        _GROUP,
+    pool: str = _flag(
         "--pool-name",
         str,
         "",
         "InferencePool whose pods are used; with file discovery its name",
         metavar="NAME",
     )
-    pool_group: str = flag(
-        _GROUP,
+    pool_group: str = _flag(
         "--pool-group",
         str,
         POOL_GROUP,
@@ -110,45 +108,37 @@ class KubeConfig:
         choices=tuple(POOL_VERSIONS),
         metavar=None,
     )
-    namespace: str = flag(
-        _GROUP,
+    namespace: str = _flag(
         "--pool-namespace",
         str,
         "",
         "of the pool and its pods (default: POD_NAMESPACE, else that of the credentials)",
         metavar="NAMESPACE",
     )
-    selector: str = flag(
-        _GROUP,
+    selector: str = _flag(
         "--endpoint-selector",
         _selector,
         "",
         'label selector of the pods where there is no InferencePool: "app=x,role in (a,b)"',
         metavar="SELECTOR",
     )
-    target_ports: tuple[int, ...] = flag(
-        _GROUP,
+    target_ports: tuple[int, ...] = _flag(
         "--endpoint-target-ports",
         _ports,
         (),
         f"serving ports of these pods, at most {PORTS_MAX}",
         metavar="PORT[,PORT]",
     )
-    events_port: int = flag(
-        _GROUP,
+    events_port: int = _flag(
         "--kv-events-port",
         _engine_port,
         DEFAULT_EVENTS_PORT,
         "where engines publish KV events, + 1 for each further target port; pods may be annotated otherwise",
     )
-    replay_port: int = flag(
-        _GROUP,
-        "--kv-replay-port",
-        _engine_port,
-        DEFAULT_EVENTS_PORT + 1,
-        "where they answer replays; 0: nowhere",
+    replay_port: int = _flag(
+        "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "where they answer replays; 0: nowhere"
     )
-    events_bind: bool = False
+    events_bind: bool = False  # whether pods may connect to us instead
     kubeconfig: Path | None = flag(
         _GROUP,
         "--kubeconfig",
@@ -157,8 +147,7 @@ class KubeConfig:
         "credentials (default: the pod's service account, else ~/.kube/config)",
         metavar="PATH",
     )
-    deadline_s: float = flag(
-        _GROUP,
+    deadline_s: float = _flag(
         "--kube-deadline",
         positive_duration,
         300.0,

@@ -44,17 +44,11 @@ _EXACT = "Exact"
 
 @dataclass(frozen=True, slots=True)
 class PodEndpoints:
-    """What a pod is to us.
+    """What a pod is to us."""
 
-    Attributes:
-        entries: Its endpoints, also while it is not Ready: its cache outlives that.
-        complaints: Annotations that are not understood, and so are passed over.
-        probed: Addresses of those whose port a readiness probe of the pod asks.
-    """
-
-    entries: tuple[PodEntry, ...] = ()
-    complaints: tuple[str, ...] = ()
-    probed: tuple[str, ...] = ()
+    entries: tuple[PodEntry, ...] = ()  # its endpoints, also while it is not Ready: its cache outlives that
+    complaints: tuple[str, ...] = ()  # annotations that are not understood, and so are passed over
+    probed: tuple[str, ...] = ()  # addresses of those whose port a readiness probe of the pod asks
 
 
 def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,8 +20,6 @@ from indexer.pod_entry import PodEntry
 from indexer.roster import EngineState
 from router.kube.client import Kind, KubeClient
 from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
-from router.kube.events import EventPoster, Subject
-from router.kube.mirror import Mirror
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -40,10 +39,9 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import Diagnosis, Found, Problems
-from router.kube.watch import Reflector, WatchCollector
-from router.pods import Pod
-from router.pods_source import PodsSource
+from router.kube.problems import EventPoster, Found, Problems, Reason, Subject, of_cluster, of_pods
+from router.kube.watch import Mirror, Reflector, WatchCollector
+from router.pods import Pod, PodsSource
 from router.resources import Resources
 
 _log = logging.getLogger(__name__)
@@ -77,7 +75,7 @@ class KubeSource(PodsSource):
         self._take = take
         self._rewrites_apply = rewrites
         self._client = KubeClient(config.kubeconfig)
-        self._namespace = namespace = config.namespace or self._client.namespace
+        self._namespace = config.namespace or self._client.namespace
         self._news: Callable[[], None] = lambda: None
         self._pool: Pool | None = None
         self._pool_problem = ""
@@ -102,7 +100,6 @@ class KubeSource(PodsSource):
         self._watches = {watch.name: watch for watch in followed}
         self._poster = EventPoster(self._client, self._subject)
         self._problems = Problems(registry, self._poster.post)
-        self._diagnosis = Diagnosis(config, namespace)
         registry.register(WatchCollector(self._watches))
 
     def start(self, news: Callable[[], None]) -> None:
@@ -138,9 +135,9 @@ class KubeSource(PodsSource):
         if rules is None:
             entries: tuple[PodEntry, ...] = ()
             # Before the first list nothing is known; after it, a pool that is gone has no pods.
-            if self._entries is None or not self._pools.state.listed or self._pool is not None:
+            if self._entries is None or not self._pools.listed or self._pool is not None:
                 return None
-        elif not self._pods.state.listed:
+        elif not self._pods.listed:
             return None
         else:
             entries = self._declared(rules)
@@ -153,32 +150,34 @@ class KubeSource(PodsSource):
         missing = []
         if self._config.pool and self._pool is None:
             missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
-        if not self._pods.state.listed:
+        if not self._pods.listed:
             missing.append(f"pods of namespace {self._namespace}")
         return missing
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        states = {name: watch.state for name, watch in self._watches.items()}
         mirror = self._pods.mirror
         bad_pods = mirror.problems
         if left_out := self._left_out + mirror.left_out:
             bad_pods[""] = f"{left_out} more than can be followed"
+        probed = {address for _, _, known in self._known.values() for address in known.probed}
         found = Found(
-            errors={name: state.error for name, state in states.items() if state.error is not None},
-            pool_listed=self._pools.state.listed,
+            errors={name: watch.error for name, watch in self._watches.items()},
+            pool_listed=self._pools.listed,
             pool=self._pool is not None,
             pool_problem=self._pool_problem,
             selector=self._config.selector if self._pool is None else self._pool.selector,
-            pods_listed=self._pods.state.listed,
+            pods_listed=self._pods.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
-            probed={address for _, _, known in self._known.values() for address in known.probed},
-            bad_pods=bad_pods,
-            bad_annotations=self._complaints,
-            bad_objectives=self._objectives.mirror.problems,
-            bad_rewrites=self._bad_rewrites(),
+            bad={
+                Reason.BAD_POD: bad_pods,
+                Reason.BAD_ANNOTATION: self._complaints,
+                Reason.BAD_OBJECTIVE: self._objectives.mirror.problems,
+                Reason.BAD_REWRITE: self._bad_rewrites(),
+            },
         )
-        self._problems.see(self._diagnosis.problems(found, pods, engines, now_s), now_s)
+        facts = chain(of_cluster(found, self._config, self._namespace), of_pods(pods, engines, probed))
+        self._problems.see(facts, now_s)
 
     def shown(self, now_s: float) -> Any:
         pool, rules = self._pool, self._rules()
@@ -232,7 +231,7 @@ class KubeSource(PodsSource):
         return entries
 
     def _on_pool(self) -> None:
-        if not self._pools.state.listed:
+        if not self._pools.listed:
             return
         mirror, name = self._pools.mirror, self._config.pool
         self._pool_problem = mirror.problems.get(name) or mirror.problems.get("", "")
@@ -250,7 +249,7 @@ class KubeSource(PodsSource):
         self._news()
 
     def _on_resources(self) -> None:
-        if not (self._objectives.state.listed and self._rewriting.state.listed):
+        if not (self._objectives.listed and self._rewriting.listed):
             return
         self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
         priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)

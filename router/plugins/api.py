@@ -15,19 +15,12 @@ from router.scrape import LoraLoad
 
 
 class PrefixMatch(NamedTuple):
-    """How much of a request's prompt an endpoint's cache holds, by one producer's account.
+    """How much of a request's prompt an endpoint's cache holds, by one producer's account."""
 
-    Attributes:
-        blocks: Matched blocks, each weighted by its tier.
-        total_blocks: Full blocks of the request; 0: the prompt is shorter than one.
-        cached_blocks: Matched blocks, unweighted.
-        block_tokens: Tokens of one block.
-    """
-
-    blocks: float
-    total_blocks: int
-    cached_blocks: int
-    block_tokens: int
+    blocks: float  # matched blocks, each weighted by its tier
+    total_blocks: int  # full blocks of the request; 0: the prompt is shorter than one
+    cached_blocks: int  # matched blocks, unweighted
+    block_tokens: int  # tokens of one block
 
     @property
     def ratio(self) -> float:
@@ -39,64 +32,39 @@ NO_MATCH = PrefixMatch(0.0, 0, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One candidate: what it declared, what its engine told last, and what this router knows of it.
+    """One candidate: what it declared, what its engine told last, and what this router knows of it."""
 
-    Attributes:
-        address: "ip:port", its identity.
-        id: "namespace/name".
-        labels: As in Kubernetes.
-        waiting_requests: In the engine's queue.
-        running_requests: Being computed.
-        kv_usage: Share of the KV cache in use, 0..1.
-        load_age_s: Age of the three above, of which one that is not told is 0; None if the engine never told.
-        lora: The engine's places for adapters; None if not told.
-        inflight_requests: Sent there by this router and not yet over.
-        inflight_tokens: Their uncached prompt tokens.
-        uncached_tokens: Prompt tokens of this request that it would have to compute.
-        cost_s: What the default policy charges, in seconds.
-    """
-
-    address: str
-    id: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    waiting_requests: int = 0
-    running_requests: int = 0
-    kv_usage: float = 0.0
+    address: str  # "ip:port", its identity
+    id: str  # "namespace/name"
+    labels: Mapping[str, str] = field(default_factory=dict)  # as in Kubernetes
+    waiting_requests: int = 0  # in the engine's queue
+    running_requests: int = 0  # being computed
+    kv_usage: float = 0.0  # share of the KV cache in use, 0..1
+    # Age of the three above, of which one that is not told is 0; None if the engine never told.
     load_age_s: float | None = None
-    lora: LoraLoad | None = None
-    inflight_requests: int = 0
-    inflight_tokens: int = 0
-    uncached_tokens: int = 0
-    cost_s: float = 0.0
+    lora: LoraLoad | None = None  # the engine's places for adapters; None if not told
+    inflight_requests: int = 0  # sent there by this router and not yet over
+    inflight_tokens: int = 0  # their uncached prompt tokens
+    uncached_tokens: int = 0  # prompt tokens of this request that it would have to compute
+    cost_s: float = 0.0  # what the default policy charges, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PluginRequest:
-    """One request, as plugins see it.
+    """One request, as plugins see it."""
 
-    Attributes:
-        id: The request's id.
-        model: As the pod will be asked for it; None where the API is not known.
-        headers: By lower-case name.
-        prompt_tokens: Of all prompts; estimated from the body's size where no tokenizer knows.
-        priority: Of its objective.
-        now_s: On the router's monotonic clock.
-        random: To break ties with.
-        attributes: What producers found out, such as a session's id.
-        prefixes: By producer's name: matches by address.
-        multimodal: Whether the prompt carries more than text.
-    """
-
-    id: str
-    model: str | None
-    headers: Mapping[str, str]
-    prompt_tokens: int
-    priority: int
-    now_s: float
-    random: np.random.Generator
+    id: str  # the request's id
+    model: str | None  # as the pod will be asked for it; None where the API is not known
+    headers: Mapping[str, str]  # by lower-case name
+    prompt_tokens: int  # of all prompts; estimated from the body's size where no tokenizer knows
+    priority: int  # of its objective
+    now_s: float  # on the router's monotonic clock
+    random: np.random.Generator  # to break ties with
+    # What producers found out, such as a session's id.
     attributes: Mapping[str, str] = field(default_factory=dict)
+    # By producer's name: matches by address.
     prefixes: Mapping[str, Mapping[str, PrefixMatch]] = field(default_factory=dict)
-    multimodal: bool = False
+    multimodal: bool = False  # whether the prompt carries more than text
 
     def prefix(self, producer: str, endpoint: Endpoint) -> PrefixMatch:
         """What a producer knows of the prompt on this endpoint."""

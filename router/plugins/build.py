@@ -1,28 +1,57 @@
-"""From a configuration to the pipeline that it describes: a PickerConfig in, a Pipeline out; reads no files.
+"""From a configuration to the pipeline that it describes: a PickerConfig in, a Pipeline out.
 
-Adds what the reference adds: one profile of all that can stand in one, the single-profile handler, the
-max-score picker, and producers for whatever is consumed.
+A plugin's type is one of the reference's that we have, an entry point of the group `kvroute.plugins`, or
+`FILE.py:CLASS`, relative to the configuration. What is neither is refused with what there is instead. Adds
+what the reference adds: one profile of all that can stand in one, the single-profile handler, the max-score
+picker, and producers for whatever is consumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import importlib.util
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from router.attribute_reporter import TYPE as REPORTER
-from router.config_fields import Settings, Text
+from router.config_fields import Settings
 from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, WeightedReference
+from router.errors import ConfigError
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
 from router.plugins.api import Filter, Picker, Scorer
-from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY, PrefixScorer
-from router.plugins.catalogue import INSTEAD, MAKERS, known_types, make
-from router.plugins.handlers import ProfileHandler, Stage
-from router.plugins.pickers import MaxScorePicker
+from router.plugins.cache_scorers import (
+    APPROXIMATE,
+    PRECISE,
+    PRODUCER_KEY,
+    ContextLengthAware,
+    LoraAffinityScorer,
+    NoHitLruScorer,
+    PrefixScorer,
+)
+from router.plugins.labels import (
+    ByLabelFilter,
+    DecodeFilter,
+    EncodeFilter,
+    HeaderLabelScorer,
+    HeaderTestingFilter,
+    LabelSelectorFilter,
+    PrefillFilter,
+)
+from router.plugins.load import (
+    ActiveRequestScorer,
+    KvUsageScorer,
+    LoadAwareScorer,
+    PrefixAffinityFilter,
+    QueueScorer,
+    RunningRequestsScorer,
+    TokenLoadScorer,
+    TtftCostScorer,
+    UtilizationFilter,
+)
 from router.plugins.pipeline import Pipeline
 from router.plugins.producers import (
     AgentIdentity,
@@ -32,18 +61,59 @@ from router.plugins.producers import (
     PrefixProducer,
     SessionIdProducer,
 )
-from router.plugins.profiles import Profile, WeightedScorer
+from router.plugins.profiles import (
+    AlwaysMultimodal,
+    AlwaysPd,
+    Disaggregation,
+    MaxScorePicker,
+    PrefillApart,
+    PrefixBasedPd,
+    Profile,
+    ProfileHandler,
+    RandomPicker,
+    Stage,
+    WeightedRandomPicker,
+    WeightedScorer,
+)
+from router.plugins.session_affinity import SessionAffinity
 from router.producer_settings import MetricsSettings, TokenSettings
 
-_SINGLE, _DISAGG, _PD = "single-profile-handler", "disagg-profile-handler", "pd-profile-handler"
-_HANDLERS = (_SINGLE, _DISAGG, _PD)
-_PRECISE_SCORER = "precise-prefix-cache-scorer"
+ENTRY_POINTS = "kvroute.plugins"
+_SINGLE = "single-profile-handler"
+_Plugins = Mapping[str, object]
 
-
-_ATTRIBUTES: Mapping[str, type[AttributeProducer]] = {
-    "agent-identity": AgentIdentity,
-    "session-id-producer": SessionIdProducer,
+MAKERS: Mapping[str, type[Settings]] = {
+    "label-selector-filter": LabelSelectorFilter,
+    "by-label-selector": LabelSelectorFilter,
+    "by-label": ByLabelFilter,
+    "decode-filter": DecodeFilter,
+    "prefill-filter": PrefillFilter,
+    "encode-filter": EncodeFilter,
+    "prefix-cache-affinity-filter": PrefixAffinityFilter,
+    "utilization-filter": UtilizationFilter,
+    "session-affinity-filter": SessionAffinity,
+    "session-affinity-scorer": SessionAffinity,
+    "header-based-testing-filter": HeaderTestingFilter,
+    "header-label-affinity-scorer": HeaderLabelScorer,
+    "queue-scorer": QueueScorer,
+    "running-requests-size-scorer": RunningRequestsScorer,
+    "kv-cache-utilization-scorer": KvUsageScorer,
+    "lora-affinity-scorer": LoraAffinityScorer,
+    "prefix-cache-scorer": PrefixScorer,
+    "no-hit-lru-scorer": NoHitLruScorer,
+    "load-aware-scorer": LoadAwareScorer,
+    "active-request-scorer": ActiveRequestScorer,
+    "token-load-scorer": TokenLoadScorer,
+    "context-length-aware": ContextLengthAware,
+    "ttft-cost-scorer": TtftCostScorer,
+    "max-score-picker": MaxScorePicker,
+    "random-picker": RandomPicker,
+    "weighted-random-picker": WeightedRandomPicker,
+    "prefix-based-pd-decider": PrefixBasedPd,
+    "always-disagg-pd-decider": AlwaysPd,
+    "always-disagg-multimodal-decider": AlwaysMultimodal,
 }
+"""Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
 
 
 class _InflightLoad(Settings):
@@ -59,8 +129,15 @@ class _PrefillHeader(Settings):
     prefill_profile: Any = None
 
 
-# Part of the router whether they are named or not; what they may be told is checked and has no effect here.
-_BUILT_IN: Mapping[str, type[Settings]] = {
+# Types that stand in no profile.
+_OTHERS: Mapping[str, type[Settings]] = {
+    _SINGLE: Settings,
+    "disagg-profile-handler": Disaggregation,
+    "pd-profile-handler": PrefillApart,
+    "agent-identity": AgentIdentity,
+    "session-id-producer": SessionIdProducer,
+    APPROXIMATE: ApproximatePrefix,
+    # Part of the router whether they are named or not; what they may be told is checked, without effect.
     "file-discovery": DiscoverySettings,
     "core-metrics-extractor": Settings,
     "models-data-source": Settings,
@@ -77,125 +154,107 @@ _BUILT_IN: Mapping[str, type[Settings]] = {
     "prefill-header-handler": _PrefillHeader,
 }
 
+# A producer and its scorer in one.
+_PRECISE_SCORER = "precise-prefix-cache-scorer"
+# Types whose parameters are others' to read.
+_READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
-class _Stages(Settings):
-    decode: Text = "decode"
-    prefill: Text = "prefill"
-    encode: Text = "encode"
-
-
-class _Deciders(Settings):
-    prefill: Text | None = None
-    encode: Text | None = None
-
-
-class _Disaggregation(Settings):
-    stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
-    profiles: _Stages = msgspec.field(default_factory=_Stages)
-    deciders: _Deciders = msgspec.field(default_factory=_Deciders)
-
-
-class _PrefillApart(Settings):
-    """The older form, which names two profiles and one decider."""
-
-    decode_profile: Text = "decode"
-    prefill_profile: Text = "prefill"
-    decider_plugin_name: Text | None = None
-    prefix_plugin_name: Any = None
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What the plugins of a configuration were made into, by name."""
-
-    plugins: dict[str, object] = field(default_factory=dict)
-    prefixes: dict[str, PrefixProducer] = field(default_factory=dict)
-    attributes: dict[str, AttributeProducer] = field(default_factory=dict)
-    handlers: dict[str, PluginEntry] = field(default_factory=dict)
+INSTEAD: Mapping[str, str] = {
+    "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
+    "latency-scorer": "ttft-cost-scorer, which needs no predictor",
+    "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
+    "latency-slo-admitter": "flowControl",
+    "probabilistic-admitter": "flowControl",
+    "burst-prefix-cache-producer": "precise-prefix-cache-producer, which knows of picks at once",
+    "header-profile-handler": "disagg-profile-handler, or one router for each profile",
+    "slo-headroom-tier-filter": "ttft-cost-scorer, which needs no predictor",
+    "topology-affinity-filter": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
+    "topology-affinity-scorer": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
+    "topology-extractor": "labels of the pods, which plugins see",
+    "mm-embeddings-cache-scorer": "precise-prefix-cache-producer",
+    "mm-embeddings-cache-producer": "precise-prefix-cache-producer",
+    "p2p-source-producer": "the engines' own transfer of blocks",
+    "program-aware-fairness": "round-robin-fairness-policy",
+    "priority-holdback-policy": "static-usage-limit-policy",
+    "soft-reflective-ceiling-policy": "static-usage-limit-policy",
+    "dcgm-data-source": "the engine's own metrics page",
+    "dcgm-extractor": "the engine's own metrics page",
+    "sglanggrpc-parser": "passthrough-parser",
+    "disaggregatedset-rollout-screener": "readiness of the pods",
+    "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
+    "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
+}
+"""What there is in the place of types that we do not have."""
 
 
 def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:
     """Makes every plugin and wires them.
 
-    Args:
-        block_tokens: Of the index.
-
     Raises:
         ConfigError: Something is not understood, missing, or does not fit; names the place.
     """
-    parts = _make_all(config, block_tokens)
-    for name, plugin in parts.plugins.items():
-        _provide(config, parts, name, getattr(plugin, "producer", None), block_tokens)
-    profiles = {entry.name: _profile(entry, parts, config) for entry in _profile_entries(config, parts)}
-    handler = _handler(config, parts, profiles)
-    types = {name: entry.type for name, entry in config.plugins.items()}
-    return Pipeline(handler, parts.plugins, parts.prefixes, parts.attributes, types, random)
-
-
-def _make_all(config: PickerConfig, block_tokens: int) -> _Parts:
-    parts = _Parts()
+    plugins: dict[str, object] = {}
+    prefixes: dict[str, PrefixProducer] = {}
+    attributes: dict[str, AttributeProducer] = {}
+    handlers: dict[str, Settings] = {}
     for name, entry in config.plugins.items():
-        kind = entry.type
-        if kind in _BUILT_IN:
-            entry.told.read(_BUILT_IN[kind])
-        elif kind in _ATTRIBUTES:
-            parts.attributes[name] = entry.told.read(_ATTRIBUTES[kind])
-        elif kind == APPROXIMATE:
-            parts.prefixes[name] = entry.told.read(ApproximatePrefix)
-        elif kind in (PRECISE, _PRECISE_SCORER):
-            parts.prefixes[name] = PrecisePrefix(block_tokens)
-            if kind == _PRECISE_SCORER:
-                parts.plugins[name] = PrefixScorer(name)
-        elif kind in _HANDLERS:
-            parts.handlers[name] = entry
-        elif kind not in PARSERS and kind not in FLOW_TYPES and kind != REPORTER:
-            _refuse_unknown(entry)
-            parts.plugins[name] = make(entry, config.directory)
-    return parts
+        if entry.type in (PRECISE, _PRECISE_SCORER):
+            prefixes[name] = PrecisePrefix(block_tokens)
+            if entry.type == _PRECISE_SCORER:
+                plugins[name] = PrefixScorer(name)
+        elif entry.type in _OTHERS:
+            other = entry.told.read(_OTHERS[entry.type])
+            if isinstance(other, ApproximatePrefix):
+                prefixes[name] = other
+            elif isinstance(other, AttributeProducer):
+                attributes[name] = other
+            elif entry.type.endswith("-profile-handler"):
+                handlers[name] = other
+        elif entry.type not in _READ_ELSEWHERE:
+            plugins[name] = make(entry, config.directory)
+    for name, plugin in plugins.items():
+        _provide(config, prefixes, name, getattr(plugin, "producer", None), block_tokens)
+    profiles = {entry.name: _profile(entry, plugins, config) for entry in _profile_entries(config, plugins)}
+    handler = _handler(config, handlers, plugins, profiles)
+    types = {name: entry.type for name, entry in config.plugins.items()}
+    return Pipeline(handler, plugins, prefixes, attributes, types, random)
 
 
-def _refuse_unknown(entry: PluginEntry) -> None:
-    """Before a type is looked for elsewhere: those whose name is taken by something else than a profile's."""
-    if entry.type in known_types() or ":" in entry.type or entry.type in INSTEAD:
-        return
-    everything = {*known_types(), *_BUILT_IN, *_ATTRIBUTES, *_HANDLERS, *PARSERS, *FLOW_TYPES, REPORTER}
-    everything |= {APPROXIMATE, PRECISE, _PRECISE_SCORER}
-    entry.section.fail("type", f"{entry.type!r} is not understood; there are {', '.join(sorted(everything))}")
-
-
-def _provide(config: PickerConfig, parts: _Parts, name: str, producer: object, block_tokens: int) -> None:
+def _provide(
+    config: PickerConfig, prefixes: dict[str, PrefixProducer], name: str, producer: object, block_tokens: int
+) -> None:
     """Adds the producer that a plugin consumes, if it is one of the two that need not be declared."""
-    if not isinstance(producer, str) or producer in parts.prefixes:
+    if not isinstance(producer, str) or producer in prefixes:
         return
     # A renamed producer is meant by its type, too, as long as there is one.
     same = [other for other, entry in config.plugins.items() if entry.type == producer]
     if same:
-        parts.prefixes[producer] = parts.prefixes[same[0]]
+        prefixes[producer] = prefixes[same[0]]
     elif producer == APPROXIMATE:
-        parts.prefixes[producer] = ApproximatePrefix()
+        prefixes[producer] = ApproximatePrefix()
     elif producer == PRECISE:
-        parts.prefixes[producer] = PrecisePrefix(block_tokens)
+        prefixes[producer] = PrecisePrefix(block_tokens)
     else:
-        known = sorted({*parts.prefixes, APPROXIMATE, PRECISE})
+        known = sorted({*prefixes, APPROXIMATE, PRECISE})
         config.plugins[name].told.fail(
             PRODUCER_KEY, f"there is no producer {producer!r}; there are {', '.join(known)}"
         )
 
 
-def _profile_entries(config: PickerConfig, parts: _Parts) -> tuple[ProfileEntry, ...]:
+def _profile_entries(config: PickerConfig, plugins: _Plugins) -> tuple[ProfileEntry, ...]:
     if config.profiles:
         return config.profiles
-    every = (name for name, plugin in parts.plugins.items() if isinstance(plugin, Filter | Scorer | Picker))
-    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.root),)
+    every = (name for name, plugin in plugins.items() if isinstance(plugin, Filter | Scorer | Picker))
+    return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.section),)
 
 
-def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profile:
+def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> Profile:
     filters: list[tuple[str, Filter]] = []
     scorers: list[WeightedScorer] = []
     pickers: list[Picker] = []
     for reference in entry.plugins:
         name = reference.plugin_ref
-        plugin, kind = parts.plugins.get(name), config.plugins[name].type
+        plugin, kind = plugins.get(name), config.plugins[name].type
         is_filter, is_scorer = isinstance(plugin, Filter), isinstance(plugin, Scorer)
         # One object of ours does both; its type says which of them is meant here.
         if isinstance(plugin, Filter) and not (is_scorer and kind.endswith("-scorer")):
@@ -211,53 +270,115 @@ def _profile(entry: ProfileEntry, parts: _Parts, config: PickerConfig) -> Profil
     return Profile(entry.name, filters, scorers, pickers[0] if pickers else MaxScorePicker())
 
 
-def _handler(config: PickerConfig, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    if len(parts.handlers) > 1:
-        names = ", ".join(parts.handlers)
-        config.root.fail("plugins", f"has several profile handlers ({names}); one is used")
-    entry = next(iter(parts.handlers.values()), None)
-    if entry is not None and entry.type == _DISAGG:
-        return _disaggregated(entry.told.read(_Disaggregation), parts, profiles)
-    if entry is not None and entry.type == _PD:
-        return _prefill_apart(entry.told.read(_PrefillApart), parts, profiles)
-    if entry is not None:
-        entry.told.read(Settings)
+def _handler(
+    config: PickerConfig, handlers: Mapping[str, Settings], plugins: _Plugins, profiles: Mapping[str, Profile]
+) -> ProfileHandler:
+    if len(handlers) > 1:
+        config.section.fail("plugins", f"has several profile handlers ({', '.join(handlers)}); one is used")
+    match next(iter(handlers.values()), None):
+        case Disaggregation() as told:
+            return _disaggregated(told, plugins, profiles)
+        case PrefillApart() as told:
+            return _prefill_apart(told, plugins, profiles)
     if len(profiles) != 1:
-        config.root.fail(
-            "schedulingProfiles", f"{_SINGLE} takes one profile, here are {len(profiles)}; add a {_DISAGG}"
+        config.section.fail(
+            "schedulingProfiles",
+            f"{_SINGLE} takes one profile, here are {len(profiles)}; add a disagg-profile-handler",
         )
     return ProfileHandler(next(iter(profiles.values())))
 
 
-def _disaggregated(told: _Disaggregation, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+def _disaggregated(
+    told: Disaggregation, plugins: _Plugins, profiles: Mapping[str, Profile]
+) -> ProfileHandler:
     names, deciders = told.profiles, told.deciders
     if (decode := profiles.get(names.decode)) is None:
         told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
     return ProfileHandler(
         decode,
-        _stage(told, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), parts),
-        _stage(told, "deciders.encode", deciders.encode, profiles.get(names.encode), parts),
+        _stage(told, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), plugins),
+        _stage(told, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
         prefill_first=told.stage_order == "prefill-first",
     )
 
 
-def _prefill_apart(told: _PrefillApart, parts: _Parts, profiles: Mapping[str, Profile]) -> ProfileHandler:
+def _prefill_apart(told: PrefillApart, plugins: _Plugins, profiles: Mapping[str, Profile]) -> ProfileHandler:
     decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
         told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
-    return ProfileHandler(decode, _stage(told, "deciderPluginName", told.decider_plugin_name, prefill, parts))
+    return ProfileHandler(
+        decode, _stage(told, "deciderPluginName", told.decider_plugin_name, prefill, plugins)
+    )
 
 
 def _stage(
-    told: Settings, key: str, decider: str | None, profile: Profile | None, parts: _Parts
+    told: Settings, key: str, decider: str | None, profile: Profile | None, plugins: _Plugins
 ) -> Stage | None:
     """Make a stage; None: without a decider it is never apart."""
     if decider is None:
         return None
-    plugin: Any = parts.plugins.get(decider)
+    plugin: Any = plugins.get(decider)
     if not hasattr(plugin, "decide"):
         known = [kind for kind in MAKERS if kind.endswith("-decider")]
         told.section.fail(key, f"{decider!r} is no decider among the plugins; there are {', '.join(known)}")
     if profile is None:
         told.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
     return Stage(profile, plugin)
+
+
+def make(entry: PluginEntry, directory: Path) -> object:
+    """Makes a profile's plugin.
+
+    Raises:
+        ConfigError: There is no such type, or its parameters are wrong; names the place.
+    """
+    if (maker := MAKERS.get(entry.type)) is not None:
+        return entry.told.read(maker)
+    parameters = entry.told.value()
+    try:
+        return _custom(entry, directory)(**parameters)
+    except ConfigError:
+        raise
+    except Exception as error:
+        entry.section.fail("parameters", f"{entry.type} refuses them: {error}")
+
+
+def is_own(kind: str) -> bool:
+    """Whether a type is a user's own plugin, which may do whatever it likes."""
+    return ".py:" in kind or any(entry_points(group=ENTRY_POINTS, name=kind))
+
+
+def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
+    path, colon, name = entry.type.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(entry, directory / path, name)
+    installed = entry_points(group=ENTRY_POINTS)
+    if entry.type in installed.names:
+        return _from_entry_point(entry, installed[entry.type])
+    known = {*MAKERS, *_OTHERS, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
+    instead = INSTEAD.get(entry.type)
+    advice = f"there is {instead} instead" if instead else f"there are {', '.join(sorted(known))}"
+    return entry.section.fail("type", f"{entry.type!r} is not understood; {advice}")
+
+
+def _from_entry_point(entry: PluginEntry, point: EntryPoint) -> Callable[..., object]:
+    try:
+        loaded: Callable[..., object] = point.load()
+    except Exception as error:
+        entry.section.fail("type", f"the entry point {point.value} cannot be loaded: {error}")
+    return loaded
+
+
+def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:
+    spec = importlib.util.spec_from_file_location(f"kvroute_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        entry.section.fail("type", f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found: Any = getattr(module, name)
+    except Exception as error:
+        entry.section.fail("type", f"{path} has no usable {name}: {error!r}")
+    if not callable(found):
+        entry.section.fail("type", f"{name} in {path} is no class")
+    return found  # type: ignore[no-any-return]

@@ -21,16 +21,11 @@ class PrefixScorer(Settings):
     """The share of the prompt that an endpoint holds, and on request the matched length for itself.
 
     score = w * min(1, matched / scale) ** 2 + (1 - w) * matched / total
-
-    Attributes:
-        producer: Whose account of the caches counts.
-        match_length_weight: w above.
-        match_length_scale_tokens: Matched tokens from which on length counts in full.
     """
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
-    match_length_weight: Share = 0.0
-    match_length_scale_tokens: Count = 8192
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
+    match_length_weight: Share = 0.0  # w above
+    match_length_scale_tokens: Count = 8192  # matched tokens from which on length counts in full
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         scores = []
@@ -42,17 +37,11 @@ class PrefixScorer(Settings):
 
 
 class NoHitLruScorer(Settings):
-    """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1.
+    """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1."""
 
-    Attributes:
-        producer: Whose account of the caches counts.
-        lru_size: Endpoints remembered.
-        prefix_plugin_type, prefix_plugin_name: Older names, not used, as in the reference.
-    """
-
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)
-    lru_size: Count = 1024
-    prefix_plugin_type: Any = None
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
+    lru_size: Count = 1024  # endpoints remembered
+    prefix_plugin_type: Any = None  # older names, not used, as in the reference
     prefix_plugin_name: Any = None
 
     def __post_init__(self) -> None:

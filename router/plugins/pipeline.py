@@ -9,24 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.decision import Routing, Situation
+from router.decision import Routing
 from router.errors import RequestError
-from router.plugins.api import Endpoint, Observer, PluginRequest, PrefixMatch, Stateful
-from router.plugins.handlers import Handled, ProfileHandler
-from router.plugins.producers import (
-    ApproximatePrefix,
-    AttributeProducer,
-    PrefixProducer,
-    Prompt,
-)
-from router.plugins.profiles import PluginError
-from router.pods import Pod
+from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
+from router.plugins.producers import AttributeProducer, PrefixProducer
+from router.plugins.profiles import Handled, PluginError, ProfileHandler
+from router.pods import Pod, PodSnapshot
 from tokenization.chat_messages import decoded
+
+if TYPE_CHECKING:
+    from indexer import PodMatches
+    from router.candidates import Lineup
+    from router.schedule import Prompted
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +60,6 @@ class Pipeline:
         self._observers = [(name, one) for name, one in plugins.items() if isinstance(one, Observer)]
         remembering = {**prefixes, **plugins}
         self._stateful = {name: one for name, one in remembering.items() if isinstance(one, Stateful)}
-        self._approximate = [
-            producer for producer in prefixes.values() if isinstance(producer, ApproximatePrefix)
-        ]
 
     def state(self) -> dict[str, Any]:
         """What plugins remember, by their names, for people."""
@@ -77,8 +73,25 @@ class Pipeline:
             # The picks go on meanwhile, and a plugin of somebody else's may not have thought of that.
             return f"not told: {error!r}"
 
-    def rank(self, situation: Situation) -> tuple[NDArray[np.int64], Routing]:
+    def rank(
+        self,
+        prompted: Prompted,
+        lineup: Lineup,
+        pods: PodSnapshot,
+        matches: Sequence[PodMatches],
+        prices: NDArray[Any],
+        credits: NDArray[Any],
+        known: NDArray[Any],
+        now_s: float,
+    ) -> tuple[NDArray[np.int64], Routing]:
         """Picks.
+
+        Args:
+            pods: As they are now; the line-up may be older in what it says of their load.
+            matches: One for each prompt; empty when the cache's view is not used.
+            prices: cost.PRICE [candidates].
+            credits: cost.CREDIT [candidates].
+            known: board.POD [candidates].
 
         Returns:
             int64 places of the candidates that passed the filters, best first, and what else was decided.
@@ -87,9 +100,19 @@ class Pipeline:
             RequestError: 429, the filters left nobody.
             RequestError: 500, a plugin failed.
         """
-        keys = {id(producer): producer.keys(situation.request) for producer in self._approximate}
-        endpoints = _endpoints(situation)
-        request = self._request(situation, keys)
+        columns = zip(
+            lineup.pods,
+            prices["cost_s"].tolist(),
+            credits["cached_tokens"].tolist(),
+            (known["awaiting"] + known["decoding"]).tolist(),
+            known["held_tokens"].tolist(),
+            strict=True,
+        )
+        endpoints = [
+            _endpoint(pods.get(pod.address, pod), now_s, prompted.prompt_tokens, *counts)
+            for pod, *counts in columns
+        ]
+        request = self._request(prompted, matches, lineup.addresses, now_s)
         with _costing_one_request(request.id):
             handled = self._handler.run(request, endpoints)
             if handled is None:
@@ -97,20 +120,15 @@ class Pipeline:
                     429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
                 )
             response_headers = self._tell(request, handled)
-        for producer in self._approximate:
-            producer.keep(list(situation.pods))
-            for endpoint in (handled.primary.endpoints[0], handled.prefill):
-                if endpoint is not None:
-                    producer.sent(keys[id(producer)], endpoint.address)
+        sent_to = [one.address for one in (handled.primary.endpoints[0], handled.prefill) if one is not None]
+        for producer in self._prefixes.values():
+            producer.sent(sent_to, pods)
         return _order(handled, endpoints), _routing(handled, response_headers)
 
-    def _request(self, situation: Situation, keys: Mapping[int, Sequence[int]]) -> PluginRequest:
-        request = situation.request
-        addresses = situation.addresses
-        prefixes: dict[str, Mapping[str, PrefixMatch]] = {}
-        for name, producer in self._prefixes.items():
-            prompt = Prompt(keys.get(id(producer), ()), situation.prompt_blocks, situation.matches)
-            prefixes[name] = producer.matches(prompt, addresses)
+    def _request(
+        self, prompted: Prompted, matches: Sequence[PodMatches], addresses: Sequence[str], now_s: float
+    ) -> PluginRequest:
+        request = prompted.request
         attributes = {
             name: value
             for name, producer in self._attributes.items()
@@ -120,12 +138,15 @@ class Pipeline:
             id=request.request_id,
             model=request.model,
             headers=request.headers,
-            prompt_tokens=situation.prompt_tokens,
-            priority=situation.priority,
-            now_s=situation.now_s,
+            prompt_tokens=prompted.prompt_tokens,
+            priority=prompted.priority,
+            now_s=now_s,
             random=self._random,
             attributes=attributes,
-            prefixes=prefixes,
+            prefixes={
+                name: producer.matches(prompted, matches, addresses)
+                for name, producer in self._prefixes.items()
+            },
             multimodal=_is_multimodal(request.body),
         )
 
@@ -168,21 +189,15 @@ def _costing_one_request(request_id: str) -> Iterator[None]:
         raise RequestError(500, f"a plugin failed: {error}") from error
 
 
-def _endpoints(situation: Situation) -> list[Endpoint]:
-    costs = situation.prices["cost_s"].tolist()
-    cached = situation.credits["cached_tokens"].tolist()
-    known = situation.known
-    inflight = (known["awaiting"] + known["decoding"]).tolist()
-    held = known["held_tokens"].tolist()
-    pods, now_s, tokens = situation.pods, situation.now_s, situation.prompt_tokens
-    return [
-        _endpoint(pods.get(candidate.address, candidate), now_s, counts, tokens)
-        for candidate, *counts in zip(situation.candidates, costs, cached, inflight, held, strict=True)
-    ]
-
-
-def _endpoint(pod: Pod, now_s: float, counts: Sequence[float], prompt_tokens: int) -> Endpoint:
-    cost_s, cached_tokens, inflight, held_tokens = counts
+def _endpoint(
+    pod: Pod,
+    now_s: float,
+    prompt_tokens: int,
+    cost_s: float,
+    cached_tokens: int,
+    inflight: float,
+    held_tokens: float,
+) -> Endpoint:
     load, entry = pod.load, pod.entry
     return Endpoint(
         address=pod.address,
@@ -195,7 +210,7 @@ def _endpoint(pod: Pod, now_s: float, counts: Sequence[float], prompt_tokens: in
         lora=load.lora if load else None,
         inflight_requests=int(inflight),
         inflight_tokens=int(held_tokens),
-        uncached_tokens=max(0, prompt_tokens - int(cached_tokens)),
+        uncached_tokens=max(0, prompt_tokens - cached_tokens),
         cost_s=cost_s,
     )
 

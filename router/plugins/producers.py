@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from indexer import PodMatches
 from router.config_fields import Settings, Text, Whole
 from router.plugins.api import PrefixMatch
 from router.request import RouteRequest
 from router.sessions import agent_session, cookie_value
+
+if TYPE_CHECKING:
+    from indexer import PodMatches
+    from router.schedule import Prompted
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4
@@ -28,49 +30,32 @@ class PrecisePrefix:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
 
-    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
+    def matches(
+        self, prompted: Prompted, matches: Sequence[PodMatches], pods: Sequence[str]
+    ) -> Mapping[str, PrefixMatch]:
         """Sums over the prompts of a request."""
-        found = {}
+        found, blocks = {}, sum(map(len, prompted.keys)) if matches else 0
         for pod in pods:
-            told = [match[pod] for match in prompt.matches]
-            found[pod] = PrefixMatch(
-                sum(match.weighted_blocks for match in told),
-                prompt.exact_blocks,
-                sum(match.cached_blocks for match in told),
-                self._block_tokens,
-            )
+            told = [match[pod] for match in matches]
+            weighted_blocks = sum(match.weighted_blocks for match in told)
+            cached_blocks = sum(match.cached_blocks for match in told)
+            found[pod] = PrefixMatch(weighted_blocks, blocks, cached_blocks, self._block_tokens)
         return found
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is known of a request's prompt.
-
-    Attributes:
-        keys: Chained hashes by bytes.
-        exact_blocks: Full blocks of all prompts.
-        matches: The index's, one for each prompt.
-    """
-
-    keys: Sequence[int]
-    exact_blocks: int
-    matches: Sequence[PodMatches]
+    def sent(self, pods: Sequence[str], known: Collection[str]) -> None:
+        """The pods tell it."""
 
 
 class ApproximatePrefix(Settings):
-    """What this router sent where: an LRU of prompt hashes for each pod.
+    """What this router sent where: an LRU of prompt hashes for each pod."""
 
-    Attributes:
-        auto_tune: Would take the block size from the engines, whose events we have.
-        block_size_tokens: Of one hashed block, at 4 bytes a token; at least 64 count.
-        max_prefix_blocks_to_match, max_prefix_tokens_to_match: Longest prefix that is looked at.
-        lru_capacity_per_server: Blocks remembered for each pod.
-    """
-
-    auto_tune: bool = True
+    auto_tune: bool = True  # would take the block size from the engines, whose events we have
+    # Of one hashed block, at 4 bytes a token; at least 64 count.
     block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16
+    # Longest prefix that is looked at.
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
     max_prefix_tokens_to_match: Whole = 131_072
+    # Blocks remembered for each pod.
     lru_capacity_per_server: Annotated[int, Meta(ge=1, le=10_000_000)] = 31_250
 
     def __post_init__(self) -> None:
@@ -78,8 +63,31 @@ class ApproximatePrefix(Settings):
         by_tokens = self.max_prefix_tokens_to_match // self._block_tokens
         self._blocks_max = min(self.max_prefix_blocks_to_match, by_tokens or self.max_prefix_blocks_to_match)
         self._held: dict[str, OrderedDict[int, None]] = {}
+        self._asked: Sequence[int] = ()
 
-    def keys(self, request: RouteRequest) -> Sequence[int]:
+    def matches(
+        self, prompted: Prompted, _matches: Sequence[PodMatches], pods: Sequence[str]
+    ) -> Mapping[str, PrefixMatch]:
+        # Until `sent`: one request is picked for at a time.
+        self._asked = self._keys(prompted.request)
+        return {pod: self._match(self._asked, self._held.get(pod, {})) for pod in pods}
+
+    def sent(self, pods: Sequence[str], known: Collection[str]) -> None:
+        """The request of `matches` was sent to these pods; those that are not known are forgotten."""
+        for gone in self._held.keys() - set(known):
+            del self._held[gone]
+        for pod in pods:
+            held = self._held.setdefault(pod, OrderedDict())
+            for key in self._asked:
+                held[key] = None
+                held.move_to_end(key)
+            while len(held) > self.lru_capacity_per_server:
+                held.popitem(last=False)
+
+    def state(self) -> dict[str, int]:
+        return {pod: len(held) for pod, held in self._held.copy().items()}
+
+    def _keys(self, request: RouteRequest) -> Sequence[int]:
         """Chained hashes of the full blocks of what the request says."""
         said = request.body.get("messages", request.body.get("prompt", request.body.get("input")))
         if said is None:
@@ -91,25 +99,6 @@ class ApproximatePrefix(Settings):
             key = xxhash.xxh3_64_intdigest(data[start : start + size], key)
             found.append(key)
         return found
-
-    def matches(self, prompt: Prompt, pods: Sequence[str]) -> Mapping[str, PrefixMatch]:
-        return {pod: self._match(prompt.keys, self._held.get(pod, {})) for pod in pods}
-
-    def sent(self, keys: Sequence[int], pod: str) -> None:
-        held = self._held.setdefault(pod, OrderedDict())
-        for key in keys:
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > self.lru_capacity_per_server:
-            held.popitem(last=False)
-
-    def state(self) -> dict[str, int]:
-        return {pod: len(held) for pod, held in self._held.copy().items()}
-
-    def keep(self, pods: Sequence[str]) -> None:
-        """Forgets every pod but these."""
-        for gone in self._held.keys() - set(pods):
-            del self._held[gone]
 
     def _match(self, keys: Sequence[int], held: Mapping[int, None]) -> PrefixMatch:
         blocks = 0

@@ -12,8 +12,7 @@ import numpy as np
 
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, PrefixMatch, Scored, Scorer
 from router.plugins.cache_scorers import APPROXIMATE
-from router.plugins.pickers import MaxScorePicker
-from router.plugins.profiles import Profile, WeightedScorer
+from router.plugins.profiles import MaxScorePicker, Profile, WeightedScorer
 
 
 def request(

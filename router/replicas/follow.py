@@ -17,8 +17,7 @@ import grpc
 
 from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError
-from indexer.peer_client import open_channel, resolve
-from indexer.peer_service import PeerIdentity
+from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
 from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
 
@@ -46,14 +45,12 @@ class PeerState:
     Attributes:
         state: "followed"; "lost" or "connecting", until it answers (again); "refused", it does not tell us;
             "no_ledger", it has nothing to tell; "self", it is we.
-        why: Why it is not followed.
-        heard_s: When it last told anything; None: never.
     """
 
     address: str
     state: str
-    why: str
-    heard_s: float | None
+    why: str  # why it is not followed
+    heard_s: float | None  # when it last told anything; None: never
 
 
 class Followers:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from indexer.applied import Applied
+from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig
 from indexer.events import BlockStored, KVEvent
@@ -63,11 +63,11 @@ class OnePod:
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
-    def apply(self, *events: KVEvent) -> Applied:
+    def apply(self, *events: KVEvent) -> Outcome:
         """Applies events as one batch."""
-        applied = apply_batch(self.view, EventBatch(0.0, events))
+        outcome = apply_batch(self.view, EventBatch(0.0, events))
         self.hybrid.learn(POD, self.view.groups)
-        return applied
+        return outcome
 
     def keys(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -22,7 +20,7 @@ def reporter(**expressions: str) -> AttributeReporter:
         "kind": "EndpointPickerConfig",
         "plugins": [{"type": "request-attribute-reporter", "parameters": {"attributes": attributes}}],
     }
-    made = AttributeReporter.of(parse_config(yaml.safe_dump(config), "c.yaml", Path()))
+    made = AttributeReporter.of(parse_config(yaml.safe_dump(config), "c.yaml"))
     assert made is not None
     return made
 

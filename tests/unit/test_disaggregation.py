@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ DISAGGREGATED: dict[str, Any] = {
 
 def disaggregated() -> Bench:
     """A pod that prefills, A, and one that decodes, B."""
-    config = parse_config(yaml.safe_dump(DISAGGREGATED), "c.yaml", Path())
+    config = parse_config(yaml.safe_dump(DISAGGREGATED), "c.yaml")
     roles = {A: "prefill", B: "decode"}
     pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
     made = Bench().with_pods(*pods)

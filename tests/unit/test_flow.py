@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import ConcurrencyDetector, UtilizationDetector
 from router.board import POD
-from router.config_file import parse_config
+from router.config_file import BandSettings, FlowSettings, parse_config
 from router.errors import ConfigError, FlowError
-from router.flow import FlowControl, FlowParameters
+from router.flow import FlowControl
 from router.flow_config import fairness_of, flow_of
-from router.flow_queue import FAIRNESS, BandParameters, FlowQueue, QueueParameters, Waiting
+from router.flow_queue import FAIRNESS, FlowQueue, Waiting
 from router.pods import PodSet
 from router.request import RequestKind, RouteRequest
 from tests.unit.router_support import entry, ready_pod
@@ -45,7 +44,7 @@ def drained(queue: FlowQueue) -> list[Waiting]:
 
 def test_higher_bands_go_first_and_lower_ones_in_order() -> None:
     """Priority decides, then arrival."""
-    queue = FlowQueue(QueueParameters())
+    queue = FlowQueue(FlowSettings())
     low, high, later = waiting(priority=-1), waiting(priority=5), waiting(priority=5)
     for one in (low, high, later):
         assert queue.put(one)
@@ -56,7 +55,7 @@ def test_higher_bands_go_first_and_lower_ones_in_order() -> None:
 @pytest.mark.parametrize(("order", "field"), [(EDF, "deadline_s"), (SLO, "due_s")])
 def test_the_earliest_deadline_goes_first(order: str, field: str) -> None:
     """By when the request is given up, or by when its client wants an answer."""
-    queue = FlowQueue(QueueParameters(default=BandParameters(order=order)))
+    queue = FlowQueue(FlowSettings(default_priority_band=BandSettings(order=order)))
     late, soon = waiting(**{field: 9.0}), waiting(**{field: 3.0})
     queue.put(late)
     queue.put(soon)
@@ -66,7 +65,7 @@ def test_the_earliest_deadline_goes_first(order: str, field: str) -> None:
 def test_flows_take_turns_where_they_shall() -> None:
     """Round robin serves one of each flow; strict order serves whoever came first."""
     for fairness, expected in ((FAIRNESS[0], "aaabc"), (FAIRNESS[1], "abcaa")):
-        queue = FlowQueue(QueueParameters(default=BandParameters(fairness=fairness)))
+        queue = FlowQueue(FlowSettings(default_priority_band=BandSettings(fairness=fairness)))
         for flow in "aaabc":
             queue.put(waiting(flow))
         assert "".join(one.flow for one in drained(queue)) == expected
@@ -74,11 +73,8 @@ def test_flows_take_turns_where_they_shall() -> None:
 
 def test_what_does_not_fit_is_not_taken() -> None:
     """Number and bytes are bounded in a band and in all; who leaves makes room."""
-    queue = FlowQueue(
-        QueueParameters(
-            requests_max=3, bytes_max=45, bands={1: BandParameters(1, 100), 2: BandParameters(9, 25)}
-        )
-    )
+    bands = BandSettings(1, 1, 100), BandSettings(2, 9, 25)
+    queue = FlowQueue(FlowSettings(requests_max=3, bytes_max=45, priority_bands=bands))
     first = waiting(priority=1)
     assert queue.put(first)
     assert not queue.put(waiting(priority=1))
@@ -92,7 +88,8 @@ def test_what_does_not_fit_is_not_taken() -> None:
 @given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_nobody_is_lost_or_served_twice(asked: list[tuple[int, str, bool]]) -> None:
     """Whoever was taken in goes on exactly once, unless it left; the counts come out even."""
-    queue = FlowQueue(QueueParameters(default=BandParameters(fairness=FAIRNESS[1])))
+    turns = BandSettings(fairness=FAIRNESS[1])
+    queue = FlowQueue(FlowSettings(default_priority_band=turns, default_negative_priority_band=turns))
     requests = [(waiting(flow, priority), leaves) for priority, flow, leaves in asked]
     for one, _ in requests:
         assert queue.put(one)
@@ -126,7 +123,7 @@ class Gate:
         order: Ids of the requests that went on.
     """
 
-    def __init__(self, parameters: FlowParameters, *, pods: int = 1) -> None:
+    def __init__(self, settings: FlowSettings, *, pods: int = 1) -> None:
         self.now_s = 0.0
         self.order: list[str] = []
         self.registry = CollectorRegistry()
@@ -135,7 +132,8 @@ class Gate:
         for n in range(pods):
             self.pods.put(ready_pod(f"10.0.0.{n + 1}:1"))
         self.flow = FlowControl(
-            parameters,
+            settings,
+            1.0,
             ConcurrencyDetector(1),
             self.pods,
             self.registry,
@@ -168,9 +166,9 @@ class Gate:
 
 
 @contextmanager
-def gate(parameters: FlowParameters | None = None, **known: Any) -> Iterator[Gate]:
+def gate(settings: FlowSettings | None = None, **known: Any) -> Iterator[Gate]:
     """A running gate."""
-    made = Gate(parameters or FlowParameters(), **known)
+    made = Gate(settings or FlowSettings(), **known)
     made.flow.start()
     try:
         yield made
@@ -223,14 +221,14 @@ def test_the_fullest_stage_counts() -> None:
 
 def test_waiting_ends_in_time() -> None:
     """Too long is 429; without any pod it is 503, after the time that is given for pods to come."""
-    with gate(FlowParameters(ttl_s=5.0)) as one:
+    with gate(FlowSettings(ttl_s=5.0)) as one:
         one.ask("first")
         wait_until(lambda: one.order == ["first"], "the first")
         asked = one.ask("second")
         wait_until(lambda: len(one.flow) == 1, "the queue")
         one.now_s = 5.0
         assert refusal(asked) == (429, "rejected-ttl-expired")
-    with gate(FlowParameters(ttl_s=60.0, no_endpoint_ttl_s=2.0), pods=0) as none:
+    with gate(FlowSettings(ttl_s=60.0, no_endpoint_ttl_s=2.0), pods=0) as none:
         asked = none.ask("only")
         wait_until(lambda: len(none.flow) == 1, "the queue")
         none.now_s = 2.0
@@ -252,7 +250,7 @@ def test_the_gone_the_many_and_the_late_are_refused() -> None:
     """A client that left, a full queue and a router that ends have their reasons; nothing stays behind."""
     stays = threading.Event()
     stays.set()
-    with gate(FlowParameters(QueueParameters(requests_max=1))) as one:
+    with gate(FlowSettings(requests_max=1)) as one:
         one.ask("first")
         wait_until(lambda: one.order == ["first"], "the first")
         asked = one.ask("second", stays.is_set)
@@ -276,12 +274,12 @@ def flow(section: dict[str, Any], *plugins: dict[str, Any]) -> Any:
         "plugins": list(plugins),
         "flowControl": section,
     }
-    return flow_of(parse_config(yaml.safe_dump(config), "c.yaml", Path()), 1.0)
+    return flow_of(parse_config(yaml.safe_dump(config), "c.yaml"), 1.0)
 
 
 def test_the_configuration_is_read() -> None:
     """Bands, quantities, times, ceilings and detectors; what is not told has the reference's defaults."""
-    parameters, detector = flow(
+    settings, ceiling, detector = flow(
         {
             "maxBytes": "1Gi",
             "maxRequests": "2k",
@@ -296,11 +294,10 @@ def test_the_configuration_is_read() -> None:
         {"type": "round-robin-fairness-policy", "name": "rr"},
         {"type": "utilization-detector", "parameters": {"queueDepthThreshold": 9}},
     )
-    queue = parameters.queue
-    assert (queue.bytes_max, queue.requests_max, parameters.ttl_s) == (1 << 30, 2000, 60.0)
-    assert (parameters.no_endpoint_ttl_s, parameters.ceiling) == (60.0, 0.9)
-    assert queue.bands == {-5: BandParameters(7, 1_000_000_000, EDF, FAIRNESS[1])}
-    assert queue.default == BandParameters(5000, 1_000_000_000, FCFS, FAIRNESS[0])
+    assert (settings.bytes_max, settings.requests_max, settings.ttl_s) == (1 << 30, 2000, 60.0)
+    assert (settings.no_endpoint_ttl_s, ceiling) == (None, 0.9)
+    assert settings.priority_bands == (BandSettings(-5, 7, 1_000_000_000, EDF, FAIRNESS[1]),)
+    assert settings.default_priority_band == BandSettings(0, 5000, 1_000_000_000, FCFS, FAIRNESS[0])
     assert detector == UtilizationDetector(9.0, 0.8, 3.0)
 
 
@@ -309,7 +306,7 @@ def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
     base = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
     headers = {"session-id": "s", "x-claude-code-session-id": "c"}
     for plugins, expected in (([{"type": "agent-identity"}], "c"), ([], "")):
-        config = parse_config(yaml.safe_dump(base | {"plugins": plugins}), "c.yaml", Path())
+        config = parse_config(yaml.safe_dump(base | {"plugins": plugins}), "c.yaml")
         assert fairness_of(config)(headers) == expected
 
 

@@ -31,7 +31,7 @@ from tests.unit.image_support import (
 )
 from tests.unit.indexer_support import OnePod, stored
 from tokenization import PromptTokenizer
-from tokenization.image_headers import ImageSize
+from tokenization.image_prompts import ImageSize
 from tokenization.image_rules import joined
 
 MODEL = "seer"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,7 +246,7 @@ def complaint(text: str) -> str:
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_configuration_is_understood(name: str) -> None:
     """Every plugin is made, every profile wired, every section read."""
-    config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml", Path())
+    config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml")
     made = build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
     flow = flow_of(config, 1.0)

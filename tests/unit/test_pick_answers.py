@@ -13,10 +13,9 @@ from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.cost import CREDIT, PRICE
-from router.decision import Decision
+from router.decision import Decision, Ranking
 from router.pick_service import answer
 from router.pods import PodSet
-from router.ranking import Ranking
 
 SECONDS = ("cost_s", "queued_prefill_s", "own_prefill_s", "copy_s", "kv_pressure_s")
 numbers = st.floats(allow_nan=False)

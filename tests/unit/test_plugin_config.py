@@ -21,8 +21,7 @@ from router.envoy_headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.flow_config import flow_of
 from router.metrics import MetricTwins
-from router.plugins.build import build_pipeline
-from router.plugins.catalogue import INSTEAD, MAKERS
+from router.plugins.build import INSTEAD, MAKERS, build_pipeline
 from router.plugins.pipeline import Pipeline
 from router.schedule import Scheduler
 from router.scrape import EngineLoad
@@ -37,7 +36,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 def pipeline(config: dict[str, Any] | str, directory: Path = Path()) -> Pipeline:
     """The pipeline of a configuration."""
     text = config if isinstance(config, str) else yaml.safe_dump(HEAD | config, sort_keys=False)
-    read = parse_config(text, "c.yaml", directory)
+    read = parse_config(text, str(directory / "c.yaml"))
     return build_pipeline(read, block_tokens=16, random=np.random.default_rng(3))
 
 
@@ -58,7 +57,7 @@ def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
 @pytest.mark.parametrize("name", sorted(DATA["configs"]))
 def test_every_configuration_of_the_cases_is_understood(name: str) -> None:
     """All of it: plugins, profiles, parsers and flow control."""
-    config = parse_config(yaml.safe_dump(DATA["configs"][name]), "c.yaml", Path())
+    config = parse_config(yaml.safe_dump(DATA["configs"][name]), "c.yaml")
     assert config.picks
     build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     flow = flow_of(config, 1.0)
@@ -334,11 +333,10 @@ def test_a_pipelines_headers_pass_the_check_door() -> None:
 def test_older_metric_names_show_the_same_once() -> None:
     """Each known family is there under both names, with the same samples, and no other twice."""
     registry = CollectorRegistry()
-    registry.register(MetricTwins(registry))
     counter = Counter("llm_d_epp_request_total", "Requests.", ["model_name"], registry=registry)
     Counter("llm_d_epp_other_total", "Others.", registry=registry)
     counter.labels("m").inc(3)
-    page = generate_latest(registry).decode()
+    page = generate_latest(MetricTwins(registry)).decode()
     assert 'inference_objective_request_total{model_name="m"} 3.0' in page
     assert page.count("\nllm_d_epp_other_total ") == page.count("\nllm_d_epp_request_total{") == 1
 

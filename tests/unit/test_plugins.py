@@ -14,22 +14,30 @@ import yaml
 from router.config_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
+from router.plugins.build import make
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
-from router.plugins.catalogue import make
-from router.plugins.handlers import PrefixBasedPd
 from router.plugins.labels import HeaderTestingFilter
-from router.plugins.load_filters import Cap, PrefixAffinityFilter, UtilizationFilter
-from router.plugins.load_scorers import (
+from router.plugins.load import (
     ActiveRequestScorer,
+    Cap,
     KvUsageScorer,
     LoadAwareScorer,
+    PrefixAffinityFilter,
     QueueScorer,
     RunningRequestsScorer,
     TokenLoadScorer,
     TtftCostScorer,
+    UtilizationFilter,
 )
-from router.plugins.pickers import MaxScorePicker, RandomPicker, WeightedRandomPicker
-from router.plugins.profiles import PluginError, Profile, WeightedScorer
+from router.plugins.profiles import (
+    MaxScorePicker,
+    PluginError,
+    PrefixBasedPd,
+    Profile,
+    RandomPicker,
+    WeightedRandomPicker,
+    WeightedScorer,
+)
 from router.plugins.session_affinity import SessionAffinity
 from router.plugins.testkit import endpoint, kept, picks, request, scores
 from router.scrape import LoraLoad
@@ -43,7 +51,7 @@ def made(kind: str, **parameters: Any) -> Any:
     text = yaml.safe_dump(
         {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": [entry]}
     )
-    return make(parse_config(text, "c.yaml", Path()).plugins[kind], Path())
+    return make(parse_config(text, "c.yaml").plugins[kind], Path())
 
 
 @pytest.mark.parametrize(

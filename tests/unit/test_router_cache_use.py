@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.cache_use import CACHE_NOT_READ, reads_cache, usage_tells_all
 from router.outcomes import RESPONSE
-from router.request import RequestKind, RouteRequest
+from router.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
 from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -68,7 +67,7 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     decision = bench.router.route(completion("r", TEXT, prompt_logprobs=0), 0.0)
     best = decision.primary
     assert (best.pod, best.cached_tokens, best.uncached_tokens) == (B.address, 0, decision.prompt_tokens)
-    assert (decision.degraded, decision.best_cached_tokens) == (CACHE_NOT_READ, 0)
+    assert (decision.degraded, decision.ranked.most_cached_tokens) == (CACHE_NOT_READ, 0)
     assert decision.key in bench.index.speculative
     assert bench.ledger.promised_tokens(B.address) == 0
     bench.outcomes.stored(B.address, bench.keys(TEXT)[-1:], 1.0)

@@ -210,7 +210,7 @@ def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
-        read_config(path)
+        assert read_config(path).discovery is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,7 +167,7 @@ def test_a_decision_tells_its_whole_story() -> None:
 
 def test_a_pipelines_decision_tells_scores_filters_and_who_prefills() -> None:
     """A candidate has its score, a filtered pod the filter's name, and the pod that prefills is named."""
-    config = parse_config(DISAGGREGATED, "c.yaml", Path())
+    config = parse_config(DISAGGREGATED, "c.yaml")
     ranker = build_pipeline(config, block_tokens=16, random=np.random.default_rng(3))
     a, b = (pod.address for pod in PODS[:2])
     pods = [

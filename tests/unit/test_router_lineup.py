@@ -41,7 +41,7 @@ def test_a_pod_that_leaves_or_comes_is_seen_by_the_next_request() -> None:
     lineups.of(REQUEST)
     pods.suspect(A.address, "its link broke")
     assert lineups.of(REQUEST).addresses == (B.address,)
-    assert lineups.of(REQUEST).candidates.excluded == {A.address: "not ready: its link broke"}
+    assert lineups.of(REQUEST).excluded == {A.address: "not ready: its link broke"}
     pods.declare([A.entry, entry("10.0.0.3:8000")])
     assert lineups.of(REQUEST).addresses == (A.address,)
     pods.declare([entry("10.0.0.3:8000")])

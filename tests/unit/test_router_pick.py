@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer import StreamState
 from router.cost import CREDIT, PRICE, least_cost_first
-from router.ranking import Ranking, reason_for
+from router.decision import Ranking, reason_for
 
 
 def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:
@@ -43,16 +42,6 @@ def test_equals_are_picked_in_random_order() -> None:
     """Among three equal pods each comes first for some seed."""
     firsts = {ranking(*[(1.0, 0, 0)] * 3, seed=seed)[0].pod for seed in range(50)}
     assert firsts == {"a:0", "a:1", "a:2"}
-
-
-def test_candidates_are_made_once_and_sliced_like_a_list() -> None:
-    """The same place is the same object; slices and the end behave as a list's."""
-    ranked = ranking((2.0, 0, 0), (1.0, 0, 0), (3.0, 0, 0))
-    assert ranked[0] is ranked[0]
-    assert [candidate.pod for candidate in ranked[:2]] == ["a:1", "a:0"]
-    with pytest.raises(IndexError):
-        ranked[3]
-    assert ranked[0].view == StreamState.STALE.value
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from msgspec.structs import replace
 from indexer.reconcile import EngineReading
 from router.dispatch import Dispatch
 from router.ledger import Ledger, LedgerParameters
-from router.outcomes import REPORT
+from router.outcomes import REPORT, EngineWatch
 from router.rates import Lesson
-from router.reconcile import EngineWatch
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = "10.0.0.1:8000"

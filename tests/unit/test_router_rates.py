@@ -245,3 +245,35 @@ def test_observations_age_with_those_of_the_fleet() -> None:
     rates.observe("b", 1000, 0.5, now_s=1.0)
     rates.review(1.0)
     assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s
+
+
+def test_a_told_speed_is_tried_again() -> None:
+    """A pod that tells one slow speed, unobserved, counts as fast as the fleet until it tells another."""
+    board = PodBoard()
+    board.declare(["a", "b"])
+    rates = PrefillRates(NO_BELIEF, board)
+    board.scraped("a", load(prefill_tokens_per_s=250.0))
+    board.scraped("b", load(prefill_tokens_per_s=1000.0))
+    for believed in (250.0, 1000.0):
+        rates.review(1.0)
+        # Its page goes on to say the same.
+        board.scraped("a", load(prefill_tokens_per_s=250.0))
+        assert rates.tokens_per_s("a") == believed
+        for _ in range(NO_BELIEF.window + 1):
+            rates.observe("b", 1000, 1.0, now_s=1.0)
+    board.scraped("a", load(prefill_tokens_per_s=300.0))
+    rates.review(1.0)
+    assert rates.tokens_per_s("a") == 300.0
+
+
+def test_a_told_speed_holds_while_its_pod_is_observed() -> None:
+    """A pod that is sent requests and goes on to tell the same speed stays believed at it."""
+    board = PodBoard()
+    board.declare(["a", "b"])
+    rates = PrefillRates(NO_BELIEF, board)
+    board.scraped("a", load(prefill_tokens_per_s=250.0))
+    for _ in range(4 * NO_BELIEF.window):
+        rates.observe("b", 1000, 1.0, now_s=1.0)
+        rates.observe("a", 1000, 4.0, now_s=1.0)
+        rates.review(1.0)
+    assert board.told_tokens_per_s("a") == 250.0

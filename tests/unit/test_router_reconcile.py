@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.outcomes import RESPONSE
+from router.outcomes import RESPONSE, Reconciler
 from router.pods import Pod
-from router.reconcile import Reconciler
 from router.scrape import EngineLoad
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 

@@ -27,7 +27,7 @@ from tests.unit.test_replicas import Teller as Told
 from tests.wire.engine_publisher import wait_until
 
 SEED = 7
-OURS = PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+OURS = PeerIdentity(fingerprint=SEED, tiers=("gpu",))
 OTHER = FollowRequest("other", SEED)
 Answer = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
@@ -104,7 +104,7 @@ def served(servicer: Any, port: int = 0) -> Iterator[str]:
 @contextmanager
 def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> Iterator[str]:
     """A router's own door."""
-    identity = identity or PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+    identity = identity or PeerIdentity(fingerprint=SEED, tiers=("gpu",))
     told.journal.start()
     try:
         with served(LedgerDoor(told.journal, identity).add_to, port) as address:
@@ -210,7 +210,7 @@ def test_we_are_not_our_own_peer() -> None:
 
 def test_a_peer_with_another_seed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """It tells nothing: the state says which flags differ, and so does the log, once."""
-    identity = PeerIdentity(fingerprint=8, form="flat", tiers=("gpu",))
+    identity = PeerIdentity(fingerprint=8, tiers=("gpu",))
     caplog.set_level(logging.WARNING)
     with telling(Told(), identity=identity) as address, following(address) as watched:
         watched.wait_for(address, "refused", "--hash-seed")

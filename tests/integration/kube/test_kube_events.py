@@ -8,8 +8,7 @@ from typing import Any
 
 from router.errors import ClusterError
 from router.kube.client import KubeClient
-from router.kube.events import EventPoster, Subject
-from router.kube.problems import Reason
+from router.kube.problems import EventPoster, Reason, Subject
 from tests.integration.kube.kube_support import Namespace, eventually
 
 
