@@ -109,10 +109,10 @@ class Outcomes:
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
-        announced = self._ledger.stored(pod, keys, now_s)
-        for dispatch in announced.prefills:
+        prefills, told_late_s = self._ledger.stored(pod, keys, now_s)
+        for dispatch in prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
-        for late_s in announced.late_s:
+        for late_s in told_late_s:
             self._metrics.told_late("first_token", BLOCKS, late_s)
 
     def first_token(
@@ -199,10 +199,10 @@ class Outcomes:
         return dispatch
 
     def expire(self, now_s: float) -> None:
-        expired = self._ledger.expire(now_s)
-        for dispatch in expired.prefills:
+        prefills, lives = self._ledger.expire(now_s)
+        for dispatch in prefills:
             self._guessed(dispatch, CLOCK, now_s)
-        for dispatch in expired.lives:
+        for dispatch in lives:
             self._given_up(dispatch, CLOCK, now_s)
 
     def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:

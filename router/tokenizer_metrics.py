@@ -39,7 +39,7 @@ class TokenizerCollector(Collector):
             labels=["model"],
         )
         for model, tokenizer in self._tokenizers.items():
-            facts = tokenizer.encoding_facts
+            facts = tokenizer.encoder.facts
             is_fast.add_metric([model], facts.is_fast)
             checks.add_metric([model], facts.checks)
             mismatches.add_metric([model], facts.mismatches)
