@@ -6,28 +6,17 @@ The order of the four cases is the reference picker's (running, room, waiting, n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from threading import Lock
 
 from router.scrape import LoraLoad
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterParameters:
-    """Physical constants.
-
-    Attributes:
-        load_s: Bringing an adapter's weights to the device (100 MB from the host's memory or disk).
-        place_s: Until one of the adapters that run has no requests any more and makes room.
-    """
-
-    load_s: float = 0.2
-    place_s: float = 2.0
+# To bring an adapter's weights to the device (100 MB from the host's memory or disk).
+_LOAD_S = 0.2
+# Until one of the adapters that run has no requests any more and makes room.
+_PLACE_S = 2.0
 
 
-def adapter_s(
-    load: LoraLoad | None, adapter: str, parameters: AdapterParameters, sent: Iterable[str] = ()
-) -> float:
+def adapter_s(load: LoraLoad | None, adapter: str, sent: Iterable[str] = ()) -> float:
     """Seconds until the pod can compute with this adapter.
 
     Args:
@@ -40,11 +29,11 @@ def adapter_s(
     if adapter in load.running:
         return 0.0
     if len(load.running | load.waiting) < load.places:
-        return parameters.load_s
+        return _LOAD_S
     if adapter in load.waiting:
         # It waits for a place already, on average for half of the time.
-        return parameters.place_s / 2 + parameters.load_s
-    return parameters.place_s + parameters.load_s
+        return _PLACE_S / 2 + _LOAD_S
+    return _PLACE_S + _LOAD_S
 
 
 def _with_sent(load: LoraLoad, sent: Iterable[str]) -> LoraLoad:

@@ -19,7 +19,7 @@ from indexer import PodMatches, StreamState
 from indexer.dispatched import DispatchedPrompt
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.adapters import AdapterParameters, adapter_s
+from router.adapters import adapter_s
 from router.board import PodBoard
 from router.candidates import Lineup
 from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
@@ -87,7 +87,6 @@ class Scheduler:
         *,
         block_tokens: int,
         cost: CostParameters | None = None,
-        adapters: AdapterParameters | None = None,
         ranker: Pipeline | None = None,
     ) -> None:
         self._board = board
@@ -97,7 +96,6 @@ class Scheduler:
         cost = cost or CostParameters()
         self._parameters = cost.record()
         self._load_age_max_s = cost.load_age_max_s
-        self._adapters = adapters or AdapterParameters()
         self._sessions = Sessions()
         self._ranker = ranker
         self._tiers: Tiers | None = None
@@ -210,7 +208,7 @@ class Scheduler:
             load = pods[address].load if address in pods else None
             if load is not None and now_s - load.scraped_s <= self._load_age_max_s:
                 sent = self._ledger.adapters.on(address)
-                adapters_s[place] = adapter_s(load.lora, adapter, self._adapters, sent)
+                adapters_s[place] = adapter_s(load.lora, adapter, sent)
         return adapters_s
 
     def _dispatch(

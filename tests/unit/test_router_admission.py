@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.adapters import AdapterParameters, adapter_s
+from router.adapters import adapter_s
 from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
 from router.errors import SaturatedError
@@ -72,13 +72,13 @@ def lora(running: str = "", waiting: str = "", places: int = 2) -> LoraLoad:
 def test_an_adapters_seconds_are_ordered_as_the_reference_scores_them() -> None:
     """Running is free; room costs loading; waiting costs part of a place's wait; no place costs all of it."""
     cases = [lora("sql other"), lora("other"), lora("a b", "sql"), lora("a b")]
-    seconds = [adapter_s(case, "sql", AdapterParameters(load_s=0.2, place_s=2.0)) for case in cases]
+    seconds = [adapter_s(case, "sql") for case in cases]
     assert seconds == pytest.approx([0.0, 0.2, 1.2, 2.2])
 
 
 def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
     """An engine without such a metric is not worse than one that has it."""
-    assert adapter_s(None, "sql", AdapterParameters()) == 0.0
+    assert adapter_s(None, "sql") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,10 @@ def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
 )
 def test_adapters_that_were_sent_since_the_scrape_take_places(sent: tuple[str, ...], seconds: float) -> None:
     """Of two places those take one each that were sent first; who comes after them waits for a place."""
-    assert adapter_s(lora(), "sql", AdapterParameters(load_s=0.2, place_s=2.0), sent) == pytest.approx(
-        seconds
-    )
+    assert adapter_s(lora(), "sql", sent) == pytest.approx(seconds)
 
 
 def test_a_sent_adapter_that_the_engine_has_seen_counts_once() -> None:
     """What runs or waits there already takes no second place."""
-    parameters = AdapterParameters(load_s=0.2, place_s=2.0)
-    assert adapter_s(lora("a"), "sql", parameters, ("a",)) == pytest.approx(0.2)
-    assert adapter_s(lora("", "a"), "sql", parameters, ("a",)) == pytest.approx(0.2)
+    assert adapter_s(lora("a"), "sql", ("a",)) == pytest.approx(0.2)
+    assert adapter_s(lora("", "a"), "sql", ("a",)) == pytest.approx(0.2)
