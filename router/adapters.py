@@ -10,7 +10,7 @@ from threading import Lock
 
 from router.scrape import LoraLoad
 
-# Bringing an adapter's weights to the device (100 MB from the host's memory or disk).
+# To bring an adapter's weights to the device (100 MB from the host's memory or disk).
 _LOAD_S = 0.2
 # Until one of the adapters that run has no requests any more and makes room.
 _PLACE_S = 2.0

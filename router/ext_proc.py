@@ -25,7 +25,7 @@ from router.ext_proc_messages import (
     streamed_answers,
 )
 from router.ext_proc_response import ResponsePhase
-from router.flow import Evictable, Evictions
+from router.flow import Evictions
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.health import EXT_PROC_SERVICE
@@ -81,7 +81,7 @@ class _Exchange:
         self._body = bytearray()
         self._decision: Decision | None = None
         # In flight, where it may be taken back.
-        self._entry: Evictable | None = None
+        self._entry: int | None = None
         self._response = ResponsePhase(door.outcomes, form.held_bytes_max, form.reporter)
         self._inside = form.metrics.inside(DOOR)
         self._inside.__enter__()
