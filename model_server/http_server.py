@@ -214,9 +214,7 @@ class BodyReader:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Read one body; it counts against the total until the caller is done with it.
 
-        Raises:
-            ApiError: 413 too large, 408 too slow, 503 too much is held at once.
-            ClientDisconnect: The client went away.
+        An ApiError where it is too large (413), too slow (408), or too much is held at once (503).
         """
         body = bytearray()
         try:
