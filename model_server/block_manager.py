@@ -320,7 +320,7 @@ class KvCache:
             "host_usage": host.num_used / max(1, host.num_blocks),
             "swapped_in_blocks": offload.swapped_in_blocks,
             "swapped_out_blocks": offload.swapped_out_blocks,
-            "block_bytes": offload.block_bytes,
+            "block_bytes": offload.copies.block_bytes,
             "restores": offload.restores,
         }
 

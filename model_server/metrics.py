@@ -35,26 +35,28 @@ _E2E_BUCKETS_S = (
 )
 
 
+@dataclass(eq=False)
 class TokenHistogram(Collector):
     """One histogram with fixed labels, and inclusive rising bounds; what is above the last goes to +Inf."""
 
-    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = dict(labels)
-        self._buckets = tuple(buckets)
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+    name: str
+    text: str
+    labels: Mapping[str, str]
+    buckets: Sequence[float]
+    _sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (len(self.buckets) + 1)
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
+        self._counts[bisect_left(self.buckets, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]
+        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
+        bounds = [floatToGoString(bound) for bound in (*self.buckets, float("inf"))]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        family.add_metric(tuple(self.labels.values()), buckets, self._sum)
         yield family
 
 

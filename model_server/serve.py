@@ -20,7 +20,7 @@ from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
 from model_server.http_api import HttpApi
-from model_server.http_server import GRACE_S, HttpServer
+from model_server.http_server import GRACE_S, HttpServer, stop_by_signals
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import GrammarTokenizer, ServedModel
 from model_server.publish import KVEventPublisher
@@ -103,9 +103,9 @@ class Server:
         )
         admin_port = None if admin is None else admin.getsockname()[1]
         self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)
+        stop_by_signals(self.stop)
         try:
-            with self._http.stopped_by_signals(self.stop):
-                await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
+            await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
         finally:
             api.close()
 

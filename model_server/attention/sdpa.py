@@ -74,11 +74,7 @@ class SdpaMeta(StepMeta):
 class SdpaAttention:
     """The KV pool of all layers, and attention over it; see `Attention` for the methods.
 
-    Args:
-        paged: Have the blocks of single tokens read where they lie, where `paged_fault` finds none.
-
-    Raises:
-        ValueError: `paged` was asked for and cannot be had.
+    With `paged` blocks of single tokens are read where they lie; a ValueError tells why they cannot be.
     """
 
     def __init__(
