@@ -19,7 +19,7 @@ from indexer.event_columns import handle_of
 from indexer.events import EngineHash
 from indexer.flat_holders import count_further, held_tiers, hold
 from indexer.flat_index import SWEEP_SLOTS, FlatIndex
-from indexer.flat_layout import PART_BLOCKS, FlatArrays, HeldBlocks
+from indexer.flat_layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
 from indexer.flat_names import ALIASES_MAX, give_name, keys_named, name_blocks
 from indexer.flat_update import place_blocks, remove_named
 from indexer.journal import Change, Journal, Kind
@@ -28,8 +28,6 @@ from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
 
 _SPLITS_MAX = 16
 _NAMES_MAX = 1 + ALIASES_MAX
-_LOW = np.uint64(0xFFFF_FFFF)
-_NOTHING = np.uint64(0)
 # Places in what `_list_held` counts.
 _BLOCKS, _NAMES, _COPIES = range(3)
 
@@ -267,14 +265,14 @@ def _list_slot(
     found.tiers[place] = np.uint8(tiers)
     first = counts[_NAMES]
     name = first
-    if arrays.names[slot] != _NOTHING:
+    if arrays.names[slot] != NOTHING:
         found.names[name] = arrays.names[slot]
         name += 1
         alias = np.int64(arrays.first_alias[slot])
         while alias != layout.NO_SLOT:
             found.names[name] = arrays.aliases[alias, 0]
             name += 1
-            alias = np.int64(arrays.aliases[alias, 1] & _LOW)
+            alias = np.int64(arrays.aliases[alias, 1] & LOW)
     found.name_counts[place] = np.uint8(name - first)
     for tier in range(arrays.counters[layout.TIERS_USED]):
         further = count_further(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0

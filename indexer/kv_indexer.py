@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.dispatched import DispatchedPrompt
 from indexer.errors import ConfigError
-from indexer.explain import Prefix, explain_prefix
+from indexer.flat_applier import warm_kernels
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
-from indexer.index import IndexStats, PodMatches
+from indexer.index import IndexStats, PodMatches, Prefix, explain_prefix
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
+from indexer.parity import DispatchedPrompt, ParityWatch
 from indexer.peer_client import PeerClient
 from indexer.peer_service import PeerDoor, PeerIdentity
 from indexer.peer_wire import FORM
@@ -29,7 +28,6 @@ from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
 from indexer.tiers import Tiers
-from indexer.warm import warm_kernels
 
 if TYPE_CHECKING:
     from indexer.relay import Relay

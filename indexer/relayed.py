@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.recovery import EngineStream
 from indexer.replay import Batch, End
 from indexer.snapshot import Fetched
 from indexer.stream import StreamMachine
+from indexer.view_parts import Outcome
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest

@@ -14,8 +14,7 @@ from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import TokenError
-from indexer.explain import Prefix, PrefixEnd
-from indexer.index import PodMatch
+from indexer.index import PodMatch, Prefix, PrefixEnd
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
 from indexer.stream import StreamState

@@ -13,7 +13,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from indexer import PodMatches
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 from router.pods import Pod, PodSnapshot
 from router.ranking import Candidate, Ranking, reason_for
 from router.request import RouteRequest

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 from router.rates import Lesson
 
 

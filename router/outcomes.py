@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from indexer.parity import DispatchKey
 from router.decision import Decision
 from router.dispatch import Dispatch
 from router.errors import RequestError
