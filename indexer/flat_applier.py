@@ -63,18 +63,14 @@ class FlatEngine:
 
 
 class FlatApplier:
-    """Applies the payloads of one engine, of which nothing is known at first.
-
-    Attributes:
-        view: What its events made known.
-        journal: Records what they change in the index.
-    """
+    """Applies the payloads of one engine, of which nothing is known at first."""
 
     def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
-        self.journal = Journal()
+        self.journal = Journal()  # records what they change in the index
         self._engine = engine
         self._stream = stream
         self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
+        # What its events made known.
         self.view = PodView(
             stream.model,
             cache_of=self._cache_of,

@@ -44,10 +44,6 @@ class FlatCache:
 
     Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
     two pods, models, groups or lives never meet.
-
-    Attributes:
-        scope: What the engine's hashes are mixed with.
-        journal: Where changes are recorded.
     """
 
     def __init__(
@@ -58,11 +54,12 @@ class FlatCache:
         group: int | None = None,
         journal: Journal | None = None,
     ) -> None:
+        # What the engine's hashes are mixed with.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
-        self.journal = journal or Journal()
+        self.journal = journal or Journal()  # where changes are recorded
         # Index blocks of one engine block: an engine has one block size, so this is one number, 1 in groups
         # other than the lead.
         self._splits: tuple[int, ...] = () if group is None else (1,)

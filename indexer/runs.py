@@ -66,9 +66,6 @@ class Runs:
 
     Args:
         max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
-
-    Attributes:
-        block_tokens: Tokens of an engine block of the last run; None while there was none.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class Runs:
         self._tiers = tiers
         self._max_heads = min(max_heads, HEADS_MAX)
         self._heads: OrderedDict[EngineHash, _Head] = OrderedDict()
+        # Tokens of an engine block of the last run; None while there was none.
         self.block_tokens: int | None = None
 
     @property
