@@ -85,8 +85,9 @@ class FlatCache:
         return -(-reused // split)
 
     def _store(self, names: NDArray[np.uint64], keys: Keys, tier: int) -> int:
+        reused = self._index.store(self._holder, tier, keys, names)
         self.record(Kind.STORED, tier, names, keys)
-        return self._index.store(self._holder, tier, keys, names)
+        return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
         """Counts one copy more of a block that was stored before; False if it is not known (any more)."""
@@ -96,8 +97,8 @@ class FlatCache:
     def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
         if not len(keys := self._keys(names)):
             return False
-        self.record(Kind.COPIED, tier, names)
         self._index.store(self._holder, tier, keys, names)
+        self.record(Kind.COPIED, tier, names)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
-from indexer.repeated_log import RepeatedEvents
+from indexer.repeated_log import REPEATED_EVENTS
 from indexer.stream import StreamState
 from indexer.tallies import Tallies
 
@@ -45,7 +45,7 @@ class IndexerMetrics:
         self._add_event_metrics()
         self._add_stream_metrics()
         registry.register(_Sizes(stats, speculative))
-        registry.register(RepeatedEvents())
+        registry.register(REPEATED_EVENTS)
 
     def set_state(self, pod: str, state: StreamState) -> None:
         for each in StreamState:
