@@ -185,7 +185,7 @@ class KvIndexer:
         Args:
             model: The base model's name, as in `PodStream.model`.
             token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
-            extras: What each full block depends on besides, see `extras.extras_of_prompt`; empty for text.
+            extras: What each full block depends on besides, see `keys.extras_of_prompt`; empty for text.
 
         Raises:
             TokenError: A token id is out of range or no whole number.
