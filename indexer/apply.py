@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from indexer.applied import Outcome
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
@@ -22,7 +21,7 @@ from indexer.orphans import CopyChange, Orphan, Orphans
 from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
 from indexer.runs import PlainRuns, Runs
 from indexer.tiers import Tiers
-from indexer.view_parts import ViewFacts, ViewPart
+from indexer.view_parts import Outcome, ViewFacts, ViewPart
 
 # An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
 AMBIGUOUS_COPIES = "ambiguous_copies"

@@ -7,17 +7,17 @@ the kernel is only a faster way to the same state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
 
-from indexer import event_rows as rows
-from indexer.applied import Outcome, StoredRun
+from indexer import event_columns as rows
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
-from indexer.events import BlockRemoved, KVEvent
+from indexer.events import BlockRemoved, BlockStored, KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
     FURTHER_COPIES,
@@ -34,10 +34,12 @@ from indexer.flat_apply import (
 )
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.hybrid import group_holder
+from indexer.hybrid import HybridMatcher, group_holder
 from indexer.journal import Journal, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.reannounce import Ahead
+from indexer.tiers import SPECULATIVE_TIER, Tiers
+from indexer.view_parts import Outcome, StoredRun
 
 # So many hashes that something waits for are looked for in each store; with more the view applies all stores.
 _AWAITED_MAX = 16
@@ -61,18 +63,14 @@ class FlatEngine:
 
 
 class FlatApplier:
-    """Applies the payloads of one engine, of which nothing is known at first.
-
-    Attributes:
-        view: What its events made known.
-        journal: Records what they change in the index.
-    """
+    """Applies the payloads of one engine, of which nothing is known at first."""
 
     def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
-        self.journal = Journal()
+        self.journal = Journal()  # records what they change in the index
         self._engine = engine
         self._stream = stream
         self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
+        # What its events made known.
         self.view = PodView(
             stream.model,
             cache_of=self._cache_of,
@@ -144,7 +142,7 @@ class FlatApplier:
         self, event: KVEvent | PayloadError, hashes_done: int, ahead: Ahead, outcome: Outcome
     ) -> None:
         """Let the view apply what the kernel has left of an event."""
-        if isinstance(event, BlockRemoved):
+        if hashes_done and isinstance(event, BlockStored | BlockRemoved):
             event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
         if not isinstance(event, PayloadError):
             self.view.apply_event(event, ahead, outcome)
@@ -227,3 +225,63 @@ class FlatApplier:
             StoredRun(parent, keys[start:end], columns.tokens[at : at + block_tokens])
             for parent, (at, start), end in zip(parents, starts, (*ends, len(keys)), strict=True)
         ]
+
+
+_WARM_PODS = tuple(f"warm-{number}" for number in range(6))
+_WARM_BYTES = 1 << 20
+
+
+@cache
+def warm_kernels() -> None:
+    """Compile the indexer's kernels, or load them, by calling each once on an index of its own.
+
+    From an empty cache this takes a minute or two, from a filled one about a second; see `kernel_cache`.
+    """
+    config = IndexerConfig(block_tokens=1, hash_seed=0, max_payload_bytes=_WARM_BYTES)
+    hasher = BlockHasher(1, 0)
+    index = FlatIndex(_WARM_BYTES, Tiers())
+    engine = FlatEngine(config, index, hasher)
+    for pod in _WARM_PODS:
+        state = FlatApplier(engine, PodStream(pod, "warm", "tcp://127.0.0.1:1", None))
+        state.apply([_batch(_store([1, 2], None), _store([3], 2))])
+        state.apply([_batch(_store([4], 3), _store([], None), _removal(4), _removal(9))])
+    # Tokens that may be written to, and ones that may not, are different types.
+    hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
+    keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
+    index.add(_WARM_PODS[0], SPECULATIVE_TIER, keys)
+    index.learn_stride(_WARM_PODS[0], 2)
+    index.match(keys, frozenset(_WARM_PODS))
+    index.held(keys, _WARM_PODS[0])
+    HybridMatcher(index, 1)
+    index.remove(_WARM_PODS[0], SPECULATIVE_TIER, keys)
+    copied = FlatApplier(engine, PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
+    for part in state.view.parts():
+        if part is not None:
+            copied.restore(part)
+    # More than fits into what is there at first: arrays and tables are made anew.
+    index.add(_WARM_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))
+    index.add(_WARM_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))
+    index.clear_pod(_WARM_PODS[1])
+    index.tier_blocks(_WARM_PODS[0], "cpu")
+    index.stats()
+
+
+def _batch(*events: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, None])
+
+
+def _store(tokens: list[int], parent: int | None) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": tokens or [1],
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": 1 if tokens else 0,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+
+
+def _removal(engine_hash: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [engine_hash], "medium": "GPU"}

@@ -1,6 +1,6 @@
 """Kernel of the flat index: applies plain events of one pod, row by row, as long as they are plain.
 
-Rows of parsed events come in (see `event_rows`); an event that needs more than the index to be understood
+Rows of parsed events come in (see `event_columns`); an event that needs more than the index to be understood
 ends the run of the kernel, and is left to `apply.PodView`, as are its neighbours' meanings: this file knows
 the plain cases of what `PodView` does, and nothing else.
 """
@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
-from indexer import event_rows as rows
+from indexer import event_columns as rows
 from indexer.flat_layout import FlatArrays
 from indexer.flat_names import find_named, key_named, keys_named, name_blocks, name_of
 from indexer.flat_update import for_blocks, remove_named, store_blocks
 from indexer.hybrid import FULL_ATTENTION
 from indexer.keys import chain_keys
 
-# Of each place in `event_rows.SPEC_KINDS`: whether all blocks of such a group are needed.
+# Of each place in `event_columns.SPEC_KINDS`: whether all blocks of such a group are needed.
 _ALL_NEEDED = np.array([kind in FULL_ATTENTION for kind in rows.SPEC_KINDS])
 
 # Why a run of the kernel ended.
@@ -96,7 +96,7 @@ def apply_rows(
 
     Args:
         arrays: Room is made for `len(done.keys)` more blocks, and as many further copies.
-        tiers: int64 [media]: the tier of each place in `event_rows.MEDIA`.
+        tiers: int64 [media]: the tier of each place in `event_columns.MEDIA`.
         awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
 
     Returns:

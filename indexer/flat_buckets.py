@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel, kernel_with_arrays
 from indexer import flat_layout as layout
-from indexer.flat_layout import FlatArrays
+from indexer.flat_layout import HALF, LOW, NOTHING, FlatArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -58,9 +58,6 @@ _FIRST_LENGTH = 1024
 # So many buckets are looked through at a time when a table grows.
 _TURN = 512
 
-_HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFF_FFFF)
-_NOTHING = np.uint64(0)
 _HASHES = 1 << 32
 
 
@@ -76,14 +73,14 @@ def empty_table(entries: int) -> NDArray[np.uint64]:
 @inlined
 def hash_bits(value: np.uint64) -> np.uint64:
     """32 bits of a hash of `value`."""
-    return (value * GOLDEN) >> _HALF
+    return (value * GOLDEN) >> HALF
 
 
 @inlined
 def home_of(bits: np.uint64, table: NDArray[np.uint64]) -> int:
     """Where entries with these hash bits begin."""
     length = table[_LENGTH] if bits >= table[_FRONTIER] else table[_SHORTER]
-    return _HEADER + np.int64((bits * length) >> _HALF)
+    return _HEADER + np.int64((bits * length) >> HALF)
 
 
 @inlined
@@ -96,9 +93,9 @@ def behind(place: int, table: NDArray[np.uint64]) -> int:
 def insert(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
     """Enters `number` (> 0, 32 bits); there must be room."""
     place = home_of(bits, table)
-    while table[place] != _NOTHING:
+    while table[place] != NOTHING:
         place = behind(place, table)
-    table[place] = (bits << _HALF) | np.uint64(number)
+    table[place] = (bits << HALF) | np.uint64(number)
 
 
 @kernel
@@ -107,7 +104,7 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
     # Read once: the compiler cannot know that no entry is written to these words.
     length, shorter, frontier = table[_LENGTH], table[_SHORTER], table[_FRONTIER]
     size = np.int64(length)
-    wanted = (bits << _HALF) | np.uint64(number)
+    wanted = (bits << HALF) | np.uint64(number)
     gap = home_of(bits, table)
     while table[gap] != wanted:
         gap = behind(gap, table)
@@ -115,11 +112,11 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
     while True:
         place = place + 1 if place + 1 < _HEADER + size else _HEADER
         entry = table[place]
-        if entry == _NOTHING:
+        if entry == NOTHING:
             break
         # It may move to the gap if its home does not lie behind the gap, seen around the table.
-        hashed = entry >> _HALF
-        home = _HEADER + np.int64((hashed * (length if hashed >= frontier else shorter)) >> _HALF)
+        hashed = entry >> HALF
+        home = _HEADER + np.int64((hashed * (length if hashed >= frontier else shorter)) >> HALF)
         distance = place - home
         if distance < 0:
             distance += size
@@ -129,7 +126,7 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
         # Without a branch, which nobody could foresee: what lies in the gap is overwritten at last.
         table[gap] = entry
         gap = place if distance >= room else gap
-    table[gap] = _NOTHING
+    table[gap] = NOTHING
 
 
 @kernel
@@ -145,7 +142,7 @@ def room_for(table: NDArray[np.uint64], entries: int, usual: int) -> None:
     """
     while True:
         shorter = np.int64(table[_SHORTER])
-        if table[_FRONTIER] == _NOTHING:
+        if table[_FRONTIER] == NOTHING:
             if 3 * entries <= 2 * shorter:
                 return
             longer = np.int64(max(5 * shorter // 4, 3 * entries // 2 + 1))
@@ -159,7 +156,7 @@ def room_for(table: NDArray[np.uint64], entries: int, usual: int) -> None:
         left: float = (9 * shorter - 12 * entries) / shorter
         while table[_FRONTIER] > np.uint64(max(0.0, min(1.0, left)) * _HASHES):
             _move(table, np.int64(table[_LENGTH]))
-        if table[_FRONTIER] != _NOTHING:
+        if table[_FRONTIER] != NOTHING:
             return
 
 
@@ -172,29 +169,29 @@ def _move(table: NDArray[np.uint64], length: int) -> None:
     """
     size = np.int64(table[_LENGTH])
     shorter = table[_SHORTER]
-    frontier = np.int64((table[_FRONTIER] * shorter) >> _HALF)
+    frontier = np.int64((table[_FRONTIER] * shorter) >> HALF)
     first = np.int64(max(0, frontier - _TURN))
     span = frontier - first
     place = _HEADER + frontier % size
-    while table[place] != _NOTHING and span < size:
+    while table[place] != NOTHING and span < size:
         span += 1
         place = behind(place, table)
     taken = np.empty(span, np.uint64)
     count = 0
     place = _HEADER + first
     for _ in range(span):
-        if table[place] != _NOTHING:
+        if table[place] != NOTHING:
             taken[count] = table[place]
-            table[place] = _NOTHING
+            table[place] = NOTHING
             count += 1
         place = behind(place, table)
     table[_LENGTH] = np.uint64(length)
     # The least hash that has its home there or behind.
-    table[_FRONTIER] = ((np.uint64(first) << _HALF) + shorter - np.uint64(1)) // shorter
+    table[_FRONTIER] = ((np.uint64(first) << HALF) + shorter - np.uint64(1)) // shorter
     if first == 0:
         table[_SHORTER] = np.uint64(length)
     for each in range(count):
-        insert(table, taken[each] >> _HALF, np.int64(taken[each] & _LOW))
+        insert(table, taken[each] >> HALF, np.int64(taken[each] & LOW))
 
 
 @inlined
@@ -215,10 +212,10 @@ def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
     place = home_of(bits, arrays.buckets)
     while True:
         entry = arrays.buckets[place]
-        if entry == _NOTHING:
+        if entry == NOTHING:
             return -1
-        if entry >> _HALF == bits:
-            slot = np.int64(entry & _LOW) - 1
+        if entry >> HALF == bits:
+            slot = np.int64(entry & LOW) - 1
             if arrays.keys[slot, 0] == key:
                 return slot
         place = behind(place, arrays.buckets)

@@ -19,7 +19,7 @@ from indexer.event_columns import handle_of
 from indexer.events import EngineHash
 from indexer.flat_holders import count_further, held_tiers, hold
 from indexer.flat_index import SWEEP_SLOTS, FlatIndex
-from indexer.flat_layout import PART_BLOCKS, FlatArrays, HeldBlocks
+from indexer.flat_layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
 from indexer.flat_names import ALIASES_MAX, give_name, keys_named, name_blocks
 from indexer.flat_update import place_blocks, remove_named
 from indexer.journal import Change, Journal, Kind
@@ -28,8 +28,6 @@ from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
 
 _SPLITS_MAX = 16
 _NAMES_MAX = 1 + ALIASES_MAX
-_LOW = np.uint64(0xFFFF_FFFF)
-_NOTHING = np.uint64(0)
 # Places in what `_list_held` counts.
 _BLOCKS, _NAMES, _COPIES = range(3)
 
@@ -46,10 +44,6 @@ class FlatCache:
 
     Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
     two pods, models, groups or lives never meet.
-
-    Attributes:
-        scope: What the engine's hashes are mixed with.
-        journal: Where changes are recorded.
     """
 
     def __init__(
@@ -60,11 +54,12 @@ class FlatCache:
         group: int | None = None,
         journal: Journal | None = None,
     ) -> None:
+        # What the engine's hashes are mixed with.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
-        self.journal = journal or Journal()
+        self.journal = journal or Journal()  # where changes are recorded
         # Index blocks of one engine block: an engine has one block size, so this is one number, 1 in groups
         # other than the lead.
         self._splits: tuple[int, ...] = () if group is None else (1,)
@@ -90,8 +85,9 @@ class FlatCache:
         return -(-reused // split)
 
     def _store(self, names: NDArray[np.uint64], keys: Keys, tier: int) -> int:
+        reused = self._index.store(self._holder, tier, keys, names)
         self.record(Kind.STORED, tier, names, keys)
-        return self._index.store(self._holder, tier, keys, names)
+        return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
         """Counts one copy more of a block that was stored before; False if it is not known (any more)."""
@@ -101,8 +97,8 @@ class FlatCache:
     def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
         if not len(keys := self._keys(names)):
             return False
-        self.record(Kind.COPIED, tier, names)
         self._index.store(self._holder, tier, keys, names)
+        self.record(Kind.COPIED, tier, names)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
@@ -267,14 +263,14 @@ def _list_slot(
     found.tiers[place] = np.uint8(tiers)
     first = counts[_NAMES]
     name = first
-    if arrays.names[slot] != _NOTHING:
+    if arrays.names[slot] != NOTHING:
         found.names[name] = arrays.names[slot]
         name += 1
         alias = np.int64(arrays.first_alias[slot])
         while alias != layout.NO_SLOT:
             found.names[name] = arrays.aliases[alias, 0]
             name += 1
-            alias = np.int64(arrays.aliases[alias, 1] & _LOW)
+            alias = np.int64(arrays.aliases[alias, 1] & LOW)
     found.name_counts[place] = np.uint8(name - first)
     for tier in range(arrays.counters[layout.TIERS_USED]):
         further = count_further(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0

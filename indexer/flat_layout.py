@@ -16,6 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+NOTHING = np.uint64(0)
+ONE = np.uint64(1)
+HALF = np.uint64(32)
+LOW = np.uint64(0xFFFF_FFFF)
+
 # Columns of a slot, as 32-bit words; 0 and 1 are the key.
 PREVIOUS = 2
 NEXT = 3

@@ -15,13 +15,10 @@ from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
 from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
-from indexer.flat_layout import FlatArrays
+from indexer.flat_layout import HALF, LOW, NOTHING, ONE, FlatArrays
 
 _ODD = np.uint64(0xBF58_476D_1CE4_E5B9)
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
-_HALF = np.uint64(32)
-_NOTHING = np.uint64(0)
-_ONE = np.uint64(1)
 
 
 @inlined
@@ -33,8 +30,8 @@ def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
         part: Which index block of the engine's block.
     """
     mixed = (handle ^ scope) * _ODD
-    mixed = (mixed ^ (mixed >> _HALF)) + np.uint64(part) * _STEP
-    return mixed if mixed != _NOTHING else _ONE
+    mixed = (mixed ^ (mixed >> HALF)) + np.uint64(part) * _STEP
+    return mixed if mixed != NOTHING else ONE
 
 
 @inlined
@@ -53,14 +50,14 @@ _SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
 def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
     """The name mixed with the life of the pod that used it."""
     mixed = (name ^ (arrays.lives[pod] * _LIFE_ODD)) * _LIFE_ODD
-    return mixed ^ (mixed >> _HALF)
+    return mixed ^ (mixed >> HALF)
 
 
 @inlined
 def _released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
     """Where in `released` a name is remembered, if it is."""
     bits = hash_bits(name + arrays.lives[pod] * _SET_STEP)
-    return np.int64((bits * np.uint64(len(arrays.released))) >> _HALF)
+    return np.int64((bits * np.uint64(len(arrays.released))) >> HALF)
 
 
 @inlined
@@ -74,7 +71,7 @@ def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uin
     # All of them, the first one last: where to stop nobody could foresee.
     for way in range(layout.RELEASED_WAYS - 1, -1, -1):
         remembered = ways[layout.RELEASED_NAME, way]
-        place = way if remembered in (mixed, _NOTHING) else place
+        place = way if remembered in (mixed, NOTHING) else place
     ways[layout.RELEASED_NAME, place] = mixed
     ways[layout.RELEASED_KEY, place] = key
 
@@ -96,7 +93,6 @@ ALIASES_MAX = 64
 
 _ALIAS_BIT = 0x8000_0000
 _NUMBER = 0x7FFF_FFFF
-_LOW = np.uint64(0xFFFF_FFFF)
 
 
 @inlined
@@ -106,10 +102,10 @@ def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
     place = home_of(bits, arrays.name_buckets)
     while True:
         entry = arrays.name_buckets[place]
-        if entry == _NOTHING:
+        if entry == NOTHING:
             return -1
-        if entry >> _HALF == bits:
-            slot = _slot_named(arrays, np.int64(entry & _LOW), name)
+        if entry >> HALF == bits:
+            slot = _slot_named(arrays, np.int64(entry & LOW), name)
             if slot >= 0 and held_tiers(arrays, slot, pod):
                 return slot
         place = behind(place, arrays.name_buckets)
@@ -120,7 +116,7 @@ def _slot_named(arrays: FlatArrays, number: int, name: np.uint64) -> int:
     """The slot of a bucket's entry, if it is one of this name."""
     if number & _ALIAS_BIT:
         if arrays.aliases[(number & _NUMBER) - 1, 0] == name:
-            return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> _HALF)
+            return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> HALF)
     elif arrays.names[number - 1] == name:
         return number - 1
     return -1
@@ -131,7 +127,7 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     """Lets a slot be found by this name, also; there must be room for one more bucket and alias."""
     if arrays.names[slot] == name:
         return
-    if arrays.names[slot] == _NOTHING:
+    if arrays.names[slot] == NOTHING:
         arrays.names[slot] = name
         insert(arrays.name_buckets, hash_bits(name), slot + 1)
         arrays.counters[layout.NAMES] += 1
@@ -146,9 +142,9 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
         aliases += 1
         before_last = last
         last = alias
-        alias = np.int64(arrays.aliases[alias, 1] & _LOW)
+        alias = np.int64(arrays.aliases[alias, 1] & LOW)
     if aliases >= ALIASES_MAX:
-        arrays.aliases[before_last, 1] |= _LOW
+        arrays.aliases[before_last, 1] |= LOW
         _give_alias(arrays, last)
     _add_alias(arrays, slot, name)
 
@@ -163,7 +159,7 @@ def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     else:
         counters[layout.ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
     arrays.aliases[alias, 0] = name
-    arrays.aliases[alias, 1] = (np.uint64(slot) << _HALF) | np.uint64(arrays.first_alias[slot])
+    arrays.aliases[alias, 1] = (np.uint64(slot) << HALF) | np.uint64(arrays.first_alias[slot])
     arrays.first_alias[slot] = np.uint32(alias)
     insert(arrays.name_buckets, hash_bits(name), _ALIAS_BIT | (alias + 1))
     counters[layout.ALIASES] += 1
@@ -183,10 +179,10 @@ def _give_alias(arrays: FlatArrays, alias: int) -> None:
 @inlined
 def forget_names(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot."""
-    if arrays.names[slot] == _NOTHING:
+    if arrays.names[slot] == NOTHING:
         return
     delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
-    arrays.names[slot] = _NOTHING
+    arrays.names[slot] = NOTHING
     arrays.counters[layout.NAMES] -= 1
     if arrays.first_alias[slot] != np.uint32(layout.NO_SLOT):
         _forget_aliases(arrays, slot)
@@ -197,7 +193,7 @@ def _forget_aliases(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot but the first."""
     alias = np.int64(arrays.first_alias[slot])
     while alias != layout.NO_SLOT:
-        following = np.int64(arrays.aliases[alias, 1] & _LOW)
+        following = np.int64(arrays.aliases[alias, 1] & LOW)
         _give_alias(arrays, alias)
         alias = following
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)

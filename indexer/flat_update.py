@@ -20,10 +20,8 @@ from indexer.flat_buckets import (
     use,
 )
 from indexer.flat_holders import drop_holders, held_tiers, hold, release
-from indexer.flat_layout import FlatArrays
+from indexer.flat_layout import NOTHING, FlatArrays
 from indexer.flat_names import find_named, forget_names, give_name, remember_released
-
-_NOTHING = np.uint64(0)
 
 
 @inlined
@@ -88,7 +86,7 @@ def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
     arrays.keys[slot, 0] = key
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         arrays.slots[slot, column] = np.uint32(0)
-    arrays.names[slot] = _NOTHING
+    arrays.names[slot] = NOTHING
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
     insert(arrays.buckets, hash_bits(key), slot + 1)
     link(arrays, slot, slot, before)

@@ -152,15 +152,12 @@ _UNUSABLE = GroupFact(0, usable=False, leads=False)
 
 
 class CacheGroups:
-    """What is known of one pod life's groups.
-
-    Attributes:
-        rules: For the matcher, a new object whenever something was learnt; None while only one group is used.
-    """
+    """What is known of one pod life's groups."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._groups: dict[int, GroupFact] = {}
+        # For the matcher, a new object whenever something was learnt; None while only one group is used.
         self.rules: PodGroups | None = None
 
     @property

@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
@@ -31,7 +30,7 @@ from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.tiers import GPU_TIER
-from indexer.view_parts import ViewContent, ViewFacts, ViewPart
+from indexer.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.

@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.dispatched import DispatchedPrompt
 from indexer.errors import ConfigError
-from indexer.explain import Prefix, explain_prefix
+from indexer.flat_applier import warm_kernels
 from indexer.flat_index import FlatIndex
 from indexer.hybrid import HybridMatcher
-from indexer.index import IndexStats, PodMatches
+from indexer.index import IndexStats, PodMatches, Prefix, explain_prefix
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
+from indexer.parity import DispatchedPrompt, ParityWatch
 from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
 from indexer.reconcile import EngineReading, Finding, reconcile
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
 from indexer.tiers import Tiers
-from indexer.warm import warm_kernels
 
 if TYPE_CHECKING:
     from indexer.relay import Relay
@@ -185,7 +183,7 @@ class KvIndexer:
         Args:
             model: The base model's name, as in `PodStream.model`.
             token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
-            extras: What each full block depends on besides, see `extras.extras_of_prompt`; empty for text.
+            extras: What each full block depends on besides, see `keys.extras_of_prompt`; empty for text.
 
         Raises:
             TokenError: A token id is out of range or no whole number.

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
-from indexer.repeated_log import RepeatedEvents
+from indexer.repeated_log import REPEATED_EVENTS
 from indexer.stream import StreamState
 from indexer.tallies import Tallies
 
@@ -32,10 +32,6 @@ class IndexerMetrics:
 
     Args:
         stats: Tells the size of the index; asked at every scrape.
-
-    Attributes:
-        lock: Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what
-            was admitted and removed.
     """
 
     def __init__(
@@ -43,13 +39,13 @@ class IndexerMetrics:
     ) -> None:
         self._registry = registry
         self._applied = Tallies(registry)
+        # Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what was
+        # admitted and removed.
         self.lock = self._applied.lock
-        self._add_index_metrics()
         self._add_event_metrics()
         self._add_stream_metrics()
-        self._add_snapshot_metrics()
         registry.register(_Sizes(stats, speculative))
-        registry.register(RepeatedEvents())
+        registry.register(REPEATED_EVENTS)
 
     def set_state(self, pod: str, state: StreamState) -> None:
         for each in StreamState:
@@ -75,8 +71,9 @@ class IndexerMetrics:
         with self.lock:
             self.messages.drop([(pod,)])
 
-    def _add_index_metrics(self) -> None:
-        lookups, tally = Tallies(self._registry), self._applied.counter
+    def _add_event_metrics(self) -> None:
+        counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
+        lookups = Tallies(self._registry)
         self._lookups_lock = lookups.lock
         self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")
@@ -86,9 +83,6 @@ class IndexerMetrics:
         self._lookup_s = lookups.histogram(
             _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
         )
-
-    def _add_event_metrics(self) -> None:
-        counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
         self.subscribers = self._gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
         self.reconnections = counter("subscriber_reconnections", "Connections to a publisher lost.", by_pod)
         self.zmq_errors = counter("zmq_errors", "Socket operations that failed.", by_pod, "operation")
@@ -126,9 +120,6 @@ class IndexerMetrics:
             "From an engine's time stamp to the batch being applied.",
             _LAG_BUCKETS_S,
         )
-
-    def _add_snapshot_metrics(self) -> None:
-        counter = partial(self._counter, _OURS)
         histogram = partial(Histogram, registry=self._registry, buckets=_SNAPSHOT_BUCKETS_S)
         self.bootstraps = counter("bootstraps", "Views built, by where they come from.", "source")
         self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")

@@ -29,12 +29,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.applied import StoredRun
 from indexer.keys import Keys
 from indexer.metrics import IndexerMetrics
+from indexer.view_parts import StoredRun
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,28 @@ _DIGEST_BYTES = 8
 # An engine stores a prompt's blocks in order: if it stores none of the first ones, it stores none.
 _WATCHED_BLOCKS = 8
 _LINES_MAX = 20
+
+
+class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
+    """One sending of a request: clients use an id again, also while its first use is in flight."""
+
+    request_id: str
+    dispatched_s: float
+
+    def __str__(self) -> str:
+        return self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchedPrompt:
+    """A prompt as we see it; the pod should see the same."""
+
+    model: str
+    lora_name: str | None  # the adapter's name; None for the base model
+    cache_salt: str | None
+    token_ids: NDArray[np.uint32]
+    cached_blocks: int  # blocks of it that the pod was said to hold
+    held_blocks: int = 0  # so many of these the pod itself has told of; the others are assumed
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,18 +77,13 @@ def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int
 
 
 def _another_process(before: EngineReading, now: EngineReading) -> bool:
-    if before.started_s is not None and now.started_s is not None and before.started_s != now.started_s:
-        return True
-    if None not in (before.capacity_blocks, now.capacity_blocks) and (
-        before.capacity_blocks != now.capacity_blocks
-    ):
-        return True
+    constants = (before.started_s, now.started_s), (before.capacity_blocks, now.capacity_blocks)
     counters = (
         (before.prompt_tokens, now.prompt_tokens),
         (before.query_tokens, now.query_tokens),
         (before.hit_tokens, now.hit_tokens),
     )
-    return any(old is not None and new is not None and new < old for old, new in counters)
+    return any(_grown(*pair) for pair in constants) or any((_grown(*pair) or 0) < 0 for pair in counters)
 
 
 def _phantom_hits(before: EngineReading, now: EngineReading) -> bool:

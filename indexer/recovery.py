@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.journal import Entry, Feed
 from indexer.replay import Batch
@@ -21,7 +20,7 @@ from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
 from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
 from indexer.view_exports import ViewExports, mark_of
-from indexer.view_parts import ViewPart, ViewSnapshot
+from indexer.view_parts import Outcome, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from xxhash import xxh3_128_digest
 
-from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.journal import Entry, decode_entry
@@ -25,7 +24,7 @@ from indexer.peer_wire import SnapshotReader
 from indexer.recovery import EngineStream
 from indexer.replay import Batch
 from indexer.snapshot import Fetched
-from indexer.view_parts import ViewSnapshot
+from indexer.view_parts import Outcome, ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest

@@ -17,13 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from indexer.applied import Outcome, StoredRun
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash
-from indexer.extras import RunExtras, pack, read_extras
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.keys import BlockHasher, Keys, token_words
+from indexer.keys import BlockHasher, Keys, RunExtras, pack, read_extras, token_words
 from indexer.tiers import Tiers
+from indexer.view_parts import Outcome, StoredRun
 
 HEADS_MAX = 131_072
 """Most heads of index blocks that one pod may have; each takes about 1 KB."""
@@ -67,9 +66,6 @@ class Runs:
 
     Args:
         max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
-
-    Attributes:
-        block_tokens: Tokens of an engine block of the last run; None while there was none.
     """
 
     def __init__(
@@ -81,6 +77,7 @@ class Runs:
         self._tiers = tiers
         self._max_heads = min(max_heads, HEADS_MAX)
         self._heads: OrderedDict[EngineHash, _Head] = OrderedDict()
+        # Tokens of an engine block of the last run; None while there was none.
         self.block_tokens: int | None = None
 
     @property

@@ -18,8 +18,7 @@ from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import ListenError, TokenError
-from indexer.explain import Prefix
-from indexer.index import PodMatch
+from indexer.index import PodMatch, Prefix
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
 from indexer.peer_service import PEER_SERVICE

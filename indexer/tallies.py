@@ -22,14 +22,10 @@ Labels = tuple[str, ...]
 
 
 class Tallies:
-    """Makes counters and histograms of one registry that share a lock.
-
-    Attributes:
-        lock: Held by whoever counts, once for all that is counted together.
-    """
+    """Makes counters and histograms of one registry that share a lock."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.lock = Lock()
+        self.lock = Lock()  # held by whoever counts, once for all that is counted together
         self._registry = registry
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Tally:

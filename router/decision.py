@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import PodMatches, StreamState
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 

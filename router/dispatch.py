@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 from router.rates import Lesson
 
 

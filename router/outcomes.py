@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from indexer.parity import DispatchKey
 from indexer.reconcile import EngineReading
 from router.decision import Decision
 from router.dispatch import Dispatch

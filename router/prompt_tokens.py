@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from indexer.extras import MultimodalItem, extras_of_prompt
+from indexer.keys import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
 from router.request import RequestKind, RouteRequest
 from tokenization import (

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from compiled.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
-from indexer.dispatched import DispatchedPrompt
 from indexer.keys import Keys
+from indexer.parity import DispatchedPrompt
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.adapters import adapter_s
 from router.board import PodBoard

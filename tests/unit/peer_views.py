@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
@@ -15,7 +14,7 @@ from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.peer_wire import SnapshotReader, snapshot_messages
 from indexer.tiers import Tiers
-from indexer.view_parts import ViewSnapshot
+from indexer.view_parts import Outcome, ViewSnapshot
 from tests.support.held_copies import references
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import event_rows as rows
+from indexer import event_columns as rows
 from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_applier import FlatApplier, FlatEngine
@@ -23,6 +22,7 @@ from indexer.flat_names import name_of
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
+from indexer.view_parts import Outcome
 from tests.support.plain_view import DecodingApplier, MappedCache
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import read_lines
@@ -285,6 +285,18 @@ def test_a_long_removal_is_finished_wherever_it_was_left(split: int, unknown: in
     for _ in range(2):
         both.apply(PODS[0], [_payload(_removed(named), _removed(hashes[:1]))])
         both.check(keys)
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_a_copy_is_finished_wherever_it_was_left(unknown: int) -> None:
+    """A hash that nobody stored costs its neighbours no copy, and gives them no second one."""
+    both = BothWays()
+    hashes = np.arange(1, 3)
+    stored = both.apply(PODS[0], [_payload(_stored(hashes, list(range(8)), 4))]).stored
+    both.apply(PODS[0], [_payload(_stored(np.insert(hashes, unknown, 10_000), [], 0))])
+    for _ in range(2):
+        both.apply(PODS[0], [_payload(_removed(hashes))])
+        both.check(_joined(stored))
 
 
 def test_hashes_that_share_a_bucket_are_told_apart() -> None:

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from indexer import StreamState
-from indexer.explain import PrefixEnd
+from indexer.index import PrefixEnd
 from router.decision import Decision
 from tests.unit.router_support import TINY, Bench, PlainIndex, completion, ready_pod
 from tests.wire.engine_publisher import EnginePublisher, stored, wait_until
