@@ -236,12 +236,10 @@ class Inbox:
         if topic is None:
             self._sink.rejected(_NOBODY, "topic")
             return
-        rank = batch_rank(message.payload)
-        reason = self._refused(topic, rank, now_s)
-        if reason is not None:
-            self._sink.rejected(_NOBODY, reason)
+        publisher = self._publisher(topic, batch_rank(message.payload), now_s)
+        if isinstance(publisher, str):
+            self._sink.rejected(_NOBODY, publisher)
             return
-        publisher = self.publishers[self._stream(topic, rank).holder]
         taken.setdefault((publisher, self._connection(frames[-1])), []).append(message)
 
     def _stream(self, topic: Topic, rank: int) -> PodStream:
@@ -251,21 +249,21 @@ class Inbox:
         # A pod that was declared without ranks is one engine, whatever number it has among others.
         return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
 
-    def _refused(self, topic: Topic, rank: int, now_s: float) -> str | None:
-        """Why nothing is taken of this publisher; None if it is there and its messages are taken."""
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> Publisher | str:
+        """Return whose message it is, or why nothing is taken of this publisher."""
         if topic.pod in self._elsewhere:
             return "followed_elsewhere"
         stream = self._stream(topic, rank)
         publisher = self.publishers.get(stream.holder)
-        if publisher is None:
-            return None if self._admit(stream, now_s) else "too_many_pods"
-        if publisher.stream.model != stream.model:
+        if publisher is None and not self._admit(stream, now_s):
+            return "too_many_pods"
+        if publisher is not None and publisher.stream.model != stream.model:
             if publisher.connection is not None:
                 return "other_model"
             # Another model under one name is another engine.
             self._forget(stream.holder)
             self._open(stream, now_s, declared=False)
-        return None
+        return self.publishers[stream.holder]
 
     def _admit(self, stream: PodStream, now_s: float) -> bool:
         """Makes room for a publisher that nobody declared, if there is any."""
@@ -273,17 +271,12 @@ class Inbox:
             return False
         undeclared = [publisher for publisher in self.publishers.values() if not publisher.declared]
         if len(undeclared) >= self._config.undeclared_pods:
-            gone = (
-                publisher.name
-                for publisher in undeclared
-                if publisher.connection is None
-                and now_s - publisher.lost_s >= self._config.undeclared_forget_s
-            )
-            holder = next(gone, None)
-            if holder is None:
+            lost_before_s = now_s - self._config.undeclared_forget_s
+            gone = [each for each in undeclared if not each.connected and each.lost_s <= lost_before_s]
+            if not gone:
                 self._full_until_s = now_s + _FULL_S
                 return False
-            self._forget(holder)
+            self._forget(gone[0].name)
         self._open(stream, now_s, declared=False)
         return True
 

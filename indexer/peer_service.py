@@ -281,12 +281,7 @@ class PeerClient:
         with self._lock:
             if self._closing.is_set():
                 raise PeerError("unreachable", "we are about to end")
-            try:
-                channel = open_channel(
-                    self._config, host, address, receive_bytes_max=MESSAGE_BYTES_MAX + _OVERHEAD_BYTES
-                )
-            except ConfigError as error:
-                raise PeerError("credentials", str(error)) from None
+            channel = open_channel(self._config, host, address, MESSAGE_BYTES_MAX + _OVERHEAD_BYTES)
             self._channels.add(channel)
         return channel
 
@@ -324,21 +319,24 @@ def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
         ) from error
 
 
-def open_channel(config: IndexerConfig, host: str, address: str, *, receive_bytes_max: int) -> grpc.Channel:
-    """A channel of its own to one address; the caller closes it.
+def open_channel(config: IndexerConfig, host: str, address: str, receive_bytes_max: int) -> grpc.Channel:
+    """Make a channel of its own to one address; the caller closes it.
 
     Args:
         host: The peer's name, which its certificate must be for.
 
     Raises:
-        ConfigError: A file cannot be read.
+        PeerError: "credentials": a TLS file cannot be read.
     """
     options = [
         ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ]
-    shown = credentials(config)
+    try:
+        shown = credentials(config)
+    except ConfigError as error:
+        raise PeerError("credentials", str(error)) from None
     if shown is None:
         return grpc.insecure_channel(address, options)
     # The certificate is the name's, not the address's.

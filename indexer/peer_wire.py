@@ -116,39 +116,38 @@ class SnapshotReader:
         Raises:
             PeerError: They are none, not all of them, or more than may be.
         """
-        header: _Header | None = None
-        groups: frozenset[int | None] = frozenset()
-        parts: list[ViewPart] = []
-        is_whole, counted_bytes, unused = False, 0, 0
-        for data in messages:
+        decoded = self._decoded(messages)
+        header, end, unused = next(decoded, None), None, 0
+        if not isinstance(header, _Header):
+            raise PeerError("broken", "it does not begin with a header")
+        groups, parts = self._groups(header), list[ViewPart]()
+        for message in decoded:
+            _require(end is None, "a message behind the end")
+            match message:
+                case _Header():
+                    raise PeerError("broken", "a second header")
+                case _End(told):
+                    end = told
+                case _Released():
+                    unused += 1
+                case _:
+                    _require(message.group in groups, f"group {message.group} was not told")
+                    parts.append(ViewPart(message.group, self._part(message)))
+        if end != len(parts) + unused:
+            raise PeerError("broken", f"it ended after {len(parts) + unused} parts of {end}")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+
+    def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
+        counted_bytes = 0
+        for number, data in enumerate(messages):
             self.size_bytes += len(data)
             counted_bytes += max(len(data), _MESSAGE_BYTES)
             if counted_bytes > self._max_bytes:
                 raise PeerError("too_large", f"more than {self._max_bytes} bytes")
             try:
-                message = _DECODER.decode(data)
+                yield _DECODER.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise PeerError("broken", f"message {len(parts)}: {error}") from None
-            _require(not is_whole, "a message behind the end")
-            if isinstance(message, _Header):
-                _require(header is None, "a second header")
-                header, groups = message, self._groups(message)
-                continue
-            _require(header is not None, "a part in front of the header")
-            if isinstance(message, _End):
-                told = len(parts) + unused
-                _require(message.parts == told, f"{told} parts of {message.parts}")
-                is_whole = True
-                continue
-            if isinstance(message, _Released):
-                unused += 1
-                continue
-            _require(message.group in groups, f"group {message.group} was not told")
-            part = Splits(tuple(message.splits)) if isinstance(message, _Splits) else self._held(message)
-            parts.append(ViewPart(message.group, part))
-        if header is None or not is_whole:
-            raise PeerError("broken", f"it ended after {len(parts)} parts")
-        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+                raise PeerError("broken", f"message {number}: {error}") from None
 
     def _groups(self, header: _Header) -> frozenset[int | None]:
         """The groups of which parts may come."""
@@ -158,7 +157,9 @@ class SnapshotReader:
         usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
         return frozenset((None, *usable))
 
-    def _held(self, message: _Held) -> HeldBlocks:
+    def _part(self, message: _Splits | _Held) -> Splits | HeldBlocks:
+        if isinstance(message, _Splits):
+            return Splits(tuple(message.splits))
         keys, names = _words(message.keys), _words(message.names)
         tiers, name_counts = _bytes(message.tiers), _bytes(message.name_counts)
         copies = _words(message.copies).view(np.int64)

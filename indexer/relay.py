@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -319,10 +318,7 @@ class Relay:
 
     def _list(self, feed: Feed) -> None:
         feed.listing = self._subscriber.export(feed.holder, feed=feed)
-        feed.listing.add_done_callback(self._listed)
-
-    def _listed(self, _listing: Future[ViewSnapshot]) -> None:
-        self.wake.set()
+        feed.listing.add_done_callback(lambda _: self.wake.set())
 
     def _end(self, feed: Feed) -> None:
         """End an epoch of ours, and give its lease back if the server answers."""
