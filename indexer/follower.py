@@ -42,8 +42,6 @@ def subscription(
     """Make a SUB socket that bounds what it takes and how long it believes in a silent peer.
 
     Args:
-        endpoint: Where it will be bound or connected.
-        topic_prefix: What to subscribe to; empty for all.
         max_message_bytes: Above it the connection is cut.
     """
     socket = context.socket(zmq.SUB)

@@ -78,22 +78,8 @@ class Connection(NamedTuple):
 class Publisher(ReplayingStream):
     """One engine that publishes to the inbox."""
 
-    def __init__(
-        self,
-        stream: PodStream,
-        config: IndexerConfig,
-        sink: Ingest,
-        sockets: Subscriber,
-        *,
-        declared: bool,
-        now_s: float,
-    ) -> None:
-        super().__init__(stream, config, sink, sockets)
-        self.declared = declared
-        # The one that its messages come on, and when the last one was lost.
-        self.connection: Connection | None = None
-        self.lost_s = now_s
-        self.report()
+    connection: Connection | None = None  # the one that its messages come on
+    lost_s = -math.inf  # when the last one was lost
 
     def reset(self, now_s: float) -> None:
         super().reset(now_s)
@@ -178,17 +164,15 @@ class Inbox:
         Args:
             elsewhere: Pods that we connect to: what they publish here too is passed over.
         """
-        self._declared, self._elsewhere = streams, elsewhere
+        before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
-            wanted = streams.get(holder)
-            if wanted == publisher.stream:
-                # It may have come before its declaration.
-                publisher.declared = True
-            elif publisher.declared or wanted or publisher.stream.pod in elsewhere:
+            is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
+            # It may have come before its declaration.
+            if is_other and streams.get(holder) != publisher.stream:
                 self._forget(holder)
         for holder, stream in streams.items():
             if holder not in self.publishers:
-                self._open(stream, now_s, declared=True)
+                self._open(stream, now_s)
 
     def _on_monitor(self, now_s: float) -> None:
         self._take_changes()
@@ -262,14 +246,14 @@ class Inbox:
                 return "other_model"
             # Another model under one name is another engine.
             self._forget(stream.holder)
-            self._open(stream, now_s, declared=False)
+            self._open(stream, now_s)
         return self.publishers[stream.holder]
 
     def _admit(self, stream: PodStream, now_s: float) -> bool:
         """Makes room for a publisher that nobody declared, if there is any."""
         if now_s < self._full_until_s:
             return False
-        undeclared = [publisher for publisher in self.publishers.values() if not publisher.declared]
+        undeclared = [each for each in self.publishers.values() if each.name not in self._declared]
         if len(undeclared) >= self._config.undeclared_pods:
             lost_before_s = now_s - self._config.undeclared_forget_s
             gone = [each for each in undeclared if not each.connected and each.lost_s <= lost_before_s]
@@ -277,14 +261,15 @@ class Inbox:
                 self._full_until_s = now_s + _FULL_S
                 return False
             self._forget(gone[0].name)
-        self._open(stream, now_s, declared=False)
+        self._open(stream, now_s)
         return True
 
-    def _open(self, stream: PodStream, now_s: float, *, declared: bool) -> None:
+    def _open(self, stream: PodStream, now_s: float) -> None:
         self._sink.opened(stream)
-        self.publishers[stream.holder] = Publisher(
-            stream, self._config, self._sink, self._sockets, declared=declared, now_s=now_s
-        )
+        publisher = Publisher(stream, self._config, self._sink, self._sockets)
+        publisher.lost_s = now_s
+        publisher.report()
+        self.publishers[stream.holder] = publisher
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()

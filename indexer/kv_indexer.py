@@ -143,11 +143,7 @@ class KvIndexer:
         self._followed_since_s = {pod: before.get(pod, now_s) for pod in self._followed}
 
     def pending(self) -> frozenset[str]:
-        """Followed pods that whoever wants to be ready should wait for.
-
-        Their view was never built since they are followed, and they have not been waited for as long as
-        `bootstrap_s`.
-        """
+        """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
         since_s, now_s = self._followed_since_s, self._clock()
         states = self.roster.states
         unsettled = self.roster.unsettled()
@@ -158,7 +154,6 @@ class KvIndexer:
         )
 
     def ready(self) -> bool:
-        """Whether every followed pod's view was built once, or has had its time."""
         return not self.pending()
 
     def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
@@ -232,10 +227,9 @@ class KvIndexer:
         ]
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
-        """Compares a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
+        """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
 
-        Called by one thread, with readings of pods without further ranks. What the view holds is counted in
-        the flat index only.
+        Called by one thread, with readings of pods without further ranks.
 
         Returns:
             What was found wrong; None for nothing.

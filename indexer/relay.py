@@ -118,17 +118,16 @@ class RedisLink:
     Args:
         url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database; in no
             message and no log line.
-        retries: How often a call is tried again after a broken connection; never after a timeout.
 
     Raises:
         ConfigError: The URL is wrong.
     """
 
-    def __init__(self, url: str, *, name: str, retries: int, metrics: RedisMetrics) -> None:
+    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
         self._name = name
         self._metrics = metrics
         # To prepare scripts with; commands go through `call`.
-        self.client = Redis(connection_pool=_pool(url, retries))
+        self.client = Redis(connection_pool=_pool(url))
         self._up = True
         self._try_s = 0.0  # no call before this time
         metrics.up.labels(name).set(1)
@@ -183,14 +182,13 @@ class Relay:
         self, config: IndexerConfig, fingerprint: int, tiers: Sequence[str], registry: CollectorRegistry
     ) -> None:
         metrics, url = RedisMetrics(registry), config.redis_url or ""
-        self._link = RedisLink(url, name="write", retries=0, metrics=metrics)
+        self._link = RedisLink(url, "write", metrics)
         self._write = self._link.client.register_script(_WRITE)
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
         self._prefix = f"{config.redis_namespace}:{'.'.join((f'{fingerprint:016x}', *tiers))}:"
         self._owner = secrets.token_hex(8)
-        read = RedisLink(url, name="read", retries=1, metrics=metrics)
-        self.reader = RelayReader(read, self.key, config, len(tiers))
+        self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
         self.lock = threading.Lock()
         self.waiting_bytes = 0
         self.wake = threading.Event()
@@ -337,7 +335,7 @@ class Relay:
             self._end(feed)
 
 
-def _pool(url: str, retries: int) -> ConnectionPool:
+def _pool(url: str) -> ConnectionPool:
     scheme, found, rest = url.partition("://")
     if not found or scheme not in _SCHEMES:
         known = ", ".join(f"{each}://" for each in _SCHEMES)
@@ -356,7 +354,8 @@ def _pool(url: str, retries: int) -> ConnectionPool:
     pool.connection_kwargs.update(
         socket_timeout=_TIMEOUT_S,
         socket_connect_timeout=_TIMEOUT_S,
-        retry=Retry(NoBackoff(), retries, supported_errors=(RedisConnectionError,)),
+        # After a broken connection; never after a timeout. What was written is refused the second time.
+        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         protocol=2,
         decode_responses=False,
     )

@@ -72,7 +72,7 @@ class Subscriber:
     """Follows a declared set of streams.
 
     Raises:
-        ListenError: Pods cannot connect where they should.
+        ListenError: Pods cannot connect to `IndexerConfig.events_bind`.
     """
 
     def __init__(
@@ -163,13 +163,7 @@ class Subscriber:
         self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
-        """Something else than the stream tells that the view of a pod is wrong.
-
-        Args:
-            emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
-            anew.
-            seen_s: When it was seen to be empty; a view that has changed since stays. None: now.
-        """
+        """See `KvIndexer.doubt`."""
 
         def act() -> None:
             for owner in self._all_streams():
