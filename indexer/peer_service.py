@@ -209,25 +209,21 @@ class PeerClient:
         for channel in channels:
             channel.close()
 
-    def _addresses(self) -> Iterator[tuple[str, str]]:
-        """Host and address of all peers that may be reached, in any order."""
-        found = [(host, address) for peer in self._config.peers for host, address in self._resolved(peer)]
+    def _addresses(self) -> list[tuple[str, str]]:
+        """Return host and address of all peers that may be reached, in any order."""
+        found: list[tuple[str, str]] = []
+        for peer in self._config.peers:
+            if self._is_down(peer):
+                continue
+            try:
+                found += resolve(peer)
+            except OSError as error:
+                self._metrics.peers_asked.labels("unknown_host").inc()
+                _log.info("peer %s: its name is not known: %s", peer, error)
+                self._set_down(peer)
         # So that not all who start at once ask the same one.
         random.shuffle(found)
-        for host, address in dict.fromkeys(found[:_ADDRESSES_MAX]):
-            if not self._is_down(address):
-                yield host, address
-
-    def _resolved(self, peer: str) -> list[tuple[str, str]]:
-        if self._is_down(peer):
-            return []
-        try:
-            return resolve(peer)
-        except OSError as error:
-            self._metrics.peers_asked.labels("unknown_host").inc()
-            _log.info("peer %s: its name is not known: %s", peer, error)
-            self._set_down(peer)
-            return []
+        return [each for each in dict.fromkeys(found[:_ADDRESSES_MAX]) if not self._is_down(each[1])]
 
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
