@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.applied import Outcome
@@ -278,7 +279,10 @@ class EngineStream:
         self._request(deliver)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        self._sockets.fetch(self, self.stream, deliver, peers=self._peers)
+        def fetched(answer: Fetched) -> None:
+            self._sockets.call(lambda: self._sockets.guarded(self, partial(deliver, answer)))
+
+        self._sockets.fetcher.fetch(self.stream, fetched, others=self._peers)
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
         if fetched.refusal is not None:

@@ -31,7 +31,7 @@ from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
 from indexer.relayed import RelayedStream, RelayReader
 from indexer.repeated_log import RepeatedLog
-from indexer.snapshot import Fetched, SnapshotFetcher
+from indexer.snapshot import SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
@@ -92,16 +92,17 @@ class Subscriber:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
-        self._fetcher = SnapshotFetcher(
+        others = {} if peers is None else {"peer": peers.ask}
+        others |= {} if relay is None else {"redis": relay.reader.ask}
+        self.has_peers = bool(others)
+        self.fetcher = SnapshotFetcher(
             at_once=config.concurrent_snapshots,
             max_bytes=config.snapshot_max_bytes,
             total_s=config.snapshot_total_s,
             admin_token=config.admin_token,
-            others=({} if peers is None else {"peer": peers.ask})
-            | ({} if relay is None else {"redis": relay.reader.ask}),
+            others=others,
         )
         self._peers = peers
-        self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
@@ -143,7 +144,7 @@ class Subscriber:
             self._close_streams()
         if self._peers is not None:
             self._peers.close()
-        self._fetcher.close()
+        self.fetcher.close()
         self.context.term()
         self._wake_in.close()
         self._wake_out.close()
@@ -240,16 +241,6 @@ class Subscriber:
     def unwatch(self, watched: zmq.Socket[bytes]) -> None:
         del self._watched[watched]
         self._poller.unregister(watched)
-
-    def fetch(
-        self, owner: Owner, stream: PodStream, deliver: Callable[[Fetched, float], None], *, peers: bool
-    ) -> None:
-        """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
-
-        def fetched(answer: Fetched) -> None:
-            self.call(lambda: self.guarded(owner, partial(deliver, answer)))
-
-        self._fetcher.fetch(stream, fetched, others=peers)
 
     def _wake(self) -> None:
         # A full pipe wakes it just as well; a closed one has nobody to wake.
