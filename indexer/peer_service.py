@@ -228,11 +228,7 @@ class PeerClient:
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        reader = SnapshotReader(
-            tiers=len(self._identity.tiers),
-            block_tokens=self._config.block_tokens,
-            max_bytes=self._config.snapshot_max_bytes,
-        )
+        reader = SnapshotReader(self._config, len(self._identity.tiers))
         request = self._identity.request(stream.holder, stream.model)
         # The generated class has no types.
         stub: Any = pb_grpc.IndexPeerStub

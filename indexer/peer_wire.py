@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.events import MAX_TOKENS
 from indexer.view_parts import (
@@ -104,10 +105,10 @@ class SnapshotReader:
         size_bytes: Of all messages so far.
     """
 
-    def __init__(self, *, tiers: int, block_tokens: int, max_bytes: int) -> None:
+    def __init__(self, config: IndexerConfig, tiers: int) -> None:
         self._tiers = tiers
-        self._block_tokens = block_tokens
-        self._max_bytes = max_bytes
+        self._block_tokens = config.block_tokens
+        self._max_bytes = config.snapshot_max_bytes
         self.size_bytes = 0
 
     def read(self, messages: Iterable[bytes]) -> ViewSnapshot:

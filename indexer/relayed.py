@@ -233,11 +233,7 @@ class RelayReader:
         place, data = self.link.call(self.link.client.hmget, name, ["id", "view"])
         if place is None or data is None or (at := _place(place)) is None:
             return None
-        reader = SnapshotReader(
-            tiers=self._tiers,
-            block_tokens=self._config.block_tokens,
-            max_bytes=self._config.snapshot_max_bytes,
-        )
+        reader = SnapshotReader(self._config, self._tiers)
         snapshot = None
         try:
             snapshot = reader.read(_MESSAGES.decode(data))
