@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,19 +13,13 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.dispatched import DispatchedPrompt
 from indexer.errors import ConfigError
 from indexer.explain import Prefix, explain_prefix
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import EngineStrides, HybridMatcher
 from indexer.index import IndexStats, PodMatches
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher, Keys, Tokens
-from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
+from indexer.keys import Keys, Tokens
 from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
 from indexer.reconcile import EngineReading, Finding, reconcile
-from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
-from indexer.tiers import Tiers
 from indexer.warm import warm_kernels
 
 if TYPE_CHECKING:
@@ -66,38 +59,13 @@ class KvIndexer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
-        self._hasher = BlockHasher(config.block_tokens, seed)
-        tiers = Tiers(config.tier_weights, config.tier_by_medium)
-        self._index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
         warm_kernels()
-        self._speculation = Speculation(
-            self._index,
-            ttl_s=config.speculative_ttl_s,
-            max_s=config.speculative_max_s,
-            max_entries=config.speculative_entries,
-        )
-        self._hybrid = HybridMatcher(self._index, config.block_tokens)
-        self._strides = EngineStrides()
-        self._metrics = IndexerMetrics(
-            registry, stats=self._index.stats, speculative=self._speculative_entries
-        )
-        identity = PeerIdentity(self._hasher.fingerprint(), tiers.names)
-        self._parity = ParityWatch(self._metrics)
-        self._ingest = Ingest(
-            config,
-            parity=self._parity,
-            index=self._index,
-            hasher=self._hasher,
-            hybrid=self._hybrid,
-            strides=self._strides,
-            speculation=self._speculation,
-            metrics=self._metrics,
-            on_stored=on_stored,
-            on_link=on_link,
-            clock=clock,
-        )
-        self.roster = self._ingest.roster
+        self._ingest = ingest = Ingest(config, registry, on_stored, on_link, clock)
+        self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.metrics
+        self._speculation, self._parity = ingest.speculation, ingest.parity
+        self._hybrid, self._strides = ingest.hybrid, ingest.strides
+        self.roster = ingest.roster
+        identity = PeerIdentity(self._hasher.fingerprint(), self._index.tiers.names)
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
         self._subscriber = Subscriber(config, self._ingest, peers=peers, relay=self._relay, clock=clock)
@@ -314,10 +282,6 @@ class KvIndexer:
         """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
         states = self.roster.states
         return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
-
-    def _speculative_entries(self) -> int:
-        self._speculation.expire(self._clock())
-        return len(self._speculation)
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:
