@@ -18,14 +18,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.errors import ListenError
 from indexer.follower import ReplayingStream, close_subscription, subscription
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
 from indexer.replay import Batch, Broken, parse_live
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 _NOBODY = "inbox"
@@ -113,13 +112,12 @@ class Inbox:
         ListenError: The address is in use, or not ours.
     """
 
-    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
+    def __init__(self, sockets: Subscriber) -> None:
+        config = sockets.config
         assert config.events_bind is not None
         self.name = _NOBODY
         self.publishers: dict[str, Publisher] = {}
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
+        self._config, self._sink, self._sockets = config, sockets.sink, sockets
         self._declared: Mapping[str, PodStream] = {}
         self._elsewhere: frozenset[str] = frozenset()
         self._lost: set[Connection] = set()
@@ -266,7 +264,7 @@ class Inbox:
 
     def _open(self, stream: PodStream, now_s: float) -> None:
         self._sink.opened(stream)
-        publisher = Publisher(stream, self._config, self._sink, self._sockets)
+        publisher = Publisher(stream, self._sockets)
         publisher.lost_s = now_s
         publisher.report()
         self.publishers[stream.holder] = publisher

@@ -28,7 +28,6 @@ from indexer.snapshot import Fetched
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.relay import RedisLink
     from indexer.roster import Roster
     from indexer.subscribe import Subscriber
@@ -46,12 +45,10 @@ _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 class RelayedStream(EngineStream):
     """One engine that is followed through the relay; on the subscriber's thread only."""
 
-    def __init__(
-        self, stream: PodStream, config: IndexerConfig, sink: Ingest, reader: RelayReader, sockets: Subscriber
-    ) -> None:
+    def __init__(self, stream: PodStream, sockets: Subscriber, reader: RelayReader) -> None:
         # The server is asked where others ask the engine, and entries are numbered from their own first.
         there = replace(stream, replay_endpoint=None, snapshot_url=None, first_sequence=0)
-        super().__init__(there, config, sink, sockets)
+        super().__init__(there, sockets)
         self._reader = reader
         self._stored: Fetched | None = None
 

@@ -84,9 +84,7 @@ class Subscriber:
         relay: Relay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._sink = sink
-        self.clock = clock
+        self.config, self.sink, self.clock = config, sink, clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -95,13 +93,7 @@ class Subscriber:
         others = {} if peers is None else {"peer": peers.ask}
         others |= {} if relay is None else {"redis": relay.reader.ask}
         self.has_peers = bool(others)
-        self.fetcher = SnapshotFetcher(
-            at_once=config.concurrent_snapshots,
-            max_bytes=config.snapshot_max_bytes,
-            total_s=config.snapshot_total_s,
-            admin_token=config.admin_token,
-            others=others,
-        )
+        self.fetcher = SnapshotFetcher(config, others)
         self._peers = peers
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
@@ -119,7 +111,7 @@ class Subscriber:
         self._gather_s = _GATHER_S
         try:
             if config.events_bind is not None:
-                self._inbox = Inbox(config, sink, self)
+                self._inbox = Inbox(self)
         except ListenError:
             self.close()
             raise
@@ -216,7 +208,7 @@ class Subscriber:
             if reader is not None and is_new and owner is not None and not owner.connected:
                 # Its view begins anew; what the connection had brought is forgotten with it.
                 owner.restart("relayed")
-                self._relayed[engine] = RelayedStream(owner.stream, self._config, self._sink, reader, self)
+                self._relayed[engine] = RelayedStream(owner.stream, self, reader)
             if (relayed := self._relayed.get(engine)) is not None:
                 self.guarded(relayed, partial(step, relayed))
 
@@ -226,7 +218,7 @@ class Subscriber:
         """Follow an engine no more through the relay, if it is; on the thread."""
         if (relayed := self._relayed.pop(engine, None)) is not None:
             relayed.close()
-            self._sink.clear(engine, "relay_ended")
+            self.sink.clear(engine, "relay_ended")
 
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
@@ -328,12 +320,12 @@ class Subscriber:
                 follower.close()
                 self.end_relay(holder)
                 del self._followers[holder]
-                self._sink.closed(holder)
+                self.sink.closed(holder)
         if self._inbox is not None:
             awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
             elsewhere = frozenset(stream.pod for stream in dialled.values())
             self._inbox.declare(awaited, elsewhere, self.clock())
         for holder, stream in dialled.items():
             if holder not in self._followers:
-                self._sink.opened(stream)
-                self._followers[holder] = Follower(stream, self._config, self._sink, self)
+                self.sink.opened(stream)
+                self._followers[holder] = Follower(stream, self)
