@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from indexer.config import PODS_MAX, IndexerConfig, PodStream
+from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
@@ -75,16 +75,8 @@ class Subscriber:
         ListenError: Pods cannot connect to `IndexerConfig.events_bind`.
     """
 
-    def __init__(
-        self,
-        config: IndexerConfig,
-        sink: Ingest,
-        *,
-        peers: PeerClient | None = None,
-        relay: Relay | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config, self.sink, self.clock = config, sink, clock
+    def __init__(self, sink: Ingest, peers: PeerClient | None = None, relay: Relay | None = None) -> None:
+        self.config, self.sink, self.clock = sink.config, sink, sink.clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -93,14 +85,14 @@ class Subscriber:
         others = {} if peers is None else {"peer": peers.ask}
         others |= {} if relay is None else {"redis": relay.reader.ask}
         self.has_peers = bool(others)
-        self.fetcher = SnapshotFetcher(config, others)
+        self.fetcher = SnapshotFetcher(self.config, others)
         self._peers = peers
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self.free_replays = config.concurrent_replays
+        self.free_replays = self.config.concurrent_replays
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
@@ -110,7 +102,7 @@ class Subscriber:
         self._turned_s = self._due_s = -math.inf
         self._gather_s = _GATHER_S
         try:
-            if config.events_bind is not None:
+            if self.config.events_bind is not None:
                 self._inbox = Inbox(self)
         except ListenError:
             self.close()
