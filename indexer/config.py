@@ -238,8 +238,10 @@ class IndexerConfig:
             )
         if self.backend == "redis":
             self._check_redis()
+            self._check_shared_seed("for the backend 'redis'", "for all routers")
         if self.peers:
             self._check_peers()
+            self._check_shared_seed("with peers (--hash-seed beside --peer)", "for all of them")
         if self.events_bind is not None and not self.events_bind.startswith("tcp://"):
             # Only of TCP connections the socket tells which of them was lost.
             raise ConfigError(f"IndexerConfig.events_bind: must begin with tcp://, is {self.events_bind!r}")
@@ -258,26 +260,23 @@ class IndexerConfig:
             host, _, port = peer.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
                 raise ConfigError(f"IndexerConfig.peers: must be HOST:PORT, is {peer!r}")
-        if self.hash_seed is None:
-            raise ConfigError(
-                "IndexerConfig.hash_seed: must be given with peers (--hash-seed beside --peer), the same for "
-                "all of them: with seeds of their own they would not know each other's keys"
-            )
         if (self.peer_cert is None) != (self.peer_key is None) or (self.peer_cert and not self.peer_ca):
             raise ConfigError("IndexerConfig.peer_cert, peer_key: both are needed, and peer_ca with them")
 
     def _check_redis(self) -> None:
         if self.redis_url is None:
             raise ConfigError("IndexerConfig.redis_url: must be given for the backend 'redis'")
-        if self.hash_seed is None:
-            raise ConfigError(
-                "IndexerConfig.hash_seed: must be given for the backend 'redis', the same for all routers: "
-                "with seeds of their own they would not know each other's keys"
-            )
         if not _NAMESPACE.fullmatch(self.redis_namespace):
             raise ConfigError(
                 "IndexerConfig.redis_namespace: must be 1-64 letters, digits and characters of .:_-, "
                 f"is {self.redis_namespace!r}"
+            )
+
+    def _check_shared_seed(self, why: str, whose: str) -> None:
+        if self.hash_seed is None:
+            raise ConfigError(
+                f"IndexerConfig.hash_seed: must be given {why}, the same {whose}: "
+                "with seeds of their own they would not know each other's keys"
             )
 
 

@@ -1,13 +1,4 @@
-"""The indexer's errors.
-
-IndexerError
-├── ConfigError       a setting or the pods file is wrong: message names file, line and field
-├── ListenError       a port cannot be listened on
-├── TokenError        token ids that no engine could have produced
-├── UnavailableError  Redis did not answer; carries the reason's label
-├── PeerError         a peer gave no snapshot, or none of use; carries the reason's label
-└── PayloadError      a published payload, or one event, that cannot be read; carries the reason's label
-"""
+"""The indexer's errors."""
 
 from __future__ import annotations
 
@@ -17,7 +8,7 @@ class IndexerError(Exception):
 
 
 class ConfigError(IndexerError, ValueError):
-    """A setting is wrong; the message says which one, where, and what it must be."""
+    """A setting or the pods file is wrong; the message names file, line and field, and what it must be."""
 
 
 class ListenError(IndexerError):

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
 from indexer.replay import Batch, Broken, End, parse_answer, parse_live, replay_socket
 from indexer.stream import StreamState
 from indexer.stream_actions import Action, Fetch, Purpose, Replay
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
@@ -42,8 +41,6 @@ def subscription(
     """Make a SUB socket that bounds what it takes and how long it believes in a silent peer.
 
     Args:
-        endpoint: Where it will be bound or connected.
-        topic_prefix: What to subscribe to; empty for all.
         max_message_bytes: Above it the connection is cut.
     """
     socket = context.socket(zmq.SUB)
@@ -185,8 +182,8 @@ class ReplayingStream(EngineStream):
 class Follower(ReplayingStream):
     """One engine's stream whose publisher we connect to."""
 
-    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        super().__init__(stream, config, sink, sockets)
+    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
+        super().__init__(stream, sockets)
         # The subscription, and the socket that tells of its connection.
         self._link: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._timers[self._open] = -math.inf

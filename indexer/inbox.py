@@ -18,14 +18,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.errors import ListenError
 from indexer.follower import ReplayingStream, close_subscription, subscription
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
 from indexer.replay import Batch, Broken, parse_live
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 _NOBODY = "inbox"
@@ -78,22 +77,8 @@ class Connection(NamedTuple):
 class Publisher(ReplayingStream):
     """One engine that publishes to the inbox."""
 
-    def __init__(
-        self,
-        stream: PodStream,
-        config: IndexerConfig,
-        sink: Ingest,
-        sockets: Subscriber,
-        *,
-        declared: bool,
-        now_s: float,
-    ) -> None:
-        super().__init__(stream, config, sink, sockets)
-        self.declared = declared
-        # The one that its messages come on, and when the last one was lost.
-        self.connection: Connection | None = None
-        self.lost_s = now_s
-        self.report()
+    connection: Connection | None = None  # the one that its messages come on
+    lost_s = -math.inf  # when the last one was lost
 
     def reset(self, now_s: float) -> None:
         super().reset(now_s)
@@ -127,13 +112,12 @@ class Inbox:
         ListenError: The address is in use, or not ours.
     """
 
-    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
+    def __init__(self, sockets: Subscriber) -> None:
+        config = sockets.config
         assert config.events_bind is not None
         self.name = _NOBODY
         self.publishers: dict[str, Publisher] = {}
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
+        self._config, self._sink, self._sockets = config, sockets.sink, sockets
         self._declared: Mapping[str, PodStream] = {}
         self._elsewhere: frozenset[str] = frozenset()
         self._lost: set[Connection] = set()
@@ -178,17 +162,15 @@ class Inbox:
         Args:
             elsewhere: Pods that we connect to: what they publish here too is passed over.
         """
-        self._declared, self._elsewhere = streams, elsewhere
+        before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
-            wanted = streams.get(holder)
-            if wanted == publisher.stream:
-                # It may have come before its declaration.
-                publisher.declared = True
-            elif publisher.declared or wanted or publisher.stream.pod in elsewhere:
+            is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
+            # It may have come before its declaration.
+            if is_other and streams.get(holder) != publisher.stream:
                 self._forget(holder)
         for holder, stream in streams.items():
             if holder not in self.publishers:
-                self._open(stream, now_s, declared=True)
+                self._open(stream, now_s)
 
     def _on_monitor(self, now_s: float) -> None:
         self._take_changes()
@@ -236,12 +218,10 @@ class Inbox:
         if topic is None:
             self._sink.rejected(_NOBODY, "topic")
             return
-        rank = batch_rank(message.payload)
-        reason = self._refused(topic, rank, now_s)
-        if reason is not None:
-            self._sink.rejected(_NOBODY, reason)
+        publisher = self._publisher(topic, batch_rank(message.payload), now_s)
+        if isinstance(publisher, str):
+            self._sink.rejected(_NOBODY, publisher)
             return
-        publisher = self.publishers[self._stream(topic, rank).holder]
         taken.setdefault((publisher, self._connection(frames[-1])), []).append(message)
 
     def _stream(self, topic: Topic, rank: int) -> PodStream:
@@ -251,47 +231,43 @@ class Inbox:
         # A pod that was declared without ranks is one engine, whatever number it has among others.
         return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
 
-    def _refused(self, topic: Topic, rank: int, now_s: float) -> str | None:
-        """Why nothing is taken of this publisher; None if it is there and its messages are taken."""
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> Publisher | str:
+        """Return whose message it is, or why nothing is taken of this publisher."""
         if topic.pod in self._elsewhere:
             return "followed_elsewhere"
         stream = self._stream(topic, rank)
         publisher = self.publishers.get(stream.holder)
-        if publisher is None:
-            return None if self._admit(stream, now_s) else "too_many_pods"
-        if publisher.stream.model != stream.model:
+        if publisher is None and not self._admit(stream, now_s):
+            return "too_many_pods"
+        if publisher is not None and publisher.stream.model != stream.model:
             if publisher.connection is not None:
                 return "other_model"
             # Another model under one name is another engine.
             self._forget(stream.holder)
-            self._open(stream, now_s, declared=False)
-        return None
+            self._open(stream, now_s)
+        return self.publishers[stream.holder]
 
     def _admit(self, stream: PodStream, now_s: float) -> bool:
         """Makes room for a publisher that nobody declared, if there is any."""
         if now_s < self._full_until_s:
             return False
-        undeclared = [publisher for publisher in self.publishers.values() if not publisher.declared]
+        undeclared = [each for each in self.publishers.values() if each.name not in self._declared]
         if len(undeclared) >= self._config.undeclared_pods:
-            gone = (
-                publisher.name
-                for publisher in undeclared
-                if publisher.connection is None
-                and now_s - publisher.lost_s >= self._config.undeclared_forget_s
-            )
-            holder = next(gone, None)
-            if holder is None:
+            lost_before_s = now_s - self._config.undeclared_forget_s
+            gone = [each for each in undeclared if not each.connected and each.lost_s <= lost_before_s]
+            if not gone:
                 self._full_until_s = now_s + _FULL_S
                 return False
-            self._forget(holder)
-        self._open(stream, now_s, declared=False)
+            self._forget(gone[0].name)
+        self._open(stream, now_s)
         return True
 
-    def _open(self, stream: PodStream, now_s: float, *, declared: bool) -> None:
+    def _open(self, stream: PodStream, now_s: float) -> None:
         self._sink.opened(stream)
-        self.publishers[stream.holder] = Publisher(
-            stream, self._config, self._sink, self._sockets, declared=declared, now_s=now_s
-        )
+        publisher = Publisher(stream, self._sockets)
+        publisher.lost_s = now_s
+        publisher.report()
+        self.publishers[stream.holder] = publisher
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
@@ -29,7 +30,7 @@ from indexer.roster import Roster
 from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
-from indexer.tiers import GPU_TIER
+from indexer.tiers import GPU_TIER, Tiers
 from indexer.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
@@ -40,30 +41,45 @@ _COUNT_MARGIN = 16
 _NO_KEYS = np.empty(0, np.uint64)
 
 
-@dataclass(eq=False)
 class Ingest:
-    """The views of all pods that are followed, and whom what the streams bring is told.
+    """The index with the views of all pods that are followed, and whom what the streams bring is told.
 
-    Attributes:
+    Args:
         on_stored: See `KvIndexer`.
         on_link: See `KvIndexer`.
+        clock: See `KvIndexer`.
         wall_clock: The clock of event time stamps, seconds since the epoch.
+        index: One that is there already.
     """
 
-    config: IndexerConfig
-    _: KW_ONLY
-    index: FlatIndex
-    hasher: BlockHasher
-    parity: ParityWatch
-    hybrid: HybridMatcher
-    speculation: Speculation
-    metrics: IndexerMetrics
-    on_stored: Callable[[str, Keys, float], None]
-    on_link: Callable[[str, bool], None]
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float] = time.time
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        config: IndexerConfig,
+        registry: CollectorRegistry,
+        on_stored: Callable[[str, Keys, float], None],
+        on_link: Callable[[str, bool], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+        index: FlatIndex | None = None,
+    ) -> None:
+        self.config = config
+        self.on_stored, self.on_link = on_stored, on_link
+        self.clock, self.wall_clock = clock, wall_clock
+        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
+        self.hasher = BlockHasher(config.block_tokens, seed)
+        if index is None:
+            tiers = Tiers(config.tier_weights, config.tier_by_medium)
+            index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
+        self.index = index
+        self.speculation = Speculation(
+            self.index,
+            ttl_s=config.speculative_ttl_s,
+            max_s=config.speculative_max_s,
+            max_entries=config.speculative_entries,
+        )
+        self.hybrid = HybridMatcher(self.index, config.block_tokens)
+        self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
+        self.parity = ParityWatch(self.metrics)
         self.roster = Roster()
         self._engine = FlatEngine(self.config, self.index, self.hasher)
         self._pods: dict[str, FlatApplier] = {}
@@ -289,6 +305,10 @@ class Ingest:
                     metrics.evictions.add(number=hashes)
             for published_s in filter(math.isfinite, times_s):
                 metrics.lag_s.observe(max(0.0, now_s - published_s))
+
+    def _speculative_entries(self) -> int:
+        self.speculation.expire(self.clock())
+        return len(self.speculation)
 
 
 def _note(kind: str, pod: str, message: str, *values: object) -> None:

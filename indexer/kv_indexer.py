@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,19 +12,14 @@ from prometheus_client import CollectorRegistry
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
 from indexer.flat_applier import warm_kernels
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
 from indexer.index import IndexStats, PodMatches, Prefix, explain_prefix
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher, Keys, Tokens
-from indexer.metrics import IndexerMetrics
-from indexer.parity import DispatchedPrompt, ParityWatch
+from indexer.keys import Keys, Tokens
+from indexer.parity import DispatchedPrompt
 from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
 from indexer.reconcile import EngineReading, Finding, reconcile
-from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
-from indexer.tiers import Tiers
 
 if TYPE_CHECKING:
     from indexer.relay import Relay
@@ -64,39 +58,16 @@ class KvIndexer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
-        self._hasher = BlockHasher(config.block_tokens, seed)
-        tiers = Tiers(config.tier_weights, config.tier_by_medium)
-        self._index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
         warm_kernels()
-        self._speculation = Speculation(
-            self._index,
-            ttl_s=config.speculative_ttl_s,
-            max_s=config.speculative_max_s,
-            max_entries=config.speculative_entries,
-        )
-        self._hybrid = HybridMatcher(self._index, config.block_tokens)
-        self._metrics = IndexerMetrics(
-            registry, stats=self._index.stats, speculative=self._speculative_entries
-        )
-        identity = PeerIdentity(self._hasher.fingerprint(), tiers.names)
-        self._parity = ParityWatch(self._metrics)
-        self._ingest = Ingest(
-            config,
-            parity=self._parity,
-            index=self._index,
-            hasher=self._hasher,
-            hybrid=self._hybrid,
-            speculation=self._speculation,
-            metrics=self._metrics,
-            on_stored=on_stored,
-            on_link=on_link,
-            clock=clock,
-        )
-        self.roster = self._ingest.roster
+        self._ingest = ingest = Ingest(config, registry, on_stored, on_link, clock)
+        self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.metrics
+        self._speculation, self._parity = ingest.speculation, ingest.parity
+        self._hybrid = ingest.hybrid
+        self.roster = ingest.roster
+        identity = PeerIdentity(self._hasher.fingerprint(), self._index.tiers.names)
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
-        self._subscriber = Subscriber(config, self._ingest, peers=peers, relay=self._relay, clock=clock)
+        self._subscriber = Subscriber(ingest, peers, self._relay)
         self.exports = PeerDoor(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
@@ -139,11 +110,7 @@ class KvIndexer:
         self._followed_since_s = {pod: before.get(pod, now_s) for pod in self._followed}
 
     def pending(self) -> frozenset[str]:
-        """Followed pods that whoever wants to be ready should wait for.
-
-        Their view was never built since they are followed, and they have not been waited for as long as
-        `bootstrap_s`.
-        """
+        """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
         since_s, now_s = self._followed_since_s, self._clock()
         states = self.roster.states
         unsettled = self.roster.unsettled()
@@ -154,7 +121,6 @@ class KvIndexer:
         )
 
     def ready(self) -> bool:
-        """Whether every followed pod's view was built once, or has had its time."""
         return not self.pending()
 
     def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
@@ -226,10 +192,9 @@ class KvIndexer:
         ]
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
-        """Compares a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
+        """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
 
-        Called by one thread, with readings of pods without further ranks. What the view holds is counted in
-        the flat index only.
+        Called by one thread, with readings of pods without further ranks.
 
         Returns:
             What was found wrong; None for nothing.
@@ -314,10 +279,6 @@ class KvIndexer:
         """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
         states = self.roster.states
         return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
-
-    def _speculative_entries(self) -> int:
-        self._speculation.expire(self._clock())
-        return len(self._speculation)
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:

@@ -209,34 +209,26 @@ class PeerClient:
         for channel in channels:
             channel.close()
 
-    def _addresses(self) -> Iterator[tuple[str, str]]:
-        """Host and address of all peers that may be reached, in any order."""
-        found = [(host, address) for peer in self._config.peers for host, address in self._resolved(peer)]
+    def _addresses(self) -> list[tuple[str, str]]:
+        """Return host and address of all peers that may be reached, in any order."""
+        found: list[tuple[str, str]] = []
+        for peer in self._config.peers:
+            if self._is_down(peer):
+                continue
+            try:
+                found += resolve(peer)
+            except OSError as error:
+                self._metrics.peers_asked.labels("unknown_host").inc()
+                _log.info("peer %s: its name is not known: %s", peer, error)
+                self._set_down(peer)
         # So that not all who start at once ask the same one.
         random.shuffle(found)
-        for host, address in dict.fromkeys(found[:_ADDRESSES_MAX]):
-            if not self._is_down(address):
-                yield host, address
-
-    def _resolved(self, peer: str) -> list[tuple[str, str]]:
-        if self._is_down(peer):
-            return []
-        try:
-            return resolve(peer)
-        except OSError as error:
-            self._metrics.peers_asked.labels("unknown_host").inc()
-            _log.info("peer %s: its name is not known: %s", peer, error)
-            self._set_down(peer)
-            return []
+        return [each for each in dict.fromkeys(found[:_ADDRESSES_MAX]) if not self._is_down(each[1])]
 
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        reader = SnapshotReader(
-            tiers=len(self._identity.tiers),
-            block_tokens=self._config.block_tokens,
-            max_bytes=self._config.snapshot_max_bytes,
-        )
+        reader = SnapshotReader(self._config, len(self._identity.tiers))
         request = self._identity.request(stream.holder, stream.model)
         # The generated class has no types.
         stub: Any = pb_grpc.IndexPeerStub
@@ -281,12 +273,7 @@ class PeerClient:
         with self._lock:
             if self._closing.is_set():
                 raise PeerError("unreachable", "we are about to end")
-            try:
-                channel = open_channel(
-                    self._config, host, address, receive_bytes_max=MESSAGE_BYTES_MAX + _OVERHEAD_BYTES
-                )
-            except ConfigError as error:
-                raise PeerError("credentials", str(error)) from None
+            channel = open_channel(self._config, host, address, MESSAGE_BYTES_MAX + _OVERHEAD_BYTES)
             self._channels.add(channel)
         return channel
 
@@ -324,21 +311,24 @@ def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
         ) from error
 
 
-def open_channel(config: IndexerConfig, host: str, address: str, *, receive_bytes_max: int) -> grpc.Channel:
-    """A channel of its own to one address; the caller closes it.
+def open_channel(config: IndexerConfig, host: str, address: str, receive_bytes_max: int) -> grpc.Channel:
+    """Make a channel of its own to one address; the caller closes it.
 
     Args:
         host: The peer's name, which its certificate must be for.
 
     Raises:
-        ConfigError: A file cannot be read.
+        PeerError: "credentials": a TLS file cannot be read.
     """
     options = [
         ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ]
-    shown = credentials(config)
+    try:
+        shown = credentials(config)
+    except ConfigError as error:
+        raise PeerError("credentials", str(error)) from None
     if shown is None:
         return grpc.insecure_channel(address, options)
     # The certificate is the name's, not the address's.

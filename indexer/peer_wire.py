@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.flat_layout import PART_BLOCKS, HeldBlocks
 from indexer.view_parts import ViewFacts, ViewPart, ViewSnapshot
@@ -87,10 +88,10 @@ class SnapshotReader:
         size_bytes: Of all messages so far.
     """
 
-    def __init__(self, *, tiers: int, block_tokens: int, max_bytes: int) -> None:
+    def __init__(self, config: IndexerConfig, tiers: int) -> None:
         self._tiers = tiers
-        self._block_tokens = block_tokens
-        self._max_bytes = max_bytes
+        self._block_tokens = config.block_tokens
+        self._max_bytes = config.snapshot_max_bytes
         self.size_bytes = 0
 
     def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
@@ -99,34 +100,36 @@ class SnapshotReader:
         Raises:
             PeerError: They are none, not all of them, or more than may be.
         """
-        header: _Header | None = None
-        groups: frozenset[int | None] = frozenset()
-        parts: list[ViewPart] = []
-        is_whole, counted_bytes = False, 0
-        for data in messages:
+        decoded = self._decoded(messages)
+        header, end = next(decoded, None), None
+        if not isinstance(header, _Header):
+            raise PeerError("broken", "it does not begin with a header")
+        groups, parts = self._groups(header), list[ViewPart]()
+        for message in decoded:
+            _require(end is None, "a message behind the end")
+            match message:
+                case _Header():
+                    raise PeerError("broken", "a second header")
+                case _End(told):
+                    end = told
+                case _:
+                    _require(message.group in groups, f"group {message.group} was not told")
+                    parts.append(ViewPart(message.group, self._held(message)))
+        if end != len(parts):
+            raise PeerError("broken", f"it ended after {len(parts)} parts of {end}")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+
+    def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
+        counted_bytes = 0
+        for number, data in enumerate(messages):
             self.size_bytes += len(data)
             counted_bytes += max(len(data), _MESSAGE_BYTES)
             if counted_bytes > self._max_bytes:
                 raise PeerError("too_large", f"more than {self._max_bytes} bytes")
             try:
-                message = _DECODER.decode(data)
+                yield _DECODER.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise PeerError("broken", f"message {len(parts)}: {error}") from None
-            _require(not is_whole, "a message behind the end")
-            if isinstance(message, _Header):
-                _require(header is None, "a second header")
-                header, groups = message, self._groups(message)
-                continue
-            _require(header is not None, "a part in front of the header")
-            if isinstance(message, _End):
-                _require(message.parts == len(parts), f"{len(parts)} parts of {message.parts}")
-                is_whole = True
-                continue
-            _require(message.group in groups, f"group {message.group} was not told")
-            parts.append(ViewPart(message.group, self._held(message)))
-        if header is None or not is_whole:
-            raise PeerError("broken", f"it ended after {len(parts)} parts")
-        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+                raise PeerError("broken", f"message {number}: {error}") from None
 
     def _groups(self, header: _Header) -> frozenset[int | None]:
         """The groups of which parts may come."""

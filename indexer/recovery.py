@@ -11,9 +11,10 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.journal import Entry, Feed
 from indexer.replay import Batch
 from indexer.snapshot import Fetched, Snapshot
@@ -23,7 +24,6 @@ from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import Outcome, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 # What one source may take of the thread before the others have their turn.
@@ -47,11 +47,9 @@ _HEAL_FIRST_S, _HEAL_LAST_S = 30.0, 600.0
 class EngineStream:
     """One engine's stream: its view, and whatever keeps it up. An error costs the view and nothing else."""
 
-    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        self.stream = stream
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
+    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
+        self.stream, self._sockets = stream, sockets
+        self._config, self._sink = sockets.config, sockets.sink
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
         self._gaps_reported = 0
@@ -59,7 +57,7 @@ class EngineStream:
         self._ticket: object | None = None
         self._restoring: Fetched | None = None
         self._left: deque[bytes | ViewPart | Entry] = deque()
-        self._exports = ViewExports(config.snapshot_max_bytes)
+        self._exports = ViewExports(self._config.snapshot_max_bytes)
         self._feed: Feed | None = None
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
@@ -277,7 +275,10 @@ class EngineStream:
         self._request(deliver)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        self._sockets.fetch(self, self.stream, deliver, peers=self._peers)
+        def fetched(answer: Fetched) -> None:
+            self._sockets.call(lambda: self._sockets.guarded(self, partial(deliver, answer)))
+
+        self._sockets.fetcher.fetch(self.stream, fetched, others=self._peers)
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
         if fetched.refusal is not None:

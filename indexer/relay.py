@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -119,17 +118,16 @@ class RedisLink:
     Args:
         url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database; in no
             message and no log line.
-        retries: How often a call is tried again after a broken connection; never after a timeout.
 
     Raises:
         ConfigError: The URL is wrong.
     """
 
-    def __init__(self, url: str, *, name: str, retries: int, metrics: RedisMetrics) -> None:
+    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
         self._name = name
         self._metrics = metrics
         # To prepare scripts with; commands go through `call`.
-        self.client = Redis(connection_pool=_pool(url, retries))
+        self.client = Redis(connection_pool=_pool(url))
         self._up = True
         self._try_s = 0.0  # no call before this time
         metrics.up.labels(name).set(1)
@@ -184,15 +182,14 @@ class Relay:
         self, config: IndexerConfig, fingerprint: int, tiers: Sequence[str], registry: CollectorRegistry
     ) -> None:
         metrics, url = RedisMetrics(registry), config.redis_url or ""
-        self._link = RedisLink(url, name="write", retries=0, metrics=metrics)
+        self._link = RedisLink(url, "write", metrics)
         self._write = self._link.client.register_script(_WRITE)
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
         form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
-        read = RedisLink(url, name="read", retries=1, metrics=metrics)
-        self.reader = RelayReader(read, self.key, config, len(tiers))
+        self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
         self.lock = threading.Lock()
         self.waiting_bytes = 0
         self.wake = threading.Event()
@@ -320,10 +317,7 @@ class Relay:
 
     def _list(self, feed: Feed) -> None:
         feed.listing = self._subscriber.export(feed.holder, feed=feed)
-        feed.listing.add_done_callback(self._listed)
-
-    def _listed(self, _listing: Future[ViewSnapshot]) -> None:
-        self.wake.set()
+        feed.listing.add_done_callback(lambda _: self.wake.set())
 
     def _end(self, feed: Feed) -> None:
         """End an epoch of ours, and give its lease back if the server answers."""
@@ -342,7 +336,7 @@ class Relay:
             self._end(feed)
 
 
-def _pool(url: str, retries: int) -> ConnectionPool:
+def _pool(url: str) -> ConnectionPool:
     scheme, found, rest = url.partition("://")
     if not found or scheme not in _SCHEMES:
         known = ", ".join(f"{each}://" for each in _SCHEMES)
@@ -361,7 +355,8 @@ def _pool(url: str, retries: int) -> ConnectionPool:
     pool.connection_kwargs.update(
         socket_timeout=_TIMEOUT_S,
         socket_connect_timeout=_TIMEOUT_S,
-        retry=Retry(NoBackoff(), retries, supported_errors=(RedisConnectionError,)),
+        # After a broken connection; never after a timeout. What was written is refused the second time.
+        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         protocol=2,
         decode_responses=False,
     )

@@ -27,7 +27,6 @@ from indexer.snapshot import Fetched
 from indexer.view_parts import Outcome, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.relay import RedisLink
     from indexer.roster import Roster
     from indexer.subscribe import Subscriber
@@ -45,12 +44,10 @@ _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 class RelayedStream(EngineStream):
     """One engine that is followed through the relay; on the subscriber's thread only."""
 
-    def __init__(
-        self, stream: PodStream, config: IndexerConfig, sink: Ingest, reader: RelayReader, sockets: Subscriber
-    ) -> None:
+    def __init__(self, stream: PodStream, sockets: Subscriber, reader: RelayReader) -> None:
         # The server is asked where others ask the engine, and entries are numbered from their own first.
         there = replace(stream, replay_endpoint=None, snapshot_url=None, first_sequence=0)
-        super().__init__(there, config, sink, sockets)
+        super().__init__(there, sockets)
         self._reader = reader
         self._stored: Fetched | None = None
 
@@ -232,11 +229,7 @@ class RelayReader:
         place, data = self.link.call(self.link.client.hmget, name, ["id", "view"])
         if place is None or data is None or (at := _place(place)) is None:
             return None
-        reader = SnapshotReader(
-            tiers=self._tiers,
-            block_tokens=self._config.block_tokens,
-            max_bytes=self._config.snapshot_max_bytes,
-        )
+        reader = SnapshotReader(self._config, self._tiers)
         snapshot = None
         try:
             snapshot = reader.read(_MESSAGES.decode(data))

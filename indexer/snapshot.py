@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import msgspec
 import urllib3
 
-from indexer.config import PodStream
+from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.view_parts import ViewSnapshot
 
@@ -87,24 +86,15 @@ class SnapshotFetcher:
     """Fetches several at once.
 
     Args:
-        total_s: Longest time of one.
-        admin_token: Bearer secret that is sent to ports of administration; None: no secret is.
         others: Asked in this order for what an engine does not tell, by source: a stream in, a view or None
             and its size in bytes out.
     """
 
-    def __init__(
-        self,
-        *,
-        at_once: int,
-        max_bytes: int,
-        total_s: float,
-        admin_token: str | None = None,
-        others: Mapping[str, Ask] = MappingProxyType({}),
-    ) -> None:
-        self._authorization = {} if admin_token is None else {"Authorization": f"Bearer {admin_token}"}
-        self._max_bytes = max_bytes
-        self._total_s = total_s
+    def __init__(self, config: IndexerConfig, others: Mapping[str, Ask]) -> None:
+        token, at_once = config.admin_token, config.concurrent_snapshots
+        self._authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._max_bytes = config.snapshot_max_bytes
+        self._total_s = config.snapshot_total_s
         self._others = others
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(

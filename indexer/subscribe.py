@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from indexer.config import PODS_MAX, IndexerConfig, PodStream
+from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
@@ -31,7 +31,7 @@ from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
 from indexer.relayed import RelayedStream, RelayReader
 from indexer.repeated_log import RepeatedLog
-from indexer.snapshot import Fetched, SnapshotFetcher
+from indexer.snapshot import SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
@@ -72,42 +72,27 @@ class Subscriber:
     """Follows a declared set of streams.
 
     Raises:
-        ListenError: Pods cannot connect where they should.
+        ListenError: Pods cannot connect to `IndexerConfig.events_bind`.
     """
 
-    def __init__(
-        self,
-        config: IndexerConfig,
-        sink: Ingest,
-        *,
-        peers: PeerClient | None = None,
-        relay: Relay | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._sink = sink
-        self.clock = clock
+    def __init__(self, sink: Ingest, peers: PeerClient | None = None, relay: Relay | None = None) -> None:
+        self.config, self.sink, self.clock = sink.config, sink, sink.clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
-        self._fetcher = SnapshotFetcher(
-            at_once=config.concurrent_snapshots,
-            max_bytes=config.snapshot_max_bytes,
-            total_s=config.snapshot_total_s,
-            admin_token=config.admin_token,
-            others=({} if peers is None else {"peer": peers.ask})
-            | ({} if relay is None else {"redis": relay.reader.ask}),
-        )
+        others = {} if peers is None else {"peer": peers.ask}
+        others |= {} if relay is None else {"redis": relay.reader.ask}
+        self.has_peers = bool(others)
+        self.fetcher = SnapshotFetcher(self.config, others)
         self._peers = peers
-        self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self.free_replays = config.concurrent_replays
+        self.free_replays = self.config.concurrent_replays
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
@@ -117,8 +102,8 @@ class Subscriber:
         self._turned_s = self._due_s = -math.inf
         self._gather_s = _GATHER_S
         try:
-            if config.events_bind is not None:
-                self._inbox = Inbox(config, sink, self)
+            if self.config.events_bind is not None:
+                self._inbox = Inbox(self)
         except ListenError:
             self.close()
             raise
@@ -143,7 +128,7 @@ class Subscriber:
             self._close_streams()
         if self._peers is not None:
             self._peers.close()
-        self._fetcher.close()
+        self.fetcher.close()
         self.context.term()
         self._wake_in.close()
         self._wake_out.close()
@@ -163,13 +148,7 @@ class Subscriber:
         self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
-        """Something else than the stream tells that the view of a pod is wrong.
-
-        Args:
-            emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
-            anew.
-            seen_s: When it was seen to be empty; a view that has changed since stays. None: now.
-        """
+        """See `KvIndexer.doubt`."""
 
         def act() -> None:
             for owner in self._all_streams():
@@ -221,7 +200,7 @@ class Subscriber:
             if reader is not None and is_new and owner is not None and not owner.connected:
                 # Its view begins anew; what the connection had brought is forgotten with it.
                 owner.restart("relayed")
-                self._relayed[engine] = RelayedStream(owner.stream, self._config, self._sink, reader, self)
+                self._relayed[engine] = RelayedStream(owner.stream, self, reader)
             if (relayed := self._relayed.get(engine)) is not None:
                 self.guarded(relayed, partial(step, relayed))
 
@@ -231,7 +210,7 @@ class Subscriber:
         """Follow an engine no more through the relay, if it is; on the thread."""
         if (relayed := self._relayed.pop(engine, None)) is not None:
             relayed.close()
-            self._sink.clear(engine, "relay_ended")
+            self.sink.clear(engine, "relay_ended")
 
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
@@ -246,16 +225,6 @@ class Subscriber:
     def unwatch(self, watched: zmq.Socket[bytes]) -> None:
         del self._watched[watched]
         self._poller.unregister(watched)
-
-    def fetch(
-        self, owner: Owner, stream: PodStream, deliver: Callable[[Fetched, float], None], *, peers: bool
-    ) -> None:
-        """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
-
-        def fetched(answer: Fetched) -> None:
-            self.call(lambda: self.guarded(owner, partial(deliver, answer)))
-
-        self._fetcher.fetch(stream, fetched, others=peers)
 
     def _wake(self) -> None:
         # A full pipe wakes it just as well; a closed one has nobody to wake.
@@ -343,12 +312,12 @@ class Subscriber:
                 follower.close()
                 self.end_relay(holder)
                 del self._followers[holder]
-                self._sink.closed(holder)
+                self.sink.closed(holder)
         if self._inbox is not None:
             awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
             elsewhere = frozenset(stream.pod for stream in dialled.values())
             self._inbox.declare(awaited, elsewhere, self.clock())
         for holder, stream in dialled.items():
             if holder not in self._followers:
-                self._sink.opened(stream)
-                self._followers[holder] = Follower(stream, self._config, self._sink, self)
+                self.sink.opened(stream)
+                self._followers[holder] = Follower(stream, self)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from indexer.config import IndexerConfig
-from indexer.errors import ConfigError, PeerError
+from indexer.errors import PeerError
 from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
 from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
@@ -196,12 +196,7 @@ class Peer:
             PeerError: It does not tell, or not any more; carries the reason.
         """
         owner = self._owner
-        try:
-            channel = open_channel(
-                owner.config, self._host, self.address, receive_bytes_max=_RECEIVE_BYTES_MAX
-            )
-        except ConfigError as error:
-            raise PeerError("credentials", str(error)) from None
+        channel = open_channel(owner.config, self._host, self.address, _RECEIVE_BYTES_MAX)
         try:
             self._asked_s = owner.clock()
             # Bytes in and bytes out, which its types do not know.

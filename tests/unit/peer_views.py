@@ -55,7 +55,7 @@ class Views:
 
     def take(self, pod: str, messages: Sequence[bytes]) -> None:
         """Goes on from what a peer told of a pod."""
-        reader = SnapshotReader(tiers=len(TIERS.names), block_tokens=self._block_tokens, max_bytes=1 << 26)
+        reader = SnapshotReader(IndexerConfig(block_tokens=self._block_tokens), len(TIERS.names))
         snapshot = reader.read(messages)
         view = self.states[pod].view
         view.restore_facts(snapshot.facts)

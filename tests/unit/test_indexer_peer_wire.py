@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.flat_layout import HeldBlocks
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
@@ -48,7 +49,7 @@ TOLD = told()
 
 def reader(max_bytes: int = 1 << 24) -> SnapshotReader:
     """A reader for an index of the tests' kind."""
-    return SnapshotReader(tiers=len(TIERS.names), block_tokens=4, max_bytes=max_bytes)
+    return SnapshotReader(IndexerConfig(block_tokens=4, snapshot_max_bytes=max_bytes), len(TIERS.names))
 
 
 def use(messages: list[bytes]) -> None:
