@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cachetools import TLRUCache
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
 
 from indexer import StreamState
 from indexer.page_server import Lane, PageServer, Request, Response
@@ -156,7 +155,7 @@ class DebugServer:
         self,
         host: str,
         port: int,
-        registry: Collector,
+        registry: CollectorRegistry,
         pages: Mapping[str, Page],
         *,
         tls: Callable[[], SSLContext] | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -353,16 +353,31 @@ class _CappedLabels:
 
 
 class MetricTwins(Collector):
-    """A registry's metrics, and the reference's among them once more under their older names."""
+    """The reference's metrics under their older names: what a registry shows under the new ones, shown twice.
+
+    Args:
+        registry: Whose metrics are shown again; this one is registered beside their collectors.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self._here = local()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the names are those of others."""
+        return ()
 
     def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            yield family
-            if family.name in _TWINS:
-                yield _twin(family, _TWINS[family.name])
+        # The registry asks us, too, while we ask it.
+        if getattr(self._here, "collecting", False):
+            return
+        self._here.collecting = True
+        try:
+            families = [family for family in self._registry.collect() if family.name in _TWINS]
+        finally:
+            self._here.collecting = False
+        for family in families:
+            yield _twin(family, _TWINS[family.name])
 
 
 def _twin(family: Metric, name: str) -> Metric:

@@ -47,7 +47,7 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
-from router.metrics import RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
 from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
@@ -99,6 +99,8 @@ class RouterServer:
         registry.register(
             StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
         )
+        if config.compat != "off":
+            registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
         self._outcomes = Outcomes(

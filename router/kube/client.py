@@ -67,7 +67,10 @@ class Kind:
         return {"labelSelector": self.selector, "fieldSelector": field}
 
 
-_REVIEWS = {"TokenReview": "authentication.k8s.io/v1", "SubjectAccessReview": "authorization.k8s.io/v1"}
+_REVIEWS = {
+    "TokenReview": Kind("authentication.k8s.io", "v1", "tokenreviews", ""),
+    "SubjectAccessReview": Kind("authorization.k8s.io", "v1", "subjectaccessreviews", ""),
+}
 
 
 class KubeClient:
@@ -179,8 +182,9 @@ class KubeClient:
         Raises:
             ClusterError: It is refused, or there is no answer.
         """
-        body = {"apiVersion": _REVIEWS[kind], "kind": kind, "spec": spec}
-        return self._ask("POST", f"/apis/{_REVIEWS[kind]}/{kind.lower()}s", body=body)
+        asked = _REVIEWS[kind]
+        body = {"apiVersion": f"{asked.group}/{asked.version}", "kind": kind, "spec": spec}
+        return self._ask("POST", asked.path, body=body)
 
     def _ask(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Any = None) -> bytes:
         return _read_all(self._open(method, path, query, body), path)

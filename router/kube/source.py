@@ -39,7 +39,7 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import EventPoster, Found, Problems, Reason, Subject, of_cluster, of_pods
+from router.kube.problems import EventPoster, Found, Problems, Reason, of_cluster, of_pods
 from router.kube.watch import Mirror, Reflector, WatchCollector
 from router.pods import Pod, PodsSource
 from router.resources import Resources
@@ -84,7 +84,7 @@ class KubeSource(PodsSource):
         self._left_out = 0
         self._complaints: Mapping[str, str] = {}
         self._rewrites = Rewrites()
-        self._own_uid: str | None = None
+        self._own_uid = ""
         pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
         self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._news())
         self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
@@ -259,15 +259,16 @@ class KubeSource(PodsSource):
             bad[""] = _NO_REWRITES
         return bad
 
-    def _subject(self) -> Subject | None:
-        """The pool; without one our own pod, if we know it."""
+    def _subject(self) -> Mapping[str, str] | None:
+        """The involvedObject of Events: the pool; without one our own pod, if we know it."""
         config, pool = self._config, self._pool
         name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
         if pool is None and name and namespace:
-            self._own_uid = self._own_uid or self._client.uid(namespace, name)
-            return Subject("v1", "Pod", namespace, name, self._own_uid)
-        if not config.pool:
+            uid = self._own_uid = self._own_uid or self._client.uid(namespace, name)
+            version, kind = "v1", "Pod"
+        elif config.pool:
+            version, kind = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}", "InferencePool"
+            name, namespace, uid = config.pool, self._namespace, pool.uid if pool is not None else ""
+        else:
             return None
-        version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-        uid = pool.uid if pool is not None else ""
-        return Subject(version, "InferencePool", self._namespace, config.pool, uid)
+        return {"apiVersion": version, "kind": kind, "namespace": namespace, "name": name, "uid": uid}
