@@ -15,9 +15,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from indexer.keys import Keys
-from router.adapters import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Dispatch, Entry, Expired
+from router.dispatch import Announced, Dispatch, Entry, Expired, SentAdapters
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
