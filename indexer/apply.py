@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from indexer.applied import Outcome, StoredRun
+from indexer.applied import Outcome
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.hybrid import UNUSABLE, CacheGroups, PodGroups
+from indexer.hybrid import CacheGroups, PodGroups
 from indexer.journal import Entry, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.orphans import CopyChange, Orphan, Orphans
@@ -32,10 +32,8 @@ class PodView:
     """The index's view of one pod, kept up by its events.
 
     Args:
-        model: The base model's name, root of all keys.
         cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
             are the pod's own. Asked once for each group.
-        config: The bounds of what is remembered.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class PodView:
                 outcome.clear()
 
     def end_batch(self, outcome: Outcome) -> None:
-        if self._leaderless and not self._groups.has_lead:
+        if self._leaderless and self._groups.lead is None:
             outcome.skip("BlockStored", "no_full_attention_group", self._leaderless)
         self._leaderless = 0
 
@@ -106,7 +104,7 @@ class PodView:
     def clear(self) -> None:
         """Begins a new life: forgets the old one, its groups and its blocks in the index."""
         self._empty()
-        self._groups.forget()
+        self._groups.restore(())
         self._caches.clear()
         self._runs.block_tokens = None
         self._zero_is_a_hash = False
@@ -134,7 +132,6 @@ class PodView:
             run_tokens=self._runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
             reannounces=self._reannouncements.in_episode,
-            lead_stride=self._groups.lead_stride,
             groups=self._groups.facts(),
         )
 
@@ -154,7 +151,7 @@ class PodView:
             self._lead_cache.expect(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
         self._reannouncements.forget(in_episode=facts.reannounces)
-        self._groups.restore(facts.groups, facts.lead_stride)
+        self._groups.restore(facts.groups)
 
     def restore(self, part: ViewPart) -> None:
         """Adds blocks that another view of this life held; nothing was stored here."""
@@ -167,9 +164,8 @@ class PodView:
         Returns:
             The keys of what was stored, and why not all of it could be applied; None if it was.
         """
-        if (facts := entry.facts) is not None:
-            self._groups.forget()
-            self._learn(facts)
+        if entry.facts is not None:
+            self._learn(entry.facts)
         usable = {fact.group for fact in self._groups.facts() if fact.usable and not fact.leads}
         stored: list[Keys] = []
         for change in entry.changes:
@@ -202,12 +198,12 @@ class PodView:
             self._change_all(event, outcome)
             return
         rule = self._groups.of_store(event)
-        if rule is UNUSABLE:
+        if not rule.usable:
             outcome.skip("BlockStored", "unsupported_cache_kind")
         elif event.lora_id and not event.lora_name:
             outcome.skip("BlockStored", "lora_without_name")
-        elif rule is not None and event.group_idx is not None:
-            self._store_in_group(event, event.group_idx, ahead, outcome)
+        elif not rule.leads:
+            self._store_in_group(event, rule.group, ahead, outcome)
         elif reason := self._unusable(event):
             outcome.skip("BlockStored", reason)
         else:
@@ -261,24 +257,18 @@ class PodView:
         if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
             outcome.skip("BlockStored", "orphan_dropped", self._orphans.hold(Orphan(parent_hash, run)))
             return False
+        tier = self._tiers.of_medium(run.medium)
         try:
-            stored = self._runs.store(run, self._tiers.of_medium(run.medium), starts_prompt=starts_prompt)
+            self._runs.store(run, tier, outcome, starts_prompt=starts_prompt)
         except TokenError:
             outcome.skip("BlockStored", "extra_keys")
             return False
         if self._uncertain:
-            tier = self._tiers.of_medium(run.medium)
             if parent_hash is not None:
                 # A request that goes on behind a block has that block.
                 self._uncertain.present((parent_hash,), tier)
             self._discount(self._uncertain.stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
-        outcome.stored.append(stored.keys)
-        if outcome.runs is not None and stored.parent is not None and len(stored.keys):
-            tokens = np.array(run.token_ids[: self._hasher.block_tokens], np.uint32)
-            outcome.runs.append(StoredRun(stored.parent, stored.keys, tokens))
-        outcome.skip("BlockStored", "hash_reused", stored.reused)
-        outcome.skip("BlockStored", "too_many_hashes", stored.given_up)
         return True
 
     def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
@@ -325,10 +315,10 @@ class PodView:
         except KeyError:
             outcome.skip(tag, "unknown_hash" if stored else "unknown_group")
             return
-        if rule is UNUSABLE:
+        if not rule.usable:
             outcome.skip(tag, "unsupported_cache_kind")
             return
-        group = None if rule is None else event.group_idx
+        group = None if rule.leads else rule.group
         tier = self._tiers.of_medium(event.medium)
         for engine_hash in event.block_hashes:
             self._change(CopyChange(group, engine_hash, tier, stored), outcome)
@@ -353,8 +343,7 @@ class PodView:
         cache = self._cache(change.group)
         if cache.copy(change.engine_hash, change.tier):
             return True
-        key = self._runs.tail_key(change.engine_hash)
-        if key is None:
+        if (key := self._runs.tail_key(change.engine_hash)) is None:
             return False
         reused = cache.store([change.engine_hash], np.array([key], np.uint64), change.tier)
         outcome.skip("BlockStored", "hash_reused", reused)

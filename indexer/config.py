@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from indexer.errors import ConfigError
-from indexer.flags import flag, pair, said
+from indexer.flags import file_flag, flag, pair, said
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
@@ -128,13 +128,12 @@ class IndexerConfig:
         "how long a pod's view is waited for before we are ready without it (default: 30)",
         metavar="SECONDS",
     )
-    admin_token: str | None = _secret(
+    admin_token: str | None = file_flag(
+        "index",
         "--admin-token-file",
-        Path,
-        None,
         "file with the secret that pods' administration ports ask for (label kvroute.io/admin-port); no "
         f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
-        metavar="FILE",
+        repr=False,
     )
     backend: str = _flag(
         "--backend",
@@ -176,18 +175,11 @@ class IndexerConfig:
         action="append",
         metavar="HOST:PORT",
     )
-    peer_ca: Path | None = flag(
-        "index",
-        "--peer-ca",
-        Path,
-        None,
-        "PEM; peers must show a certificate of it (default: no TLS)",
-        metavar="FILE",
+    peer_ca: Path | None = file_flag(
+        "index", "--peer-ca", "PEM; peers must show a certificate of it (default: no TLS)"
     )
-    peer_cert: Path | None = flag(
-        "index", "--peer-cert", Path, None, "PEM chain that is shown to peers", metavar="FILE"
-    )
-    peer_key: Path | None = flag("index", "--peer-key", Path, None, "PEM key of --peer-cert", metavar="FILE")
+    peer_cert: Path | None = file_flag("index", "--peer-cert", "PEM chain that is shown to peers")
+    peer_key: Path | None = file_flag("index", "--peer-key", "PEM key of --peer-cert")
     # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
     tier_weights: Mapping[str, float] = _flag(
         "--tier-weight",

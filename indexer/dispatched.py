@@ -21,20 +21,11 @@ class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 @dataclass(frozen=True, slots=True)
 class DispatchedPrompt:
-    """A prompt as we see it; the pod should see the same.
-
-    Attributes:
-        model: The base model's name.
-        lora_name: The adapter's name; None for the base model.
-        cache_salt: The request's cache salt.
-        token_ids: uint32 [tokens].
-        cached_blocks: Blocks of it that the pod was said to hold.
-        held_blocks: So many of these the pod itself has told of; the others are assumed.
-    """
+    """A prompt as we see it; the pod should see the same."""
 
     model: str
-    lora_name: str | None
+    lora_name: str | None  # the adapter's name; None for the base model
     cache_salt: str | None
     token_ids: NDArray[np.uint32]
-    cached_blocks: int
-    held_blocks: int = 0
+    cached_blocks: int  # blocks of it that the pod was said to hold
+    held_blocks: int = 0  # so many of these the pod itself has told of; the others are assumed

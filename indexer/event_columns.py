@@ -49,37 +49,22 @@ _Read = Event | KVEvent | PayloadError
 
 
 class Batch(Struct, frozen=True):
-    """The rows of a payload's events.
+    """The rows of a payload's events."""
 
-    Attributes:
-        first: Row of its first event.
-        end: Row behind its last.
-        ts: When it was published, seconds since the epoch by the engine's clock.
-        unread: Why it could not be read, "oversize" or "broken_batch"; None if it could.
-    """
-
-    first: int
-    end: int
-    ts: float = 0.0
-    unread: str | None = None
+    first: int  # row of its first event
+    end: int  # row behind its last
+    ts: float = 0.0  # when it was published, seconds since the epoch by the engine's clock
+    unread: str | None = None  # why it could not be read, "oversize" or "broken_batch"; None if it could
 
 
 class Columns(Struct, frozen=True):
-    """What some payloads hold.
+    """What some payloads hold."""
 
-    Attributes:
-        batches: One for each payload, in order.
-        events: A row for each event, batch by batch: int64 [events, EVENT_COLUMNS].
-        hashes: The hashes of all events: uint64.
-        tokens: Their tokens: uint32.
-        kinds: How many of the events are of each kind, by KIND.
-    """
-
-    batches: Sequence[Batch]
-    events: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    tokens: NDArray[np.uint32]
-    kinds: Sequence[int]
+    batches: Sequence[Batch]  # one for each payload, in order
+    events: NDArray[np.int64]  # a row for each event, batch by batch: int64 [events, EVENT_COLUMNS]
+    hashes: NDArray[np.uint64]  # the hashes of all events: uint64
+    tokens: NDArray[np.uint32]  # their tokens: uint32
+    kinds: Sequence[int]  # how many of the events are of each kind, by KIND
     _rows: Sequence[_Read]
 
     def typed(self, batch: Batch) -> list[KVEvent | PayloadError]:
@@ -88,11 +73,7 @@ class Columns(Struct, frozen=True):
 
 
 class EventDecoder:
-    """Decodes payloads of one or many pods; for one thread at a time.
-
-    Args:
-        max_bytes: A longer payload is not read.
-    """
+    """Decodes payloads of one or many pods; for one thread at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

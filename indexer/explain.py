@@ -24,24 +24,16 @@ class PrefixEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What one engine holds of a prompt.
-
-    Attributes:
-        state: State of its stream; STALE if it is not followed.
-        cached_blocks: Length of the prefix that is of use.
-        held_blocks: Length of the prefix that is held, of use or not.
-        held_beyond: Blocks that are held behind the first one missing.
-        tiers: Best tier and length of each stretch of the held prefix.
-    """
+    """What one engine holds of a prompt."""
 
     engine: str
-    state: StreamState
+    state: StreamState  # state of its stream; STALE if it is not followed
     reason: str
-    cached_blocks: int
+    cached_blocks: int  # length of the prefix that is of use
     end: PrefixEnd
-    held_blocks: int
-    held_beyond: int
-    tiers: tuple[tuple[str, int], ...]
+    held_blocks: int  # length of the prefix that is held, of use or not
+    held_beyond: int  # blocks that are held behind the first one missing
+    tiers: tuple[tuple[str, int], ...]  # best tier and length of each stretch of the held prefix
 
 
 def explain_prefix(
@@ -50,7 +42,6 @@ def explain_prefix(
     """Tells the story.
 
     Args:
-        engine: The engine, or the name of one that is not followed.
         held: uint8 [blocks], see `Index.held`.
         stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
     """

@@ -19,29 +19,19 @@ _MAX_OFFSET = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """One image, video or sound of a prompt.
+    """One image, video or sound of a prompt."""
 
-    Attributes:
-        identifier: The hash of its content, as the engine names it in its events.
-        offset: The prompt's token at which its placeholders begin.
-        length: How many placeholder tokens it has.
-    """
-
-    identifier: str
-    offset: int
-    length: int
+    identifier: str  # the hash of its content, as the engine names it in its events
+    offset: int  # the prompt's token at which its placeholders begin
+    length: int  # how many placeholder tokens it has
 
 
 @dataclass(frozen=True, slots=True)
 class RunExtras:
-    """Extras of one run of engine blocks.
+    """Extras of one run of engine blocks."""
 
-    Attributes:
-        cache_salt: The salt of the prompt that the run begins; None where it continues one.
-        entries: For each engine block what else it depends on; empty when none depends on anything.
-    """
-
-    cache_salt: str | None
+    cache_salt: str | None  # the salt of the prompt that the run begins; None where it continues one
+    # For each engine block what else it depends on; empty when none depends on anything.
     entries: Sequence[Sequence[Any]]
 
     def of_index_blocks(self, split: int, block_tokens: int) -> Sequence[bytes]:
@@ -59,7 +49,6 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
     a salt and is taken for one: such a block is never found, but nothing else is found in its place.
 
     Args:
-        event: The store.
         starts_prompt: Whether the run has no parent.
 
     Raises:
@@ -91,7 +80,6 @@ def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
     Args:
         items: Extras of an engine block that overlaps the index block, checked by `read_extras`.
         start: Where the engine block begins in the index block, in tokens; negative in front of it.
-        block_tokens: Tokens of an index block.
     """
     return b"".join(_pack(item, start, block_tokens) for item in items)
 
@@ -102,8 +90,6 @@ def extras_of_prompt(
     """Extras of a prompt's full blocks, byte for byte those that an engine's events give.
 
     Args:
-        items: Its multimodal items, in any order.
-        block_tokens: Tokens of an index block.
         prompt_tokens: Tokens of the prompt, placeholders included.
 
     Returns:

@@ -84,11 +84,7 @@ class FlatApplier:
         self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Apply payloads in order, whatever they hold.
-
-        Args:
-            with_runs: Whether `Outcome.runs` are wanted.
-        """
+        """Apply payloads in order, whatever they hold."""
         columns = self._engine.decoder.decode(payloads)
         outcome = Outcome(runs=[] if with_runs else None)
         self._engine.progress.counts[:] = 0

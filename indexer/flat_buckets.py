@@ -32,8 +32,6 @@ def reserved(shape: tuple[int, ...], dtype: type[_Scalar], *, huge_pages: bool =
     """An array of zeros that takes memory page by page when it is written to, and gives it back when it goes.
 
     Args:
-        shape: As of `numpy.zeros`.
-        dtype: As of `numpy.zeros`.
         huge_pages: Let the system take it in pages of 2 MiB, each of which takes 0.1 ms to some milliseconds.
 
     Raises:
@@ -294,7 +292,6 @@ def use(arrays: FlatArrays, chain: np.ndarray, length: int) -> None:
 
     Args:
         chain: int64 [length or more], slots.
-        length: How many of them.
     """
     slots = arrays.slots
     end = length

@@ -20,7 +20,7 @@ from indexer.events import EngineHash
 from indexer.flat_holders import count_further, held_tiers, hold
 from indexer.flat_index import SWEEP_SLOTS, FlatIndex
 from indexer.flat_layout import PART_BLOCKS, FlatArrays, HeldBlocks
-from indexer.flat_names import ALIASES_MAX, give_name, holds_named, keys_named, name_blocks
+from indexer.flat_names import ALIASES_MAX, give_name, keys_named, name_blocks
 from indexer.flat_update import place_blocks, remove_named
 from indexer.journal import Change, Journal, Kind
 from indexer.keys import Keys
@@ -46,10 +46,6 @@ class FlatCache:
 
     Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
     two pods, models, groups or lives never meet.
-
-    Args:
-        holder: The pod's name in the index.
-        group: The KV cache group; None for the lead group.
 
     Attributes:
         scope: What the engine's hashes are mixed with.
@@ -84,7 +80,6 @@ class FlatCache:
         Args:
             hashes: Of consecutive engine blocks.
             keys: Their index blocks, the same number for each hash.
-            tier: Where they lie.
 
         Returns:
             How many hashes stood for other blocks before; these are given up.
@@ -104,8 +99,7 @@ class FlatCache:
         return any(self._copy(self._names((engine_hash,), split), number) for split in self._splits)
 
     def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
-        keys = self._keys(names)
-        if keys is None:
+        if not len(keys := self._keys(names)):
             return False
         self.record(Kind.COPIED, tier, names)
         self._index.store(self._holder, tier, keys, names)
@@ -129,24 +123,23 @@ class FlatCache:
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
         """Whether each hash stands for its keys and has a copy in this tier."""
-        names = self._names(hashes, len(keys) // len(hashes))
-        with self._index.lock:
-            pod = self._index.number(self._holder)
-            return holds_named(self._index.arrays, pod, self._index.tiers.number(tier), keys, names)
+        known = self._keys(self._names(hashes, len(keys) // len(hashes)))
+        bit = np.uint8(1 << self._index.tiers.number(tier))
+        return np.array_equal(known, keys) and bool((self._index.held(keys, self._holder) & bit).all())
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
         """Key of the block's last index block; None if it is not known (any more)."""
         for split in self._splits:
-            if (keys := self._keys(self._names((engine_hash,), split)[-1:])) is not None:
+            if len(keys := self._keys(self._names((engine_hash,), split)[-1:])):
                 return int(keys[0])
         return None
 
-    def _keys(self, names: NDArray[np.uint64]) -> Keys | None:
-        """Return the keys of the blocks that names mean, or lately meant; None if one is unknown."""
+    def _keys(self, names: NDArray[np.uint64]) -> Keys:
+        """Return the keys of the blocks that names mean, or lately meant; empty if one is unknown."""
         keys = np.empty(len(names), np.uint64)
         with self._index.lock:
             pod = self._index.number(self._holder)
-            return keys if keys_named(self._index.arrays, pod, names, keys) else None
+            return keys if keys_named(self._index.arrays, pod, names, keys) else keys[:0]
 
     def clear(self) -> None:
         """Begins a new life: drops all, in the index too."""

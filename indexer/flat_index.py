@@ -20,7 +20,7 @@ from indexer import flat_layout as layout
 from indexer.errors import ConfigError
 from indexer.flat_buckets import empty_table, reserved
 from indexer.flat_layout import FlatArrays
-from indexer.flat_match import held_blocks, match_blocks, scratch
+from indexer.flat_match import cut_to_strides, held_blocks, match_blocks, scratch
 from indexer.flat_update import (
     count_blocks,
     for_blocks,
@@ -52,6 +52,7 @@ class _PodSet:
     version: int
     rows: dict[str, int]
     numbers: NDArray[np.int64]
+    strides: NDArray[np.int32]  # empty if all are 1
 
 
 class FlatIndex:
@@ -70,7 +71,6 @@ class FlatIndex:
 
     Args:
         capacity_bytes: Most memory for blocks; the least recently used make room.
-        tiers: The tiers and their weights.
         capacity_blocks: Most unique blocks; None: as many as fit.
         released_names: Engine hashes that are remembered after their block went, all pods together.
 
@@ -100,6 +100,7 @@ class FlatIndex:
         self._lives = 0
         self._version = 0
         self._pod_sets: dict[frozenset[str], _PodSet] = {}
+        self._strides: dict[str, int] = {}  # index blocks per block of the pod's engine, where not 1
         # Slots of the blocks at hand, under the lock.
         self.chain = np.empty(TURN_BLOCKS, np.int64)
         # Numbers of pods that are gone, and how far their holdings have been swept out.
@@ -161,6 +162,19 @@ class FlatIndex:
             self._gone.append(number)
             return int(self.arrays.pod_blocks[number])
 
+    def learn_stride(self, pod: str, stride: int) -> None:
+        """Record how many index blocks a block of the pod's engine has; matches are cut to whole ones.
+
+        An engine serves whole blocks of its own only: an index block may match although the rest of the
+        engine's differs.
+        """
+        if self._strides.get(pod, 1) != stride:
+            with self.lock:
+                self._version += 1
+                self._strides[pod] = stride
+                if stride == 1:
+                    del self._strides[pod]
+
     def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
         """Finds how far each pod holds the chain `keys`, from its start, without a hole.
 
@@ -180,7 +194,11 @@ class FlatIndex:
             if len(keys) > len(self.chain):
                 self.chain = np.empty(2 * len(keys), np.int64)
             longest = match_blocks(self.arrays, self._scratch, keys, numbers, self.chain, counts, blocks)
-        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest)
+        strides = pod_set.strides
+        if len(strides):
+            cut_to_strides(blocks, counts, strides)
+            longest = int(blocks.max(initial=0))
+        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest, strides=strides)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """Tells which of `keys` the pod holds, holes or not, without using them.
@@ -304,7 +322,8 @@ class FlatIndex:
         if known is None or known.version != self._version:
             rows = {pod: row for row, pod in enumerate(pods)}
             numbers = np.fromiter((self._numbers.get(pod, -1) for pod in rows), np.int64, len(rows))
-            known = _PodSet(self._version, rows, numbers)
+            strides = np.fromiter((self._strides.get(pod, 1) for pod in rows), np.int32, len(rows))
+            known = _PodSet(self._version, rows, numbers, strides if (strides > 1).any() else strides[:0])
             if len(self._pod_sets) >= _POD_SETS_MAX:
                 self._pod_sets.clear()
             self._pod_sets[pods] = known

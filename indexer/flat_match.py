@@ -29,20 +29,13 @@ _WORD_BITS = np.uint64(63)
 
 
 class Scratch(NamedTuple):
-    """Memory of one match, made once; see `scratch`.
+    """Memory of one match, made once; see `scratch`."""
 
-    Attributes:
-        racing: uint64 [words]: the pods that hold all blocks so far.
-        current: uint64 [tiers, words]: those of them that are in this tier since some block.
-        since: int64 [pods]: that block.
-        sums: int32 [pods, tiers]: blocks counted so far.
-        followed: int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
-    """
-
-    racing: NDArray[np.uint64]
-    current: NDArray[np.uint64]
-    since: NDArray[np.int64]
-    sums: NDArray[np.int32]
+    racing: NDArray[np.uint64]  # uint64 [words]: the pods that hold all blocks so far
+    current: NDArray[np.uint64]  # uint64 [tiers, words]: those of them that are in this tier since some block
+    since: NDArray[np.int64]  # int64 [pods]: that block
+    sums: NDArray[np.int32]  # int32 [pods, tiers]: blocks counted so far
+    # int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
     followed: NDArray[np.int64]
 
 
@@ -71,7 +64,6 @@ def match_blocks(
     """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
 
     Args:
-        memory: Overwritten.
         keys: uint64 [blocks].
         pods: int64 [pods], their numbers; -1 for one that holds nothing.
         chain: int64 [blocks or more], written: slots.
@@ -292,3 +284,20 @@ def held_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tiers: N
         if slot >= 0:
             guess = slot + 1
             tiers[place] = np.uint8(held_tiers(arrays, slot, pod))
+
+
+@kernel
+def cut_to_strides(
+    blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]
+) -> None:
+    """Round each row's blocks down to a multiple of its stride.
+
+    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
+    """
+    for row in range(len(blocks)):
+        over = blocks[row] % strides[row]
+        blocks[row] -= over
+        for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
+            taken = min(over, blocks_by_tier[row, tier])
+            blocks_by_tier[row, tier] -= taken
+            over -= taken

@@ -29,7 +29,6 @@ def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
     """The name of one index block, never 0.
 
     Args:
-        handle: The engine's hash of its block.
         scope: Names of different scopes have nothing in common.
         part: Which index block of the engine's block.
     """
@@ -221,17 +220,3 @@ def keys_named(arrays: FlatArrays, pod: int, names: NDArray[np.uint64], keys: ND
     for place in range(len(names)):
         known += key_named(arrays, names[place], pod, keys[place:])
     return known == len(names)
-
-
-@kernel
-def holds_named(
-    arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64], names: NDArray[np.uint64]
-) -> bool:
-    """Whether each name means this key for the pod, which holds it in this tier."""
-    for place in range(len(keys)):
-        slot = find_named(arrays, names[place], pod)
-        if slot < 0 or arrays.keys[slot, 0] != keys[place]:
-            return False
-        if (held_tiers(arrays, slot, pod) >> tier) & 1 == 0:
-            return False
-    return True

@@ -14,13 +14,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, EngineStream
-from indexer.replay import Batch, Broken, End, ReplayRequest, parse_live
+from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
+from indexer.replay import Batch, Broken, End, parse_answer, parse_live, replay_socket
+from indexer.stream import StreamState
+from indexer.stream_actions import Action, Fetch, Purpose, Replay
 
 if TYPE_CHECKING:
     from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
 _SLOT_RETRY_S = 0.02
 _READABLE = int(zmq.POLLIN)
@@ -72,14 +75,16 @@ class ReplayingStream(EngineStream):
     """A stream of an engine that connects to us or we to it, and that is asked for what is missing."""
 
     connected = False
-    _replay: ReplayRequest | None = None
+    _replay: zmq.Socket[bytes] | None = None
+    _replay_ends_s = 0.0
+    _replay_attempts = 0
 
     def _set_connected(self, up: bool, now_s: float) -> None:
         if up == self.connected:
             return
         self.connected = up
         if up:
-            self._sockets.relayed.end(self.name)
+            self._sockets.end_relay(self.name)
         self._sink.link(self.name, up)
         if up:
             self.link_up(now_s)
@@ -89,66 +94,92 @@ class ReplayingStream(EngineStream):
     def _begin_replay(self, now_s: float) -> None:
         if self._replay is not None:
             self._sink.replay(self.name, "superseded")
-        super()._begin_replay(now_s)
+        self._stop_replay()
+        self._replay_attempts = 0
+        if self._machine.reason == Purpose.HISTORY:
+            self._source = "replay"
+        self._ask(now_s)
 
     def _stop_replay(self) -> None:
         self._timers.pop(self._ask, None)
         if self._replay is not None:
             self._timers.pop(self._break_off, None)
-            self._sockets.unwatch(self._replay.socket)
+            self._sockets.unwatch(self._replay)
             self._replay.close()
             self._replay = None
             self._sockets.free_replays += 1
 
     def _ask(self, now_s: float) -> None:
-        start = self._machine.replay_start
-        if start is None or self.stream.replay_endpoint is None:
+        start, endpoint = self._machine.replay_start, self.stream.replay_endpoint
+        if start is None or endpoint is None:
             return
         if not self._sockets.free_replays:
             self._timers[self._ask] = now_s + _SLOT_RETRY_S
             return
+        limit = MESSAGE_FACTOR * self._config.max_payload_bytes
         try:
-            self._replay = ReplayRequest(
-                self._sockets.context,
-                self.stream.replay_endpoint,
-                start,
-                now_s,
-                idle_s=self._config.replay_idle_s,
-                total_s=self._config.replay_total_s,
-                max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
-            )
+            self._replay = replay_socket(self._sockets.context, endpoint, start, limit)
         except zmq.ZMQError:
             self._sink.socket_error(self.name, "replay")
             self._retry(now_s)
             return
-        self._timers[self._break_off] = self._replay.fails_at_s
+        self._replay_ends_s = now_s + self._config.replay_total_s
+        self._await_answer(now_s)
         self._sockets.free_replays -= 1
-        self._sockets.watch(self, self._replay.socket, self._on_replay)
+        self._sockets.watch(self, self._replay, self._on_replay)
+
+    def _await_answer(self, now_s: float) -> None:
+        self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
 
     def _break_off(self, now_s: float) -> None:
         """The replay has not been answered for too long, or takes too long."""
         self._stop_replay()
         self._retry(now_s)
 
-    def _on_replay(self, now_s: float) -> None:
-        replay = self._replay
-        assert replay is not None
-        self._on_replayed(self._answers(replay, now_s), now_s)
-        if self._replay is replay:
-            self._timers[self._break_off] = replay.fails_at_s
+    def _retry(self, now_s: float) -> None:
+        """Ask once more, later and later; give up in the end."""
+        self._replay_attempts += 1
+        if self._replay_attempts < self._config.replay_attempts:
+            self._timers[self._ask] = now_s + min(_RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            return
+        self._sink.replay(self.name, "failed")
+        self._perform(self._machine.replay_failed(), now_s)
 
-    def _answers(self, replay: ReplayRequest, now_s: float) -> Iterator[Batch | End]:
+    def _on_replay(self, now_s: float) -> None:
+        """Take a turn's share of the answers, then apply them together."""
+        replay = self._replay
+        actions: list[Action] = []
+        assert replay is not None
+        for answer in self._answers(replay):
+            if isinstance(answer, End):
+                self._stop_replay()
+                self._sink.replay(self.name, "completed")
+                if self._machine.state is StreamState.RECOVERING:
+                    # What was published before the subscription took effect shows as a lost tail.
+                    self._check_tail_later(now_s)
+                actions += self._machine.replay_ended()
+                break
+            step = self._machine.replayed(answer.sequence, answer.payload)
+            actions += step
+            if any(isinstance(action, Replay | Fetch) for action in step):
+                break
+        self._perform(actions, now_s)
+        if self._replay is replay:
+            self._await_answer(now_s)
+
+    def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | End]:
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
-            answer = replay.receive(now_s) if taken_bytes < TURN_BYTES else None
-            if answer is None:
+            try:
+                answer = parse_answer(replay.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
                 return
             if isinstance(answer, Broken):
                 self._sink.rejected(self.name, answer.reason)
                 continue
-            if isinstance(answer, Batch):
-                taken_bytes += len(answer.payload)
             yield answer
+            if isinstance(answer, Batch) and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
+                return
 
 
 class Follower(ReplayingStream):
@@ -168,7 +199,7 @@ class Follower(ReplayingStream):
         self._close_link()
         super().reset(now_s)
         self._set_connected(False, now_s)
-        self._timers[self._open] = now_s + RETRY_MAX_S
+        self._timers[self._open] = now_s + _RETRY_MAX_S
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -193,7 +224,7 @@ class Follower(ReplayingStream):
         except zmq.ZMQError:
             close_subscription(socket, monitor)
             self._sink.socket_error(self.name, "subscribe")
-            self._timers[self._open] = now_s + RETRY_MAX_S
+            self._timers[self._open] = now_s + _RETRY_MAX_S
             return
         self._link = socket, monitor
         # The monitor first: a connection is known before its first message is read.

@@ -295,5 +295,5 @@ class Inbox:
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()
-        self._sockets.relayed.end(holder)
+        self._sockets.end_relay(holder)
         self._sink.closed(holder)

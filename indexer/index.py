@@ -19,53 +19,27 @@ _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PodMatch:
-    """How much of a prompt one pod holds.
+    """How much of a prompt one pod holds."""
 
-    Attributes:
-        pod: "ip:port".
-        cached_blocks: Length of the longest unbroken prefix in any tier, speculative blocks included; whole
-            blocks of the pod's engine. An engine computes at least a prompt's last token, so of a whole
-            prompt it may serve one of its blocks less.
-        blocks_by_tier: How many of these are best held in which tier, none of them 0; what was only just sent
-            there counts as "speculative".
-        weighted_blocks: Sum of the best tiers' weights over these blocks; never rounded.
-        state: State of the pod's event stream; STALE for a pod that is not followed.
-    """
-
-    pod: str
+    pod: str  # "ip:port"
+    # Length of the longest unbroken prefix in any tier, speculative blocks included; whole blocks of the
+    # pod's engine. An engine computes at least a prompt's last token, so of a whole prompt it may serve one
+    # of its blocks less.
     cached_blocks: int
+    # How many of these are best held in which tier, none of them 0; what was only just sent there counts as
+    # "speculative".
     blocks_by_tier: Mapping[str, int]
-    weighted_blocks: float
-    state: StreamState
+    weighted_blocks: float  # sum of the best tiers' weights over these blocks; never rounded
+    state: StreamState  # state of the pod's event stream; STALE for a pod that is not followed
 
 
 class PodMatches(Mapping[str, PodMatch]):
     """Matches of many pods, as arrays; read as a mapping it makes one `PodMatch` for each pod asked for.
 
     No dataclass: one is made for each request, and a frozen one costs a microsecond.
-
-    Attributes:
-        rows: Pod -> its row in the arrays.
-        tiers: Names and weights of the columns of `blocks_by_tier`.
-        cached_blocks: int32 [pods], see `PodMatch.cached_blocks`.
-        blocks_by_tier: int32 [pods, tiers], see `PodMatch.blocks_by_tier`.
-        longest: The most of `cached_blocks`; counted where it is not given.
-        strides: int32 [pods], index blocks per block of the pod's engine, to which `cached_blocks` is rounded
-            down; empty: 1 for all.
-        states: State of each stream that was opened.
-        followed: All pods that are followed.
     """
 
-    __slots__ = (
-        "blocks_by_tier",
-        "cached_blocks",
-        "followed",
-        "longest",
-        "rows",
-        "states",
-        "strides",
-        "tiers",
-    )
+    __slots__ = "blocks_by_tier", "cached_blocks", "followed", "longest", "rows", "states", "strides", "tiers"
 
     def __init__(
         self,
@@ -79,14 +53,15 @@ class PodMatches(Mapping[str, PodMatch]):
         states: Mapping[str, StreamState] = _NO_STATES,
         followed: frozenset[str] = frozenset(),
     ) -> None:
-        self.rows = rows
-        self.tiers = tiers
-        self.cached_blocks = cached_blocks
-        self.blocks_by_tier = blocks_by_tier
-        self.longest = int(cached_blocks.max(initial=0)) if longest is None else longest
+        self.rows = rows  # each pod's row in the arrays
+        self.tiers = tiers  # names and weights of the columns of `blocks_by_tier`
+        self.cached_blocks = cached_blocks  # int32 [pods], see `PodMatch`
+        self.blocks_by_tier = blocks_by_tier  # int32 [pods, tiers], see `PodMatch`
+        self.longest = int(cached_blocks.max(initial=0)) if longest is None else longest  # of `cached_blocks`
+        # int32 [pods]: index blocks per block of the pod's engine; empty: 1 for all.
         self.strides = strides
-        self.states = states
-        self.followed = followed
+        self.states = states  # of each stream that was opened
+        self.followed = followed  # all pods that are followed
 
     def state(self, pod: str) -> StreamState:
         # Before the subscriber has come to a new pod, it is on its way to a view.
@@ -114,20 +89,11 @@ class PodMatches(Mapping[str, PodMatch]):
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Size of an index.
+    """Size of an index."""
 
-    Attributes:
-        blocks: Unique blocks held.
-        capacity_blocks: Most that it may hold.
-        holdings: Pairs of (block, pod) held.
-        evicted_blocks: Blocks dropped so far because the capacity was reached.
-        used_bytes: Memory that it takes for them.
-        capacity_bytes: Most that it may take.
-    """
-
-    blocks: int
-    capacity_blocks: int
-    holdings: int
-    evicted_blocks: int
-    used_bytes: int = 0
-    capacity_bytes: int = 0
+    blocks: int  # unique blocks held
+    capacity_blocks: int  # most that it may hold
+    holdings: int  # pairs of (block, pod) held
+    evicted_blocks: int  # blocks dropped so far because the capacity was reached
+    used_bytes: int = 0  # memory that it takes for them
+    capacity_bytes: int = 0  # most that it may take

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
 from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import EngineStrides, HybridMatcher
+from indexer.hybrid import HybridMatcher
 from indexer.journal import Entry, decode_entry
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
@@ -63,7 +63,6 @@ class Ingest:
     on_link: Callable[[str, bool], None]
     clock: Callable[[], float]
     wall_clock: Callable[[], float] = time.time
-    strides: EngineStrides = field(default_factory=EngineStrides)
 
     def __post_init__(self) -> None:
         self.roster = Roster()
@@ -71,11 +70,6 @@ class Ingest:
         self._pods: dict[str, FlatApplier] = {}
         # Of each pod, as the metrics show them.
         self._orphans: dict[str, int] = {}
-
-    @property
-    def states(self) -> Mapping[str, StreamState]:
-        """State of every pod's stream; any thread may read it."""
-        return self.roster.states
 
     def held_blocks(self, holder: str, *, on_device: bool) -> int:
         """Blocks of its engine that a view holds, at least; any thread may ask.
@@ -103,7 +97,7 @@ class Ingest:
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
         self.hybrid.learn(pod, None)
-        self.strides.learn(pod, 1)
+        self.index.learn_stride(pod, 1)
         self.speculation.drop_pod(self.roster.pod(pod))
         self.parity.forget_pod(self.roster.pod(pod))
         self.roster.closed(pod)
@@ -262,7 +256,7 @@ class Ingest:
         self.hybrid.learn(pod, view.groups)
         # A view that was cleared knows no block size; the engine's next life most likely has the same.
         if (block_tokens := view.block_tokens) is not None:
-            self.strides.learn(pod, max(1, block_tokens // self.hasher.block_tokens))
+            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
     def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
         """Tells whoever waits for blocks, `told` being their keys once more."""

@@ -42,7 +42,6 @@ class BlockHasher:
     blocks of one key with a chance of 2**-64.
 
     Args:
-        block_tokens: Tokens of one block.
         seed: Unsigned 64-bit number; keys of different seeds have nothing in common.
     """
 
@@ -63,8 +62,6 @@ class BlockHasher:
         """The key in front of a prompt's first block.
 
         Args:
-            model: The base model's name.
-            lora_name: The adapter's name; None for the base model.
             cache_salt: Keeps a tenant's blocks apart from others'; None for none.
         """
         packed = _model_text(model, lora_name) + _optional_text(cache_salt)

@@ -15,7 +15,7 @@ from indexer.dispatched import DispatchedPrompt
 from indexer.errors import ConfigError
 from indexer.explain import Prefix, explain_prefix
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import EngineStrides, HybridMatcher
+from indexer.hybrid import HybridMatcher
 from indexer.index import IndexStats, PodMatches
 from indexer.ingest import Ingest
 from indexer.keys import BlockHasher, Keys, Tokens
@@ -78,7 +78,6 @@ class KvIndexer:
             max_entries=config.speculative_entries,
         )
         self._hybrid = HybridMatcher(self._index, config.block_tokens)
-        self._strides = EngineStrides()
         self._metrics = IndexerMetrics(
             registry, stats=self._index.stats, speculative=self._speculative_entries
         )
@@ -90,7 +89,6 @@ class KvIndexer:
             index=self._index,
             hasher=self._hasher,
             hybrid=self._hybrid,
-            strides=self._strides,
             speculation=self._speculation,
             metrics=self._metrics,
             on_stored=on_stored,
@@ -149,12 +147,12 @@ class KvIndexer:
         `bootstrap_s`.
         """
         since_s, now_s = self._followed_since_s, self._clock()
-        engines = {engine.stream.pod for engine in tuple(self.roster.engines.values())}
+        states = self.roster.states
         unsettled = self.roster.unsettled()
         return frozenset(
             pod
             for pod, followed_s in since_s.items()
-            if (pod in unsettled or pod not in engines) and now_s - followed_s < self._bootstrap_s
+            if (pod in unsettled or pod not in states) and now_s - followed_s < self._bootstrap_s
         )
 
     def ready(self) -> bool:
@@ -207,8 +205,7 @@ class KvIndexer:
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
         roster = self.roster
-        by_rank = self._index.match(keys, roster.holders(pods))
-        by_rank = self._strides.whole_blocks(self._hybrid.refine(keys, by_rank, prompt_tokens))
+        by_rank = self._hybrid.refine(keys, self._index.match(keys, roster.holders(pods)), prompt_tokens)
         found = roster.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = roster.states, self._followed
@@ -219,14 +216,13 @@ class KvIndexer:
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
-        table = self._strides.whole_blocks(table)
         return [
             explain_prefix(
                 engines.get(holder) or holder,
                 self._index.held(keys, holder),
                 self._index.tiers,
                 usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=self._strides.of(holder),
+                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
             )
             for holder in holders
         ]
@@ -317,16 +313,13 @@ class KvIndexer:
         return self._index.stats()
 
     def states(self) -> dict[str, StreamState]:
-        return {pod: self._state(pod) for pod in self._followed}
+        """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
+        states = self.roster.states
+        return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
 
     def _speculative_entries(self) -> int:
         self._speculation.expire(self._clock())
         return len(self._speculation)
-
-    def _state(self, pod: str) -> StreamState:
-        # Before the subscriber has come to a new pod, it is on its way to a view.
-        unknown = StreamState.RECOVERING if pod in self._followed else StreamState.STALE
-        return self._ingest.states.get(pod, unknown)
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:

@@ -6,7 +6,6 @@ own.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -24,7 +23,6 @@ _EVENTS = "llm_d_epp_kv_cache_events_"
 _OURS = "kvroute_indexer_"
 
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-_LOOKED_UP_MAX = 32
 _SNAPSHOT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
@@ -58,10 +56,11 @@ class IndexerMetrics:
             self.stream_state.labels(pod, each).set(each is state)
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
-        # Counted some at a time, and before anybody looks: a lock for each costs more than its counting.
-        self._looked_up.append((longest_blocks, took_s))
-        if len(self._looked_up) >= _LOOKED_UP_MAX:
-            self._count_lookups()
+        with self._lookups_lock:
+            self._lookup_s.observe(took_s)
+            self._prompts.add()
+            self._hits.add(number=longest_blocks)
+            self._best_hits.add(number=longest_blocks)
 
     def forget(self, pod: str) -> None:
         """Drops the series of a pod that is not followed any more."""
@@ -76,20 +75,9 @@ class IndexerMetrics:
         with self.lock:
             self.messages.drop([(pod,)])
 
-    def _count_lookups(self) -> None:
-        with self._lookups_lock:
-            late = [self._looked_up.popleft() for _ in range(len(self._looked_up))]
-            for _, took_s in late:
-                self._lookup_s.observe(took_s)
-            blocks = sum([longest_blocks for longest_blocks, _ in late])
-            self._prompts.add(number=len(late))
-            self._hits.add(number=blocks)
-            self._best_hits.add(number=blocks)
-
     def _add_index_metrics(self) -> None:
-        lookups, tally = Tallies(self._registry, self._count_lookups), self._applied.counter
+        lookups, tally = Tallies(self._registry), self._applied.counter
         self._lookups_lock = lookups.lock
-        self._looked_up: deque[tuple[int, float]] = deque()
         self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")
         self._prompts = lookups.counter(_INDEX + "lookup_requests", "Prompts looked up.")

@@ -58,8 +58,6 @@ class Reannouncements:
         """Whether a lead group's run from a prompt's start is told again; None if it may be either.
 
         Args:
-            run: The store.
-            ahead: What follows it.
             holds: Whether the lead group holds such a run; may raise TokenError, then it does not.
         """
         is_held = _safely(holds, run)

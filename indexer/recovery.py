@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from indexer.applied import Outcome
 from indexer.config import IndexerConfig, PodStream
 from indexer.journal import Entry, Feed
-from indexer.replay import Batch, End
+from indexer.replay import Batch
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
 from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import ViewPart, ViewSnapshot
 
@@ -36,8 +36,6 @@ _HELD_TURN_MESSAGES = 4 * TURN_MESSAGES
 # Up to here a message that is too long is read, counted and passed over; above it the connection is cut.
 MESSAGE_FACTOR = 2
 
-RETRY_MAX_S = 5.0
-_RETRY_S = 0.1
 # Quiet for this long, a stream's tail is checked.
 _QUIET_S = 1.0
 # Between two snapshots of one engine.
@@ -58,7 +56,6 @@ class EngineStream:
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
         self._gaps_reported = 0
-        self._replay_attempts = 0
         # The snapshot that is waited for; the one that is being applied, and what is left of it.
         self._ticket: object | None = None
         self._restoring: Fetched | None = None
@@ -85,7 +82,7 @@ class EngineStream:
     def tick(self, now_s: float) -> None:
         if self._exports.running:
             # The tail must wait, too.
-            self._timers[self._check_tail] = now_s + _QUIET_S
+            self._check_tail_later(now_s)
             self._exports.turn(now_s)
         elif self._exports.holds:
             self._take(self._exports.take(_HELD_TURN_MESSAGES), now_s)
@@ -104,6 +101,9 @@ class EngineStream:
 
     def _check_tail(self, now_s: float) -> None:
         self._perform(self._machine.check_tail(), now_s)
+
+    def _check_tail_later(self, now_s: float) -> None:
+        self._timers[self._check_tail] = now_s + _QUIET_S
 
     def _heal(self, now_s: float) -> None:
         self._perform(self._machine.heal(), now_s)
@@ -167,7 +167,7 @@ class EngineStream:
         gaps = self._machine.gaps
         self._sink.received(self.name, len(batches), gaps - self._gaps_reported)
         self._gaps_reported = gaps
-        self._timers[self._check_tail] = now_s + _QUIET_S
+        self._check_tail_later(now_s)
         self._perform(actions, now_s)
 
     def doubted(self, reason: str, now_s: float) -> None:
@@ -253,45 +253,11 @@ class EngineStream:
         return self._sink.apply(self.name, payloads)
 
     def _begin_replay(self, now_s: float) -> None:
-        self._stop_replay()
-        self._replay_attempts = 0
-        if self._machine.reason == Purpose.HISTORY:
-            self._source = "replay"
-        self._ask(now_s)
+        """Ask for all from the machine's `replay_start` on; only of a stream that can be replayed."""
+        raise NotImplementedError
 
     def _stop_replay(self) -> None:
         """End a replay, if one runs."""
-
-    def _ask(self, now_s: float) -> None:
-        """Ask for all from the machine's `replay_start` on."""
-        raise NotImplementedError
-
-    def _retry(self, now_s: float) -> None:
-        """Asks once more, later and later; gives up in the end."""
-        self._replay_attempts += 1
-        if self._replay_attempts < self._config.replay_attempts:
-            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
-            return
-        self._sink.replay(self.name, "failed")
-        self._perform(self._machine.replay_failed(), now_s)
-
-    def _on_replayed(self, answers: Iterable[Batch | End], now_s: float) -> None:
-        """Applies answers of a replay together."""
-        actions: list[Action] = []
-        for answer in answers:
-            if isinstance(answer, End):
-                self._stop_replay()
-                self._sink.replay(self.name, "completed")
-                if self._machine.state is StreamState.RECOVERING:
-                    # What was published before the subscription took effect shows as a lost tail.
-                    self._timers[self._check_tail] = now_s + _QUIET_S
-                actions += self._machine.replay_ended()
-                break
-            step = self._machine.replayed(answer.sequence, answer.payload)
-            actions += step
-            if any(isinstance(action, Replay | Fetch) for action in step):
-                break
-        self._perform(actions, now_s)
 
     def _stop_fetch(self) -> None:
         for act in (self._fetch, self._restore):
@@ -354,7 +320,7 @@ class EngineStream:
         """The snapshot is applied, all of it: the stream goes on from there."""
         self._restoring = None
         # What was published before the subscription took effect shows as a lost tail.
-        self._timers[self._check_tail] = now_s + _QUIET_S
+        self._check_tail_later(now_s)
         answer = fetched.answer
         if isinstance(answer, Snapshot):
             self._sink.snapshot(self.name, "completed")

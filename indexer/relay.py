@@ -40,7 +40,7 @@ from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError, UnavailableError
 from indexer.journal import FIRST, Feed
 from indexer.keys import utf8
-from indexer.peer_wire import snapshot_messages
+from indexer.peer_wire import SCHEMA, snapshot_messages
 from indexer.relayed import RelayReader
 from indexer.stream import StreamState
 from indexer.view_parts import ViewSnapshot
@@ -188,7 +188,8 @@ class Relay:
         self._write = self._link.client.register_script(_WRITE)
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
-        self._prefix = f"{config.redis_namespace}:{'.'.join((f'{fingerprint:016x}', *tiers))}:"
+        form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
+        self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
         read = RedisLink(url, name="read", retries=1, metrics=metrics)
         self.reader = RelayReader(read, self.key, config, len(tiers))
@@ -207,7 +208,7 @@ class Relay:
 
     def start(self, subscriber: Subscriber, roster: Roster) -> None:
         self._subscriber, self._roster = subscriber, roster
-        self.reader.begin(subscriber.relayed, roster)
+        self.reader.begin(subscriber, roster)
         self._thread.start()
 
     def close(self) -> None:

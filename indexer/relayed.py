@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -80,55 +79,6 @@ class RelayedStream(EngineStream):
             deliver(stored, self._sockets.clock())
 
 
-class RelayedStreams:
-    """All engines that are followed through the relay. Methods without a remark may be called on any thread.
-
-    Attributes:
-        streams: By name in the index; on the subscriber's thread only.
-    """
-
-    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        self.streams: dict[str, RelayedStream] = {}
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
-
-    def up(self, engine: str, reader: RelayReader, stored: Fetched, entry: Batch) -> None:
-        """Follow an engine through the relay from now on, unless it is connected."""
-
-        def act() -> None:
-            owner = self._sockets.stream(engine)
-            if owner is not None and not owner.connected and engine not in self.streams:
-                # Its view begins anew; what the connection had brought is forgotten with it.
-                owner.restart("relayed")
-                self.streams[engine] = RelayedStream(
-                    owner.stream, self._config, self._sink, reader, self._sockets
-                )
-
-        self._sockets.call(act)
-        self._step(engine, lambda stream, now_s: stream.up(stored, entry, now_s))
-
-    def down(self, engine: str) -> None:
-        """Nothing comes of an engine through the relay any more, for now."""
-        self._step(engine, RelayedStream.link_down)
-
-    def live(self, engine: str, entries: Sequence[Batch]) -> None:
-        self._step(engine, lambda stream, now_s: stream.live(entries, now_s))
-
-    def end(self, engine: str) -> None:
-        """Follow an engine no more through the relay, if it is; on the subscriber's thread."""
-        if (relayed := self.streams.pop(engine, None)) is not None:
-            relayed.close()
-            self._sink.clear(engine, "relay_ended")
-
-    def _step(self, engine: str, step: Callable[[RelayedStream, float], object]) -> None:
-        def act() -> None:
-            if (relayed := self.streams.get(engine)) is not None:
-                self._sockets.guarded(relayed, partial(step, relayed))
-
-        self._sockets.call(act)
-
-
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A view as it lies on the server."""
@@ -169,8 +119,8 @@ class RelayReader:
     def follows(self) -> bool:
         return bool(self._at)
 
-    def begin(self, relayed: RelayedStreams, roster: Roster) -> None:
-        self._relayed, self._roster = relayed, roster
+    def begin(self, subscriber: Subscriber, roster: Roster) -> None:
+        self._subscriber, self._roster = subscriber, roster
 
     def forget(self, holder: str) -> None:
         """Follow an engine no more until it was not connected for a while, and then anew."""
@@ -251,7 +201,8 @@ class RelayReader:
         if snapshot is not None:
             snapshot = replace(snapshot, sequence=entry.sequence, digest=xxh3_128_digest(entry.payload))
         self._at[holder] = epoch, entry.sequence
-        self._relayed.up(holder, self, Fetched(snapshot, stored.size_bytes, source="redis"), entry)
+        fetched = Fetched(snapshot, stored.size_bytes, source="redis")
+        self._subscriber.relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
 
     def _read(self) -> None:
         """Take the entries of the engines that are followed."""
@@ -266,13 +217,16 @@ class RelayReader:
                 self._leave([holder])
             else:
                 self._at[holder] = epoch, batches[-1].sequence
-                self._relayed.live(holder, batches)
+                self._live(holder, batches)
                 self.has_more |= len(page) == _ENTRIES_AT_ONCE
+
+    def _live(self, holder: str, entries: Sequence[Batch]) -> None:
+        self._subscriber.relay(holder, lambda stream, now_s: stream.live(entries, now_s))
 
     def _leave(self, holders: Sequence[str]) -> None:
         for holder in holders:
             if self._at.pop(holder, None) is not None:
-                self._relayed.down(holder)
+                self._subscriber.relay(holder, RelayedStream.link_down)
 
     def _view(self, holder: str) -> _Stored | None:
         name = self._key(holder, "view")

@@ -37,10 +37,8 @@ class RepeatedLog:
     Numbers that wait are logged with the next event of any source. Safe to share between threads.
 
     Args:
-        log: Logger of the component that observes the events.
         lines: Most lines a minute and source.
         sources_max: Sources beyond these share one number of lines.
-        clock: Time in seconds.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class RepeatedLog:
         Args:
             kind: Label of `kvroute_repeated_events_total`, one of few.
             source: Name without anything that a peer chooses anew each time, such as a client's port.
-            message: Line with placeholders for `values`, as for `logging`.
             error: Logged with its traceback.
         """
         with _counts_lock:

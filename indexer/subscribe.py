@@ -29,7 +29,7 @@ from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
 from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
-from indexer.relayed import RelayedStreams
+from indexer.relayed import RelayedStream, RelayReader
 from indexer.repeated_log import RepeatedLog
 from indexer.snapshot import Fetched, SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
@@ -87,8 +87,6 @@ class Subscriber:
         self._config = config
         self._sink = sink
         self.clock = clock
-        self._lock = threading.Lock()
-        self._wanted: Mapping[str, PodStream] = {}
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -113,7 +111,7 @@ class Subscriber:
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
-        self.relayed = RelayedStreams(config, sink, self)
+        self._relayed: dict[str, RelayedStream] = {}
         self._inbox: Inbox | None = None
         # When the last turn ended, and when something is due next.
         self._turned_s = self._due_s = -math.inf
@@ -162,9 +160,7 @@ class Subscriber:
         for stream in wanted.values():
             if stream.events_endpoint is None and self._inbox is None:
                 raise ConfigError(f"stream of {stream.pod}: it connects to us, but events_bind is not set")
-        with self._lock:
-            self._wanted = wanted
-        self._wake()
+        self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
         """Something else than the stream tells that the view of a pod is wrong.
@@ -207,9 +203,35 @@ class Subscriber:
         self.call(act)
         return told
 
-    def post(self, owner: Owner, step: Callable[[float], object]) -> None:
-        """Has an owner do something on our thread, from any thread."""
-        self.call(lambda: self.guarded(owner, step))
+    def relay(
+        self,
+        engine: str,
+        step: Callable[[RelayedStream, float], object],
+        reader: RelayReader | None = None,
+    ) -> None:
+        """Have an engine's stream do something that is followed through the relay.
+
+        Args:
+            reader: Follows it there from now on, unless it is connected; None: nothing begins.
+        """
+
+        def act() -> None:
+            owner = self.stream(engine)
+            is_new = engine not in self._relayed
+            if reader is not None and is_new and owner is not None and not owner.connected:
+                # Its view begins anew; what the connection had brought is forgotten with it.
+                owner.restart("relayed")
+                self._relayed[engine] = RelayedStream(owner.stream, self._config, self._sink, reader, self)
+            if (relayed := self._relayed.get(engine)) is not None:
+                self.guarded(relayed, partial(step, relayed))
+
+        self.call(act)
+
+    def end_relay(self, engine: str) -> None:
+        """Follow an engine no more through the relay, if it is; on the thread."""
+        if (relayed := self._relayed.pop(engine, None)) is not None:
+            relayed.close()
+            self._sink.clear(engine, "relay_ended")
 
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
@@ -231,7 +253,7 @@ class Subscriber:
         """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
 
         def fetched(answer: Fetched) -> None:
-            self.post(owner, partial(deliver, answer))
+            self.call(lambda: self.guarded(owner, partial(deliver, answer)))
 
         self._fetcher.fetch(stream, fetched, others=peers)
 
@@ -273,7 +295,6 @@ class Subscriber:
                     self.guarded(owner, on_readable)
             else:
                 self._wake_out.recv(4096)
-                self._reconcile()
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self.clock()
@@ -298,7 +319,7 @@ class Subscriber:
 
     def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
-        yield from self.relayed.streams.values()
+        yield from self._relayed.values()
 
     def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something; an error costs its view and nothing else."""
@@ -315,14 +336,12 @@ class Subscriber:
             )
             owner.reset(self.clock())
 
-    def _reconcile(self) -> None:
-        with self._lock:
-            wanted = self._wanted
+    def _reconcile(self, wanted: Mapping[str, PodStream]) -> None:
         dialled = {holder: stream for holder, stream in wanted.items() if stream.events_endpoint is not None}
         for holder, follower in tuple(self._followers.items()):
             if dialled.get(holder) != follower.stream:
                 follower.close()
-                self.relayed.end(holder)
+                self.end_relay(holder)
                 del self._followers[holder]
                 self._sink.closed(holder)
         if self._inbox is not None:

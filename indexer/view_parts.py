@@ -17,17 +17,24 @@ from indexer.flat_layout import HeldBlocks
 if TYPE_CHECKING:
     from indexer.journal import Entry
 
-_GROUPS_MAX = 32
+GROUPS_MAX = 32
 
 
 class GroupFact(Struct, frozen=True):
-    """What is known of one KV cache group, see `hybrid.CacheGroups`."""
+    """What is known of one KV cache group, and which of its blocks an engine needs to resume behind a prefix.
+
+    These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
+    cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
+    chunked attention those of the chunk that the end lies in.
+    """
 
     group: Annotated[int, Meta(ge=0, le=65_535)]
-    usable: bool  # whether it is indexed
-    leads: bool  # whether it is the lead; if not, the rest is its `hybrid.GroupRule`
-    stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
-    last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
+    usable: bool  # whether it is indexed: its rule is known, and there are not too many groups
+    leads: bool  # whether its blocks are the pod's own in the index
+    stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # index blocks of one of the group's blocks
+    # How many of its blocks in front of the prefix's end; -1: all.
+    last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+    # Index blocks of a chunk, in front of which nothing is needed; 0: there are no chunks.
     chunk: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
 
     def __post_init__(self) -> None:
@@ -41,8 +48,7 @@ class ViewFacts(Struct, frozen=True):
     run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None  # of an engine block; None before the first
     zero_is_a_hash: bool  # whether the engine told of a block with the hash 0
     reannounces: bool  # whether it announces again what is there, see `reannounce`
-    lead_stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]  # index blocks of a block of the lead group
-    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=_GROUPS_MAX)]  # in the order they were learnt
+    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=GROUPS_MAX)]  # in the order they were learnt
 
     def __post_init__(self) -> None:
         if len({fact.group for fact in self.groups}) < len(self.groups):

@@ -14,7 +14,7 @@ import numpy as np
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import GroupRule, usable_blocks
+from indexer.hybrid import HybridMatcher
 from indexer.keys import BlockHasher
 from indexer.tiers import SPECULATIVE_TIER, Tiers
 
@@ -37,9 +37,10 @@ def warm_kernels() -> None:
     hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
     keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
     index.add(_PODS[0], SPECULATIVE_TIER, keys)
+    index.learn_stride(_PODS[0], 2)
     index.match(keys, frozenset(_PODS))
     index.held(keys, _PODS[0])
-    usable_blocks(len(keys), 1, [(GroupRule(1), index.held(keys, _PODS[0]))])
+    HybridMatcher(index, 1)
     index.remove(_PODS[0], SPECULATIVE_TIER, keys)
     copied = FlatApplier(engine, PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
     for part in state.view.parts():

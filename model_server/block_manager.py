@@ -1,7 +1,7 @@
 """Which blocks a request holds: prefix lookup, growth, registration of full blocks, release."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from model_server.blocks import Block, BlockPool
@@ -27,33 +27,21 @@ class Prefix:
     full_length: int  # what the groups with full attention hold
 
 
+@dataclass(eq=False)
 class BlockManager:
-    """The only one that moves blocks between the pool and requests.
+    """The only one that moves blocks between the pool and requests."""
 
-    Args:
-        chunk_tokens: Most tokens of one request in a step.
-        swap: Whether a preempted request's full blocks are held in the host tier, where there is room.
-    """
+    pool: BlockPool
+    offload: Offload
+    groups: Sequence[KvGroupSpec]
+    _: KW_ONLY
+    block_tokens: int
+    chunk_tokens: int  # most tokens of one request in a step
+    enable_prefix_caching: bool = True
+    swap: bool = False  # whether a preempted request's full blocks are held in the host tier, with room there
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        offload: Offload,
-        groups: Sequence[KvGroupSpec],
-        *,
-        block_tokens: int,
-        chunk_tokens: int,
-        enable_prefix_caching: bool = True,
-        swap: bool = False,
-    ) -> None:
-        self.pool = pool
-        self.offload = offload
-        self._groups = tuple(groups)
-        self.block_tokens = block_tokens
-        self._chunk_tokens = chunk_tokens
-        self._caching = enable_prefix_caching
-        self._swap = swap
-        self._needs = [blocks_behind(group.window_tokens, block_tokens) for group in groups]
+    def __post_init__(self) -> None:
+        self._needs = [blocks_behind(group.window_tokens, self.block_tokens) for group in self.groups]
         # Without a group that tells where prompts part, what to retain in a window cannot be known: all.
         self._selective = None in self._needs
 
@@ -63,11 +51,11 @@ class BlockManager:
 
     def blocks_bound(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens holds at any time."""
-        return blocks_bound(self._needs, num_tokens, self._chunk_tokens, self.block_tokens)
+        return blocks_bound(self._needs, num_tokens, self.chunk_tokens, self.block_tokens)
 
     def expect(self, live: LiveRequest, most: int) -> int:
         """Look how much of a waiting request is cached; returns the blocks looked up, `most` at most."""
-        if not self._caching:
+        if not self.enable_prefix_caching:
             return 0
         lead = self._needs.index(None) if self._selective else 0
         limit = (live.num_tokens - 1) // self.block_tokens
@@ -88,8 +76,8 @@ class BlockManager:
         The last token is never taken from the cache: it must be computed to get the next one. So a fully
         cached prompt that ends on a block boundary computes its last block anew.
         """
-        if not self._caching:
-            return Prefix(0, [[] for _ in self._groups], 0)
+        if not self.enable_prefix_caching:
+            return Prefix(0, [[] for _ in self.groups], 0)
         if not all(block.ready for block in live.swapped):
             self.offload.drain(stores_only=True)  # what is on its way would be computed again
 
@@ -125,7 +113,7 @@ class BlockManager:
     def adopt(self, live: LiveRequest, prefix: Prefix) -> None:
         """Start a request's block tables with what was found for it; host blocks begin their way back."""
         assert not live.tables
-        live.tables = [BlockTable() for _ in self._groups]
+        live.tables = [BlockTable() for _ in self.groups]
         live.computed = prefix.length * self.block_tokens
         if self._selective:
             live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self.block_tokens}
@@ -157,7 +145,7 @@ class BlockManager:
         can share them: in each layer all KV of a step is written before anything reads it.
         """
         full = num_tokens // self.block_tokens
-        if not self._caching:
+        if not self.enable_prefix_caching:
             return
         for group, table in enumerate(live.tables):
             if full <= table.registered:
@@ -187,7 +175,7 @@ class BlockManager:
         With swap what it has computed is held in the host tier until it is back, as far as there is room. So
         at most what is in a block that is not full is computed again.
         """
-        if self._swap and live.restore is None:
+        if self.swap and live.restore is None:
             self._register_tail(live)
             kept = [self.offload.keep(block) for table in live.tables for block in table.held()]
             for block in kept:
@@ -254,7 +242,7 @@ class BlockManager:
         """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
         full = live.computed // self.block_tokens
         for group, need in enumerate(self._needs):
-            if need is not None and self._selective and self._caching and live.tables:
+            if need is not None and self._selective and self.enable_prefix_caching and live.tables:
                 self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
 
     def _register(
@@ -332,7 +320,7 @@ class KvCache:
             "host_usage": host.num_used / max(1, host.num_blocks),
             "swapped_in_blocks": offload.swapped_in_blocks,
             "swapped_out_blocks": offload.swapped_out_blocks,
-            "block_bytes": offload.block_bytes,
+            "block_bytes": offload.copies.block_bytes,
             "restores": offload.restores,
         }
 

@@ -27,6 +27,7 @@ class Block:
         return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
 
 
+@dataclass(eq=False)
 class BlockPool:
     """All blocks of one device; the KV cache groups of a model share them.
 
@@ -34,11 +35,13 @@ class BlockPool:
     each, and each copy is announced and removed for itself, so listeners must count.
     """
 
-    def __init__(self, num_blocks: int, announcer: Announcer) -> None:
-        # Told of a block that is about to lose its content, while it still has it.
-        self.on_evict: Callable[[Block], object] | None = None
-        self._announcer = announcer
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]  # all blocks, by their number
+    num_blocks: int
+    announcer: Announcer
+    # Told of a block that is about to lose its content, while it still has it.
+    on_evict: Callable[[Block], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]  # by their number
         # Those that nobody holds, by number, in the order of their reuse; many can still be found, and a
         # cache hit takes one out of the middle.
         self.free = OrderedDict((block.block_id, block) for block in self.blocks)
@@ -46,10 +49,6 @@ class BlockPool:
         self._events: list[KVEvent] = []
         # Since the last take_events: blocks whose content may not be computed yet, by what announced them.
         self._registered: list[tuple[BlockStored, Sequence[Block]]] = []
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
 
     @property
     def num_free(self) -> int:
@@ -108,7 +107,7 @@ class BlockPool:
             assert block.content is None, f"{block} is registered already"
             block.content = content
             self._cached.setdefault(content.key, {})[block.block_id] = block
-        event = self._announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
+        event = self.announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
         self._events.append(event)
         if not computed:
             self._registered.append((event, blocks))
@@ -153,7 +152,7 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(block)
         self._unmap(block)
-        self._events.append(self._announcer.removed(content, MEDIUM_GPU))
+        self._events.append(self.announcer.removed(content, MEDIUM_GPU))
 
     def _unmap(self, block: Block) -> None:
         assert block.content is not None

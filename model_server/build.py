@@ -24,10 +24,8 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     """Load the model and make an engine for it, not yet started.
 
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the machine.
-        WorkerError: A process that should compute a part of the model does not start.
+    A ModelError where the checkpoint cannot be loaded, a ConfigError where a setting does not fit it or the
+    machine, a WorkerError where a process that should compute a part of the model does not start.
     """
     executor = Executor(config)
     try:

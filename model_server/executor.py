@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,9 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
-        """Compute a step.
+        """Compute a step; returns the next token by request id, for each chunk that samples.
 
-        Returns:
-            The next token by request id, for each chunk that samples.
-
-        Raises:
-            WorkerError: Nothing can be computed any more.
+        A WorkerError where nothing can be computed any more.
         """
         # Single tokens first, by length: that is how attention can batch them with little padding.
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
@@ -142,14 +139,14 @@ class Executor:
         return own if isinstance(own, Done) else SharedTransfer(number, own, self)
 
 
+@dataclass(slots=True)
 class SharedTransfer:
     """A transfer on all ranks; `executor` settles it on the others once it is done here."""
 
-    def __init__(self, number: int, own: Transfer, executor: Executor) -> None:
-        self._number = number
-        self._own = own
-        self._executor = executor
-        self._settled = False
+    _number: int
+    _own: Transfer
+    _executor: Executor
+    _settled: bool = False
 
     def done(self) -> bool:
         if self._own.done():

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -45,39 +46,26 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     return Delta(text, last.finish_reason, last.stop_reason, tokens, token_ids)
 
 
+@dataclass(eq=False, repr=False)
 class TextAssembler:
-    """Assembles one choice's text.
+    """Assembles one choice's text."""
 
-    Args:
-        stop_strings: End the text at their first occurrence, however tokens split them.
-        stop_token_ids: The request's own stop ids; the one that ended generation becomes the stop reason.
-        min_tokens: No stop string counts before this many tokens.
-        show_stop: Keep the stop string or stop token that ended the text in it.
-        skip_special_tokens: Leave special tokens out of the text.
-        tells_ids: Put the ids of the counted tokens into each delta.
-    """
+    tokenizer: PromptTokenizer
+    stop_strings: tuple[str, ...] = ()  # end the text at their first occurrence, however tokens split them
+    # The request's own stop ids; the one that ended generation becomes the stop reason.
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # no stop string counts before this many tokens
+    show_stop: bool = False  # whether the stop string or stop token that ended the text is kept in it
+    skip_special_tokens: bool = True  # whether special tokens are left out of the text
+    tells_ids: bool = False  # whether each delta has the ids of the counted tokens
+    completion_tokens: int = 0  # tokens generated so far
+    cached_tokens: int = 0  # prompt tokens that came from the cache
+    finished: bool = False  # no more output is wanted
 
-    def __init__(
-        self,
-        tokenizer: PromptTokenizer,
-        *,
-        stop_strings: tuple[str, ...] = (),
-        stop_token_ids: frozenset[int] = frozenset(),
-        min_tokens: int = 0,
-        show_stop: bool = False,
-        skip_special_tokens: bool = True,
-        tells_ids: bool = False,
-    ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stop_strings, show=show_stop)
-        self._takes_whole = bool(stop_strings) or tells_ids
-        self._tells_ids = tells_ids
-        self._stop_token_ids = stop_token_ids
-        self._min_tokens = min_tokens
-        self._show_stop = show_stop
-        self.completion_tokens = 0  # tokens generated so far
-        self.cached_tokens = 0  # prompt tokens that came from the cache
-        self.finished = False  # no more output is wanted
+    def __post_init__(self) -> None:
+        self._decoder = IncrementalDecoder(self.tokenizer, skip_special_tokens=self.skip_special_tokens)
+        self._stops = StopStrings(self.stop_strings, show=self.show_stop)
+        self._takes_whole = bool(self.stop_strings) or self.tells_ids
 
     def push(self, output: TokenOutput) -> Delta:
         """Take one output of the engine; its finish reason must not be "abort" or "error"."""
@@ -92,12 +80,12 @@ class TextAssembler:
         self.finished = reason is not None
         counted = self.completion_tokens - counted_before
         tokens = tuple(islice(map(ChosenToken, output.token_ids, output.logprobs or ()), counted))
-        token_ids = tuple(output.token_ids[:counted]) if self._tells_ids else ()
+        token_ids = tuple(output.token_ids[:counted]) if self.tells_ids else ()
         return Delta(text, reason, stop_reason, tokens, token_ids)
 
     def _take(self, output: TokenOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
         # The stop token itself counts as generated but is not shown.
-        hides_last = output.finish_reason == "stop" and not self._show_stop
+        hides_last = output.finish_reason == "stop" and not self.show_stop
         shown = output.token_ids[:-1] if hides_last else output.token_ids
         text = ""
         for token_id in shown:
@@ -112,34 +100,33 @@ class TextAssembler:
         if self._stops.matched is not None:
             return text, "stop", self._stops.matched
         ended_by = output.token_ids[-1] if output.finish_reason == "stop" and output.token_ids else None
-        stop_reason = ended_by if ended_by in self._stop_token_ids else None
+        stop_reason = ended_by if ended_by in self.stop_token_ids else None
         assert output.finish_reason in ("stop", "length")
         return text + self._stops.release(), output.finish_reason, stop_reason
 
     def _show(self, text: str) -> str:
-        return self._stops.push(text) if self.completion_tokens > self._min_tokens else text
+        return self._stops.push(text) if self.completion_tokens > self.min_tokens else text
 
 
+@dataclass(slots=True, eq=False)
 class StopStrings:
-    """Finds the first of several strings in a text that comes in pieces; `show` keeps it in the text."""
+    """Finds the first of several strings in a text that comes in pieces."""
 
-    def __init__(self, stops: tuple[str, ...], *, show: bool = False) -> None:
-        self._stops = stops
-        self._show = show
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-        self.matched: str | None = None  # the string that was found; nothing may be pushed after it
+    stops: tuple[str, ...]
+    show: bool = False  # whether the string is kept in the text
+    matched: str | None = None  # the string that was found; nothing may be pushed after it
+    _held: str = ""
 
     def push(self, piece: str) -> str:
         """Take the next piece; returns what can no longer be part of a stop string."""
-        if not self._stops:
+        if not self.stops:
             return piece
         text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             # The first to be complete wins: the answer must not depend on how the text was cut into pieces.
             at, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
-            return text[: at + len(self.matched)] if self._show else text[:at]
+            return text[: at + len(self.matched)] if self.show else text[:at]
         held_from = self._first_open_match(text)
         self._held = text[held_from:]
         return text[:held_from]
@@ -151,25 +138,28 @@ class StopStrings:
 
     def _first_open_match(self, text: str) -> int:
         """Where the longest tail begins that could grow into a stop string; the text's end if none could."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+        longest = max(map(len, self.stops))
+        for at in range(max(0, len(text) - longest + 1), len(text)):
             tail = text[at:]
-            if any(stop.startswith(tail) for stop in self._stops):
+            if any(stop.startswith(tail) for stop in self.stops):
                 return at
         return len(text)
 
 
+@dataclass(eq=False, repr=False)
 class AsyncEngine:
     """Carries outputs from the engine thread to the event loop.
 
     What waits here is bounded by what the engine may run: no request makes more than its max_tokens.
     """
 
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+    metrics: RequestMetrics
+
     now_s = staticmethod(time.monotonic)
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, metrics: RequestMetrics) -> None:
-        self._engine = engine
-        self.loop = loop
-        self.metrics = metrics
+    def __post_init__(self) -> None:
         self._arrived: deque[TokenOutput] = deque()
         self._wake_pending = False
         self._choices: dict[str, tuple[Generation, int]] = {}  # by request id
@@ -177,21 +167,15 @@ class AsyncEngine:
     def generate(
         self, requests: tuple[GenerationRequest, ...], texts: tuple[TextAssembler, ...], arrived_s: float
     ) -> "Generation":
-        """Submit the requests of one HTTP request; the caller closes the result.
+        """Submit the requests of one HTTP request, one per choice; the caller closes the result.
 
-        Args:
-            requests: One per choice.
-            texts: One per choice, empty.
-            arrived_s: When the HTTP request came, by `now_s`.
-
-        Raises:
-            ApiError: The engine did not take one of them; then none of them runs.
+        An ApiError where the engine did not take one of them; then none of them runs.
         """
         generation = Generation(self, requests, texts, arrived_s)
         try:
             for index, request in enumerate(requests):
                 self._choices[request.request_id] = generation, index
-                self._engine.submit(request, self._on_output)
+                self.engine.submit(request, self._on_output)
         except BaseException as error:
             generation.close()
             if isinstance(error, RequestError):
@@ -218,7 +202,7 @@ class AsyncEngine:
         if self._choices.pop(request_id, None) is None:
             return False
         if not finished:
-            self._engine.abort(request_id)
+            self.engine.abort(request_id)
         return True
 
     def _on_output(self, output: TokenOutput) -> None:
@@ -243,29 +227,27 @@ class AsyncEngine:
             generation.wake()
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
     """All choices of one HTTP request: iterate it for (choice index, delta) pairs; close aborts the rest."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        requests: tuple[GenerationRequest, ...],
-        texts: tuple[TextAssembler, ...],
-        arrived_s: float,
-    ) -> None:
-        self._engine = engine
-        self.requests = requests  # one per choice, as are the next two
-        self.texts = texts
+    engine: AsyncEngine
+    requests: tuple[GenerationRequest, ...]  # one per choice, as are `texts` and `observers`
+    texts: tuple[TextAssembler, ...]
+    arrived_s: float
+    # Called on the loop for what arrives while the iteration waits: it uses what `take` gives and returns
+    # True, or takes nothing and returns False, so that the iteration goes on.
+    pass_on: Callable[[], bool] | None = None
+    _woken: asyncio.Future[None] | None = None
+    _error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        metrics, arrived_s = self.engine.metrics, self.arrived_s
         self.observers = [
-            ChoiceObserver(engine.metrics, arrived_s, len(request.prompt_token_ids)) for request in requests
+            ChoiceObserver(metrics, arrived_s, len(request.prompt_token_ids)) for request in self.requests
         ]
         self.arrived: list[tuple[int, TokenOutput]] = []  # with the choice's index; `wake` follows
-        # Called on the loop for what arrives while the iteration waits: it uses what `take` gives and returns
-        # True, or takes nothing and returns False, so that the iteration goes on.
-        self.pass_on: Callable[[], bool] | None = None
-        self._woken: asyncio.Future[None] | None = None
-        self._unfinished = len(texts)
-        self._error: Exception | None = None
+        self._unfinished = len(self.texts)
 
     @property
     def completion_tokens(self) -> int:
@@ -307,7 +289,7 @@ class Generation:
         """Abort what still runs, and let the diversion go. Idempotent."""
         self.pass_on = None
         for request, observer in zip(self.requests, self.observers, strict=True):
-            if self._engine.release(request.request_id, finished=False):
+            if self.engine.release(request.request_id, finished=False):
                 observer.broken("abort")
 
     def __aiter__(self) -> "Generation":
@@ -320,7 +302,7 @@ class Generation:
                 return deltas
             if self._error is not None:
                 raise self._error
-            self._woken = self._engine.loop.create_future()
+            self._woken = self.engine.loop.create_future()
             await self._woken
         if self._error is not None:
             raise self._error
@@ -331,20 +313,20 @@ class Generation:
         if text.finished:
             return None
         if output.finish_reason in ("abort", "error"):
-            self._engine.release(output.request_id, finished=True)
+            self.engine.release(output.request_id, finished=True)
             observer.broken(output.finish_reason)
             self._error = ApiError(500, f"the engine failed: {output.error or 'no reason given'}")
             if output.finish_reason == "abort":
                 self._error = ApiError(503, "the server aborted the request; send it again")
             return None
-        now_s = self._engine.now_s()
+        now_s = self.engine.now_s()
         if output.token_ids:
             observer.tokens(now_s, output.started_s)
         delta = text.push(output)
         if delta.finish_reason is not None:
             observer.finished(now_s, delta.finish_reason, text.completion_tokens)
             # A stop string ends the text here while the engine still runs.
-            self._engine.release(output.request_id, finished=output.finish_reason is not None)
+            self.engine.release(output.request_id, finished=output.finish_reason is not None)
             constraint = self.requests[index].constraint
             if constraint is not None and constraint.error is not None:
                 self._error = ApiError(500, f"the answer's shape could not be kept: {constraint.error}")

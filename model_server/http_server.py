@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -154,16 +155,14 @@ class HttpServer(uvicorn.Server):
         """Leave signals alone: uvicorn's own handling would end the process with the signal's exit code."""
         yield
 
-    @contextmanager
-    def stopped_by_signals(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` on SIGTERM and SIGINT, where this thread may handle signals."""
-        loop = asyncio.get_running_loop()
-        try:
-            for signal_number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(signal_number, stop)
-        except (ValueError, RuntimeError):
-            logger.debug("not the main thread: signals are someone else's")
-        yield
+
+def stop_by_signals(stop: Callable[[], None]) -> None:
+    """Have the running loop call `stop` on SIGTERM and SIGINT, where this thread may handle signals."""
+    try:
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, stop)
+    except (ValueError, RuntimeError):
+        logger.debug("not the main thread: signals are someone else's")
 
 
 def bearer_gate(app: ASGIApp, secret: str, name: str, open_paths: frozenset[str]) -> ASGIApp:
@@ -202,21 +201,19 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": error.body(), "more_body": False})
 
 
+@dataclass(eq=False)
 class BodyReader:
     """Reads request bodies, none larger than a cap, nor all that are held at once larger than another."""
 
-    def __init__(self, max_bytes: int, total_max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._total_max_bytes = total_max_bytes
-        self._total_bytes = 0
+    max_bytes: int
+    total_max_bytes: int
+    _total_bytes: int = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Read one body; it counts against the total until the caller is done with it.
 
-        Raises:
-            ApiError: 413 too large, 408 too slow, 503 too much is held at once.
-            ClientDisconnect: The client went away.
+        An ApiError where it is too large (413), too slow (408), or too much is held at once (503).
         """
         body = bytearray()
         try:
@@ -228,7 +225,7 @@ class BodyReader:
     async def _fill(self, body: bytearray, request: Request) -> None:
         chunks = request.stream()
         try:
-            if int(request.headers.get("content-length", "0")) > self._max_bytes:
+            if int(request.headers.get("content-length", "0")) > self.max_bytes:
                 raise self._too_large()
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 async for chunk in chunks:
@@ -240,15 +237,15 @@ class BodyReader:
             raise
 
     def _take(self, body: bytearray, chunk: bytes) -> None:
-        if len(body) + len(chunk) > self._max_bytes:
+        if len(body) + len(chunk) > self.max_bytes:
             raise self._too_large()
-        if self._total_bytes + len(chunk) > self._total_max_bytes:
+        if self._total_bytes + len(chunk) > self.total_max_bytes:
             raise ApiError(503, "the server is receiving too much at once; send the request again later")
         body += chunk
         self._total_bytes += len(chunk)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+        return ApiError(413, f"the body is larger than {self.max_bytes} bytes")
 
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:
@@ -286,9 +283,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A body that is sent piece by piece: server-sent events, unless another type is named.
 
-    Args:
-        on_close: Called when the stream ends, in whatever way.
-        write_to: Given the connection once the first piece is sent, to write chunks while `rest` is awaited.
+    `on_close` is called when it ends, in whatever way; `write_to` gets the connection once the first piece is
+    sent, to write chunks while `rest` is awaited.
     """
 
     def __init__(

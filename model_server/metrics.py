@@ -35,26 +35,28 @@ _E2E_BUCKETS_S = (
 )
 
 
+@dataclass(eq=False)
 class TokenHistogram(Collector):
     """One histogram with fixed labels, and inclusive rising bounds; what is above the last goes to +Inf."""
 
-    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = dict(labels)
-        self._buckets = tuple(buckets)
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+    name: str
+    text: str
+    labels: Mapping[str, str]
+    buckets: Sequence[float]
+    _sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (len(self.buckets) + 1)
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
+        self._counts[bisect_left(self.buckets, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]
+        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
+        bounds = [floatToGoString(bound) for bound in (*self.buckets, float("inf"))]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        family.add_metric(tuple(self.labels.values()), buckets, self._sum)
         yield family
 
 
@@ -142,29 +144,20 @@ class ChoiceObserver:
         self.metrics.success[reason].inc()
 
 
+@dataclass(frozen=True, eq=False)
 class LoraCollector(Collector):
-    """Tells which adapters are in use, as GIE's LoRA affinity reads it.
+    """Tells which adapters are in use, as GIE's LoRA affinity reads it."""
 
-    Args:
-        in_use: Adapters of the requests that run, and of those that wait for their first token.
-        now_s: Unix time, the metric's value: readers take the newest of its label sets.
-    """
-
-    def __init__(
-        self,
-        max_loras: int,
-        in_use: Callable[[], tuple[Iterable[str], Iterable[str]]],
-        now_s: Callable[[], float],
-    ) -> None:
-        self._max_loras = max_loras
-        self._in_use = in_use
-        self._now_s = now_s
+    max_loras: int
+    # Adapters of the requests that run, and of those that wait for their first token.
+    in_use: Callable[[], tuple[Iterable[str], Iterable[str]]]
+    now_s: Callable[[], float]  # Unix time, the metric's value: readers take the newest of its label sets
 
     def collect(self) -> Iterator[Metric]:
-        running, waiting = self._in_use()
+        running, waiting = self.in_use()
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
-        family.add_metric((str(self._max_loras), ",".join(waiting), ",".join(running)), self._now_s())
+        family.add_metric((str(self.max_loras), ",".join(waiting), ",".join(running)), self.now_s())
         yield family
 
 
@@ -201,30 +194,24 @@ _PUBLISHER_COUNTERS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class EngineCollector(Collector):
     """Reads the engine's and the publisher's counters at each scrape."""
 
-    def __init__(
-        self,
-        model_name: str,
-        engine_stats: Callable[[], EngineStats],
-        publisher_stats: Callable[[], PublisherStats] | None,
-        cache_config: Mapping[str, str],
-    ) -> None:
-        self._labels = (model_name, _ENGINE_INDEX)
-        self._engine_stats = engine_stats
-        self._publisher_stats = publisher_stats
-        self._cache_config = {**cache_config, "engine": _ENGINE_INDEX}
+    model_name: str
+    engine_stats: Callable[[], EngineStats]
+    publisher_stats: Callable[[], PublisherStats] | None
+    cache_config: Mapping[str, str]
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine_stats()
+        stats, labels = self.engine_stats(), (self.model_name, _ENGINE_INDEX)
         told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
-        if self._publisher_stats is not None:
-            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self._publisher_stats()))
+        if self.publisher_stats is not None:
+            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))
         for metrics, kind, source in told:
             for name, text, field in metrics:
                 family = kind(name, text, labels=_LABELS)
-                family.add_metric(self._labels, getattr(source, field))
+                family.add_metric(labels, getattr(source, field))
                 yield family
         # Sleep drops the cache, as vLLM's level 1 does.
         states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
@@ -232,12 +219,11 @@ class EngineCollector(Collector):
             "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
         )
         for state, is_on in states.items():
-            sleep.add_metric((*self._labels, state), float(is_on))
+            sleep.add_metric((*labels, state), float(is_on))
         yield sleep
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings.", labels=tuple(self._cache_config)
-        )
-        info.add_metric(tuple(self._cache_config.values()), 1)
+        settings = {**self.cache_config, "engine": _ENGINE_INDEX}
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings.", labels=tuple(settings))
+        info.add_metric(tuple(settings.values()), 1)
         yield info
 
 

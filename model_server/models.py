@@ -20,13 +20,11 @@ from model_server.parallel.ranks import Ranks
 from model_server.shapes import (
     DecoderShape,
     Division,
-    KvGroupSpec,
     LinearScaling,
     Llama3Scaling,
     Rope,
     Share,
     YarnScaling,
-    kv_groups,
 )
 
 # What the packed order is made for; it serves any number of rows. Were it made for few, a single row would be
@@ -257,10 +255,6 @@ class Decoder:
         self._activation = _ACTIVATIONS[shape.activation]
         self._parts = projection_parts(shape, division)
 
-    @property
-    def kv_groups(self) -> tuple[KvGroupSpec, ...]:
-        return kv_groups(self.shape.windows)
-
     def weights(self) -> dict[str, Weight]:
         """Return all weights under their checkpoint names; write into them to load the model."""
         vocabulary, hidden = self._vocabulary, Share.all_of(self.shape.hidden)
@@ -313,7 +307,10 @@ class Decoder:
             if index == len(self._layers) - 1:  # nothing reads the other rows any more
                 hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
                 lora = None if lora is None else lora.chosen(rows)
-            hidden = hidden + self._attention_output(attended, index, lora)
+            added = self._project_back(attended, index, "output", lora)
+            if self.shape.output_norms:
+                added = self._rms_norm(added, self._layers[index].attention_norm)
+            hidden = hidden + added
             hidden = hidden + self._mlp(hidden, index, lora)
         own = self._head(self._rms_norm(hidden, self._norm))
         return self._ranks.join_columns(own)[:, : self.shape.vocab_size].float()
@@ -351,13 +348,6 @@ class Decoder:
         rotated = rotate(rotated, *turns[shape.ropes[index]])
         attention.store(index, rotated[:, heads:], projected[:, both:], meta)
         return attention.attend(rotated[:, :heads], index, meta)
-
-    def _attention_output(self, attended: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
-        """Return what a layer's attention adds to the residual stream."""
-        added = self._project_back(attended, index, "output", lora)
-        if self.shape.output_norms:
-            added = self._rms_norm(added, self._layers[index].attention_norm)
-        return added
 
     def _mlp(self, hidden: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
         layer = self._layers[index]

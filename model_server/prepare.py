@@ -41,11 +41,11 @@ _COPIED = (
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
+@dataclass(eq=False)
 class GrammarTokenizer:
     """Compiles grammars for the served model's tokenizer."""
 
-    def __init__(self, tokenizer: PromptTokenizer) -> None:
-        self._tokenizer = tokenizer
+    tokenizer: PromptTokenizer
 
     def constraint(self, fields: GenerationBody) -> "Constraint | None":
         """Compile what a request asks its answer to be, if anything; an ApiError where it cannot be had."""
@@ -71,29 +71,29 @@ class GrammarTokenizer:
     @cached_property
     def _tokens(self) -> LLTokenizer:
         # Made for the first request that needs it: a large vocabulary takes seconds.
-        return LLTokenizer(self._tokenizer.to_json(), eos_token=sorted(self._tokenizer.eos_token_ids))
+        return LLTokenizer(self.tokenizer.to_json(), eos_token=sorted(self.tokenizer.eos_token_ids))
 
 
+@dataclass(eq=False)
 class Constraint:
     """The state of one answer; see `TokenConstraint`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    matcher: LLMatcher
 
     def copy(self) -> "Constraint":
-        return Constraint(self._matcher.deep_copy())
+        return Constraint(self.matcher.deep_copy())
 
     def allowed_bits(self) -> bytes:
         """Return one bit a token; after an error only the ends of a text are left."""
-        return self._matcher.compute_bitmask()
+        return self.matcher.compute_bitmask()
 
     def accept(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)
+        self.matcher.consume_token(token_id)
 
     @property
     def error(self) -> str | None:
         """Why it had to give up: a grammar may prove too complex on the way."""
-        return self._matcher.get_error().partition("\n")[0] or None
+        return self.matcher.get_error().partition("\n")[0] or None
 
 
 def _grammar(fields: GenerationBody) -> str:
@@ -171,13 +171,9 @@ class Job:
 
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
-    """Check and encode one request.
+    """Check and encode one request; its header's id wins over the body's.
 
-    Args:
-        header_id: The client's x-request-id header; wins over the body's request_id.
-
-    Raises:
-        ApiError: The request is malformed, for another model, or longer than the context.
+    An ApiError where it is malformed, for another model, or longer than the context.
     """
     body = decode_body(raw)
     fields = generation_body(api, body)

@@ -140,10 +140,8 @@ class KVEventPublisher:
     """An EventSink that never blocks its caller.
 
     When the queue to the publisher's thread is full the oldest waiting batch is dropped: the batches behind
-    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it.
-
-    Raises:
-        EndpointError: An endpoint is malformed or in use.
+    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it. An
+    EndpointError where an endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:

@@ -7,6 +7,7 @@ it is refused while the pods are saturated. Rules and thresholds are the referen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -66,21 +67,13 @@ class ConcurrencyDetector(Settings):
 Detector = UtilizationDetector | ConcurrencyDetector
 
 
+@dataclass(slots=True)
 class Admission:
-    """Lets requests pass or raises.
+    """Lets requests pass or raises."""
 
-    Args:
-        detector: Tells how full the candidates are; None: nobody is refused.
-    """
-
-    def __init__(self, priorities: Mapping[str, int], detector: Detector | None, board: PodBoard) -> None:
-        self._priorities = priorities
-        self._detector = detector
-        self._board = board
-
-    def replace(self, priorities: Mapping[str, int]) -> None:
-        """Other priorities from now on."""
-        self._priorities = priorities
+    priorities: Mapping[str, int]  # by objective; replaced when they change
+    detector: Detector | None  # None: nobody is refused
+    board: PodBoard
 
     def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
         """Answers the request's priority.
@@ -92,8 +85,8 @@ class Admission:
             SaturatedError: 429, when the request is sheddable and the candidates are saturated.
         """
         priority = self.priority_of(headers)
-        if priority < 0 and self._detector is not None:
-            saturation = self._detector.saturation(self._board.known(rows), 0, now_s)
+        if priority < 0 and self.detector is not None:
+            saturation = self.detector.saturation(self.board.known(rows), 0, now_s)
             if saturation >= 1.0:
                 raise SaturatedError(
                     f"the model servers are saturated ({saturation:.2f}) "
@@ -103,7 +96,7 @@ class Admission:
 
     def priority_of(self, headers: Mapping[str, str]) -> int:
         """The priority of the request's objective; 0 without a known one."""
-        priorities = self._priorities
+        priorities = self.priorities
         if not priorities:
             return 0
         objective = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), "")

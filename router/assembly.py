@@ -161,11 +161,7 @@ def _load_age_max_s(config: RouterConfig) -> float:
 
 
 def listen_grpc(config: RouterConfig, services: Mapping[str, Service], *, may_wait: bool) -> GrpcServer:
-    """Bind the gRPC port for these services, by their full names; `may_wait`: whether a pick may.
-
-    Raises:
-        ListenError: The port is in use.
-    """
+    """Bind the gRPC port for these services, by their full names; `may_wait`: whether a pick may."""
     return GrpcServer(
         "--grpc-port",
         config.host,
@@ -185,11 +181,7 @@ def listen_grpc(config: RouterConfig, services: Mapping[str, Service], *, may_wa
 
 
 def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
-    """Bind the port of gRPC health alone.
-
-    Raises:
-        ListenError: The port is in use.
-    """
+    """Bind the port of gRPC health alone."""
     return GrpcServer(
         "--grpc-health-port",
         config.host,
@@ -203,11 +195,7 @@ def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
 
 
 def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
-    """Bind the metrics port.
-
-    Raises:
-        ListenError: The port is in use.
-    """
+    """Bind the metrics port."""
     tls = None
     if config.metrics_tls is not None:
         from router.tls import metrics_tls

@@ -50,11 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckDoor:
-    """envoy.service.auth.v3.Authorization.
-
-    Args:
-        max_request_bytes: Larger bodies are answered with 413.
-    """
+    """envoy.service.auth.v3.Authorization; larger bodies than max_request_bytes are answered with 413."""
 
     def __init__(
         self, router: Router, guard: BodyGuard, metrics: RouterMetrics, max_request_bytes: int = 8 << 20
@@ -137,11 +133,7 @@ def ok_answer(
     removed: tuple[str, ...],
     routing: Routing | None = None,
 ) -> bytes:
-    """The routing result, as header and as metadata; the same for most requests to one pod.
-
-    Args:
-        routing: Has further headers for request and response; None: there are none.
-    """
+    """The routing result, as header and as metadata; the same for most requests to one pod."""
     headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
     if made_request_id is not None:
         headers.append(_set(REQUEST_ID_HEADER, made_request_id))
@@ -149,7 +141,7 @@ def ok_answer(
         headers += [_set(name, value) for name, value in routing.request_headers.items()]
         response_headers = [_set(name, value) for name, value in routing.response_headers.items()]
     answer: bytes = pb.CheckResponse(
-        status={"code": _code(grpc.StatusCode.OK)},
+        status={"code": grpc.StatusCode.OK.value[0]},
         ok_response=pb.OkHttpResponse(
             headers=headers,
             headers_to_remove=removed,
@@ -163,7 +155,7 @@ def ok_answer(
 def denied_answer(error: RequestError) -> bytes:
     """The router's own answer to the client."""
     answer: bytes = pb.CheckResponse(
-        status={"code": _code(grpc_code(error))},
+        status={"code": grpc_code(error).value[0]},
         denied_response=pb.DeniedHttpResponse(
             status=http_status_pb2.HttpStatus(code=error.status),
             headers=[_set(name, value) for name, value in error_headers(error).items()],
@@ -183,11 +175,6 @@ def _is_partial(headers: Mapping[str, str], body: bytes) -> bool:
     length = headers.get("content-length", "")
     announced = int(length) if length.isdecimal() and len(length) <= 18 else len(body)
     return announced > len(body) or headers.get(_PARTIAL_BODY_HEADER) == "true"
-
-
-def _code(code: grpc.StatusCode) -> int:
-    number: int = code.value[0]
-    return number
 
 
 def _set(name: str, value: str) -> base_pb2.HeaderValueOption:

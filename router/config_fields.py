@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -81,18 +82,13 @@ class Quantity(int):
     """A whole number of at least 1 in Kubernetes' notation: "100", "1G" or "1Gi"."""
 
 
+@dataclass(frozen=True, slots=True)
 class Section:
-    """A mapping in a file, and where it stands.
+    """A mapping in a file, and where it stands."""
 
-    Args:
-        where: The mapping's own place in it; "" for the whole.
-        node: None stands for an empty mapping.
-    """
-
-    def __init__(self, source: str, where: str, node: yaml.Node | None) -> None:
-        self.source = source
-        self._where = where
-        self._node = node
+    source: str
+    where: str  # its own place in the file; "" for the whole
+    node: yaml.Node | None  # None stands for an empty mapping
 
     def read(self, kind: type[_Settings]) -> _Settings:
         """Read and check all of it.
@@ -101,7 +97,7 @@ class Section:
             ConfigError: Something is not as `kind` has it; names the place.
         """
         try:
-            read = msgspec.convert(self._texts(self._node), kind, strict=False, dec_hook=_custom)
+            read = msgspec.convert(self._texts(self.node), kind, strict=False, dec_hook=_custom)
             return read.located(self)
         except msgspec.ValidationError as error:
             place, problem, is_unknown = _told(str(error), kind)
@@ -109,26 +105,26 @@ class Section:
 
     def at(self, place: str) -> Section:
         """A mapping within, by its place as "plugins[2].parameters"."""
-        node = self._node
+        node = self.node
         for step in _STEP.findall(place):
             node = _entry(node, step)[1]
-        return Section(self.source, _joined(self._where, place), node)
+        return Section(self.source, _joined(self.where, place), node)
 
     def value(self) -> dict[str, Any]:
         """Everything as plain Python values, of the types that YAML's own rules give."""
-        if self._node is None:
+        if self.node is None:
             return {}
         # A made-up tag is refused by the loader.
         loader = yaml.SafeLoader("")
         try:
-            value = loader.construct_document(self._node)
+            value = loader.construct_document(self.node)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             self.fail("", f"cannot be read: {error}")
         return value if isinstance(value, dict) else {}
 
     def fail(self, place: str, problem: str, *, at_key: bool = False) -> NoReturn:
         """Refuse what stands at a place, "" for the mapping itself; what is missing, at what it misses in."""
-        node, key = self._node, None
+        node, key = self.node, None
         for step in _STEP.findall(place):
             key, value = _entry(node, step)
             if value is None:
@@ -137,7 +133,7 @@ class Section:
         if at_key and key is not None:
             node = key
         line = node.start_mark.line + 1 if node is not None else 1
-        where = _joined(self._where, place) or "the file"
+        where = _joined(self.where, place) or "the file"
         raise ConfigError(f"{self.source}:{line}: {where}: {problem}")
 
     def _texts(self, node: yaml.Node | None, place: str = "") -> Any:

@@ -19,7 +19,7 @@ from compiled.jit import kernel_with_arrays
 from router.board import prefill_tokens_per_s
 from router.scrape import LoraLoad
 
-# Bringing an adapter's weights to the device (100 MB from the host's memory or disk).
+# To bring an adapter's weights to the device (100 MB from the host's memory or disk).
 _LOAD_S = 0.2
 # Until one of the adapters that run has no requests any more and makes room.
 _PLACE_S = 2.0

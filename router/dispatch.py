@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from threading import Lock
 
 import msgspec
@@ -40,23 +39,6 @@ class Dispatch(msgspec.Struct, frozen=True):
     def key(self) -> DispatchKey:
         """What tells it apart from others of its id."""
         return DispatchKey(self.request_id, self.dispatched_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """Requests whose last prompt block was announced."""
-
-    prefills: list[Dispatch] = field(default_factory=list)  # those whose prefill this ends
-    # Of each of the others, how long ago somebody else told that its prefill was over.
-    late_s: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """Requests whose prefill, and requests whose life, is over by the clock alone."""
-
-    prefills: list[Dispatch] = field(default_factory=list)
-    lives: list[Dispatch] = field(default_factory=list)
 
 
 class Entry(msgspec.Struct, eq=False):

@@ -25,7 +25,7 @@ from router.ext_proc_messages import (
     streamed_answers,
 )
 from router.ext_proc_response import ResponsePhase
-from router.flow import Evictable, Evictions
+from router.flow import Evictions
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.health import EXT_PROC_SERVICE
@@ -38,31 +38,21 @@ _WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
 @dataclass(frozen=True, slots=True)
 class ExtProcOptions:
-    """How the door behaves.
+    """How the door behaves."""
 
-    Attributes:
-        max_request_bytes: Larger bodies are answered with 413.
-        responses_full: Whether the response passes here too; else the stream is closed after the request.
-        subset_filter: Whether the gateway's subset is looked at.
-    """
-
-    max_request_bytes: int = 8 << 20
-    responses_full: bool = False
-    subset_filter: bool = True
+    max_request_bytes: int = 8 << 20  # larger bodies are answered with 413
+    responses_full: bool = False  # whether the response passes here too; else a stream ends with its request
+    subset_filter: bool = True  # whether the gateway's subset is looked at
 
 
 @dataclass(frozen=True, slots=True)
 class ExtProcDoor:
-    """envoy.service.ext_proc.v3.ExternalProcessor.
-
-    Attributes:
-        evictions: Where requests are entered that may be taken back; None: none are.
-    """
+    """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     form: OwnForm
     outcomes: Outcomes
     options: ExtProcOptions
-    evictions: Evictions | None = None
+    evictions: Evictions | None = None  # where requests are entered that may be taken back
 
     def add_to(self, server: GrpcServer, opened: Callable[[], Callable[[str], object]] | None = None) -> None:
         """Register the service; `opened`: see ExchangeMethod."""
@@ -77,12 +67,7 @@ class ExtProcDoor:
 
 
 class _Exchange:
-    """One HTTP request's way through the door.
-
-    Attributes:
-        finished: Whether the stream is to be closed from our side.
-        is_routed: Whether its pod is picked.
-    """
+    """One HTTP request's way through the door; it is routed once its pod is picked."""
 
     def __init__(self, door: ExtProcDoor, stream: ExchangeCall) -> None:
         self._form = form = door.form
@@ -96,7 +81,7 @@ class _Exchange:
         self._body = bytearray()
         self._decision: Decision | None = None
         # In flight, where it may be taken back.
-        self._entry: Evictable | None = None
+        self._entry: int | None = None
         self._response = ResponsePhase(door.outcomes, form.held_bytes_max, form.reporter)
         self._inside = form.metrics.inside(DOOR)
         self._inside.__enter__()
@@ -250,7 +235,7 @@ class _Exchange:
 
     def _evicted(self) -> Iterator[pb.ProcessingResponse]:
         """The answer to a request that is taken back, unless it is over already."""
-        if self._response.request_id is not None:
+        if self._response.awaited is not None:
             self._response.cut()
             yield self._refusal(EvictedError())
 

@@ -71,27 +71,18 @@ _NOT_KEPT = frozenset({DESTINATION_HEADER, "content-length"})
 
 @dataclass(frozen=True, kw_only=True)
 class OwnForm:
-    """The router's own answers; errors are OpenAI's.
-
-    Attributes:
-        held_bytes_max: So much of a response is held at most; 0: nothing is.
-        reporter: None: nothing of a response's usage is reported.
-        emits_scores: Whether the metadata tells all scores.
-    """
+    """The router's own answers; errors are OpenAI's."""
 
     router: Router
     guard: BodyGuard
     metrics: RouterMetrics
     parsers: Parsers = OWN_PARSERS
-    held_bytes_max: int = 0
-    reporter: AttributeReporter | None = None
-    emits_scores: bool = False
+    held_bytes_max: int = 0  # so much of a response is held at most
+    reporter: AttributeReporter | None = None  # of a response's usage
+    emits_scores: bool = False  # whether the metadata tells all scores
 
     def read(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
         """Return the request to be routed, and the body to send: without fields that clients must not send.
-
-        Args:
-            request: What is known without the body.
 
         Raises:
             RequestError: 400.
@@ -119,11 +110,7 @@ class OwnForm:
     def request_headers(
         self, request: RouteRequest, body_bytes: int, _decision: Decision | None
     ) -> dict[str, str]:
-        """Return the headers to set on the request, beside the destination.
-
-        Args:
-            body_bytes: Of the body that is sent; 0: nothing is said of it.
-        """
+        """Return the headers to set on the request, beside the destination; of a size 0 nothing is said."""
         given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
         told = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
         return told | {"content-length": str(body_bytes)} if body_bytes else told
@@ -131,11 +118,7 @@ class OwnForm:
     def response_headers(
         self, _headers: Mapping[str, str], _metadata: base_pb2.Metadata, _decision: Decision | None
     ) -> dict[str, str]:
-        """Return the headers to set on the response.
-
-        Args:
-            _metadata: What the gateway tells of it.
-        """
+        """Return the headers to set on the response."""
         return {}
 
     def refusal(self, error: RequestError) -> pb.ProcessingResponse:
@@ -164,15 +147,11 @@ class OwnForm:
 
 @dataclass(frozen=True, kw_only=True)
 class LlmdForm(OwnForm):
-    """The reference picker's answers.
-
-    Attributes:
-        rewrites: Rules for model names.
-        tells_served: Whether responses name the endpoint that the gateway says it used, for its tests.
-    """
+    """The reference picker's answers."""
 
     pods: PodSet
     rewrites: RewriteRules
+    # Whether responses name the endpoint that the gateway says it used, for its tests.
     tells_served: bool = False
 
     def pick_unseen(

@@ -37,12 +37,6 @@ class ResponsePhase:
 
     Args:
         held_bytes_max: A longer body is echoed as it comes, unchanged from there on; 0: none is held.
-        reporter: None: nothing of the usage is reported.
-
-    Attributes:
-        request_id: The request that was picked for, as long as it is not over; None before and after, and
-            for one that is no work.
-        models: (the pod's, the client's) name of the model.
     """
 
     def __init__(
@@ -52,10 +46,9 @@ class ResponsePhase:
         self._held_bytes_max = held_bytes_max
         self._reporter = reporter
         self._held: bytearray | None = bytearray() if held_bytes_max else None
-        self.request_id: str | None = None
-        self.models = ("", "")
-        self._pod: str | None = None
-        self._sent_s: float | None = None
+        # As long as its request is not over; None for one that is no work, too.
+        self.awaited: Decision | None = None
+        self.models = ("", "")  # names of the model: the pod's, the client's
         self._usage: UsageReader | None = None
         self._failed, self._refused = True, False
         self._sees_body = True
@@ -65,8 +58,7 @@ class ResponsePhase:
         """The response is to this request."""
         # Of what the ledger does not have there is nothing to tell; it may have another request of that id.
         if decision.is_charged:
-            self.request_id, self._pod = decision.request_id, decision.primary.pod
-            self._sent_s = decision.decided_s
+            self.awaited = decision
 
     def streams(self) -> None:
         """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
@@ -94,10 +86,10 @@ class ResponsePhase:
     def body(self, message: pb.HttpBody, mode: int) -> Iterable[pb.ProcessingResponse]:
         """Read a chunk of the response's body and return its echoes."""
         data, is_last = message.body, message.end_of_stream
-        if self._awaits_first_token and self.request_id is not None:
+        if self._awaits_first_token and (sent := self.awaited) is not None:
             self._awaits_first_token = False
             self._outcomes.first_token(
-                self.request_id, RESPONSE, time.monotonic(), pod=self._pod, sent_s=self._sent_s
+                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, sent_s=sent.decided_s
             )
         if self._usage is not None:
             self._usage.feed(data)
@@ -164,15 +156,15 @@ class ResponsePhase:
         self._ended(failed=self._failed)
 
     def _ended(self, *, failed: bool) -> None:
-        request_id, self.request_id = self.request_id, None
-        if request_id is None:
+        sent, self.awaited = self.awaited, None
+        if sent is None:
             return
         self._outcomes.ended(
-            request_id,
+            sent.request_id,
             RESPONSE,
             time.monotonic(),
-            pod=self._pod,
-            sent_s=self._sent_s,
+            pod=sent.primary.pod,
+            sent_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,

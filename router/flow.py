@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from threading import Condition, Lock, Thread
 
@@ -38,15 +37,6 @@ _METRICS = "llm_d_epp_flow_control_"
 _WAIT_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Evictable:
-    """One request in flight."""
-
-    priority: int
-    number: int  # in the order of their coming
-    evict: Callable[[], None]  # ends it; must not block
-
-
 class Evictions:
     """The requests in flight whose priority is below 0; as many as doors have streams. Thread-safe.
 
@@ -54,32 +44,34 @@ class Evictions:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[int, Evictable] = {}
+        # By number, in the order of their coming: priority, and what ends it.
+        self._inside: dict[int, tuple[int, Callable[[], None]]] = {}
         self._numbers = count()
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._inside)
 
-    def enter(self, priority: int, evict: Callable[[], None]) -> Evictable:
-        entry = Evictable(priority, next(self._numbers), evict)
+    def enter(self, priority: int, evict: Callable[[], None]) -> int:
+        """Return the number by which the request leaves again; `evict` must not block."""
+        number = next(self._numbers)
         with self._lock:
-            self._inside[entry.number] = entry
-        return entry
+            self._inside[number] = priority, evict
+        return number
 
-    def leave(self, entry: Evictable) -> None:
+    def leave(self, number: int) -> None:
         """It is over; idempotent."""
         with self._lock:
-            self._inside.pop(entry.number, None)
+            self._inside.pop(number, None)
 
     def evict(self) -> bool:
         """Takes back the least important, of several the latest, which loses least; False: there is none."""
         with self._lock:
             if not self._inside:
                 return False
-            victim = min(self._inside.values(), key=lambda entry: (entry.priority, -entry.number))
-            del self._inside[victim.number]
-        victim.evict()
+            victim = min(self._inside, key=lambda number: (self._inside[number][0], -number))
+            _, evict = self._inside.pop(victim)
+        evict()
         return True
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from indexer.keys import Keys
 from router.board import PodBoard, PodWork
-from router.dispatch import Announced, Dispatch, Entry, Expired, SentAdapters
+from router.dispatch import Dispatch, Entry, SentAdapters
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
@@ -126,25 +126,32 @@ class Ledger:
                 journal.note("sent", (number, dispatch, keys))
             return displaced
 
-    def stored(self, pod: str, keys: Keys, now_s: float) -> Announced:
-        announced = Announced()
+    def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:
+        """The pod announced blocks.
+
+        Returns:
+            The requests whose prefill this ends; and of each other whose last block is among them, how many
+            seconds ago somebody else told that its prefill was over.
+        """
+        prefills: list[Dispatch] = []
+        late_s: list[float] = []
         with self._lock:
             confirming = self._confirming.get(pod)
             stored = keys.tolist() if confirming else ()
             # Nearly always nobody waited: that is seen without making a set.
             if not confirming or confirming.keys().isdisjoint(stored):
-                return announced
+                return prefills, late_s
             for key in confirming.keys() & stored:
                 for entry in confirming.pop(key):
                     entry.confirm_key = None
                     if entry.prefill_ended_s is None:
                         self._end_prefill(entry, now_s)
-                        announced.prefills.append(entry.dispatch)
+                        prefills.append(entry.dispatch)
                     else:
-                        announced.late_s.append(now_s - entry.prefill_ended_s)
+                        late_s.append(now_s - entry.prefill_ended_s)
             if not confirming:
                 del self._confirming[pod]
-        return announced
+        return prefills, late_s
 
     def first_token(
         self, request_id: str, now_s: float, pod: str | None = None, sent_s: float | None = None
@@ -250,19 +257,19 @@ class Ledger:
                 self._give_up_waiting(entry, now_s)
             return [entry.dispatch for entry in over]
 
-    def expire(self, now_s: float) -> Expired:
-        expired = Expired()
+    def expire(self, now_s: float) -> tuple[list[Dispatch], list[Dispatch]]:
+        """Return the requests whose prefill, and those whose life, is over by the clock alone."""
+        prefills: list[Dispatch] = []
         with self._lock:
             while self._due and self._due[0][0] <= now_s:
                 _, number = heapq.heappop(self._due)
                 entry = self._entries.get(number)
                 if entry is not None and entry.is_waiting:
                     self._give_up_waiting(entry, now_s)
-                    expired.prefills.append(entry.dispatch)
+                    prefills.append(entry.dispatch)
             lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
-            expired.lives.extend([self._remove(entry, now_s) for entry in list(over)])
-        return expired
+            return prefills, [self._remove(entry, now_s) for entry in list(over)]
 
     def _make_room(self, request_id: str, now_s: float) -> list[Dispatch]:
         displaced = []

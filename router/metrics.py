@@ -330,7 +330,7 @@ class TokenizerCollector(Collector):
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
             for model, tokenizer in self._tokenizers.items():
-                family.add_metric([model], getattr(tokenizer.encoding_facts, fact))
+                family.add_metric([model], getattr(tokenizer.encoder.facts, fact))
             yield family
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,31 +60,18 @@ class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
+@dataclass(slots=True)
 class Outcomes:
-    """Keeps the accounts of dispatched requests.
+    """Keeps the accounts of dispatched requests."""
 
-    Args:
-        settle: Ends a request's speculative index entries (request, now_s).
-        drop: Told of a request whose blocks need not be awaited; before it is settled.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        rates: PrefillRates,
-        explain: Explain,
-        metrics: RouterMetrics,
-        settle: Callable[[DispatchKey, float], None],
-        drop: Callable[[DispatchKey], None],
-    ) -> None:
-        self._ledger = ledger
-        self._rates = rates
-        self._explain = explain
-        self._metrics = metrics
-        self._settle = settle
-        self._drop = drop
-        self._echoes = Echoes()
-        self._others: Fleet | None = None
+    ledger: Ledger
+    rates: PrefillRates
+    explain: Explain
+    metrics: RouterMetrics
+    settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries, at a time
+    drop: Callable[[DispatchKey], None]  # a request's blocks need not be awaited; before it is settled
+    _echoes: Echoes = field(init=False, default_factory=lambda: Echoes())
+    _others: Fleet | None = field(init=False, default=None)
 
     def join(self, others: Fleet) -> None:
         """From now on other routers are told what is heard of requests that are none of ours."""
@@ -92,27 +79,27 @@ class Outcomes:
 
     def decided(self, decision: Decision, displaced: Sequence[Dispatch], took_s: float) -> None:
         """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
-        self._explain.decided(decision)
-        self._metrics.decided(decision, took_s)
+        self.explain.decided(decision)
+        self.metrics.decided(decision, took_s)
         for dispatch in displaced:
-            self._metrics.ended("displaced", failed=True)
+            self.metrics.ended("displaced", failed=True)
             self._lost(dispatch, decision.decided_s)
-        if decision.is_charged and self._ledger.was_over(decision.request_id, decision.decided_s - took_s):
+        if decision.is_charged and self.ledger.was_over(decision.request_id, decision.decided_s - took_s):
             # Its client was gone before there was a pick, and Envoy tells that once.
             self.ended(
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
             )
 
     def refused(self, took_s: float) -> None:
-        self._metrics.pick_failed(took_s)
+        self.metrics.pick_failed(took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
-        announced = self._ledger.stored(pod, keys, now_s)
-        for dispatch in announced.prefills:
+        prefills, told_late_s = self.ledger.stored(pod, keys, now_s)
+        for dispatch in prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
-        for late_s in announced.late_s:
-            self._metrics.observe("late", late_s, "first_token", BLOCKS)
+        for late_s in told_late_s:
+            self.metrics.observe("late", late_s, "first_token", BLOCKS)
 
     def first_token(
         self,
@@ -131,14 +118,14 @@ class Outcomes:
             sent_s: When it was sent (`Decision.decided_s`), if known: so does this, on one pod, too.
             passes_on: Whether other routers are told, if it is none of ours.
         """
-        dispatch = self._ledger.first_token(request_id, now_s, pod, sent_s)
+        dispatch = self.ledger.first_token(request_id, now_s, pod, sent_s)
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
-        elif (known_s := self._ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
-            self._metrics.observe("late", now_s - known_s, "first_token", source)
-        elif passes_on and self._others is not None and request_id not in self._ledger:
+        elif (known_s := self.ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
+            self.metrics.observe("late", now_s - known_s, "first_token", source)
+        elif passes_on and self._others is not None and request_id not in self.ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
-        return request_id in self._ledger
+        return request_id in self.ledger
 
     def ended(
         self,
@@ -165,7 +152,7 @@ class Outcomes:
         dispatch = None
         if source != ACCESS_LOG or not self._echoes.take(request_id, now_s):
             answered = not (failed or refused)
-            dispatch = self._ledger.end(
+            dispatch = self.ledger.end(
                 request_id, now_s, pod, sent_s, late_s=max(0.0, late_s or 0.0), answered=answered
             )
         if dispatch is not None:
@@ -174,15 +161,15 @@ class Outcomes:
             if failed or refused:
                 self._lost(dispatch, now_s)
             else:
-                self._settle(dispatch.key, now_s)
-            self._metrics.ended(source, failed=failed, late_s=late_s or 0.0)
-        elif (known_s := self._ledger.ended_s(request_id)) is not None:
-            self._metrics.observe("late", now_s - known_s, "end", source)
+                self.settle(dispatch.key, now_s)
+            self.metrics.ended(source, failed=failed, late_s=late_s or 0.0)
+        elif (known_s := self.ledger.ended_s(request_id)) is not None:
+            self.metrics.observe("late", now_s - known_s, "end", source)
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if dispatch is not None or cached_tokens is not None:
-            predicted = self._explain.ended(
+            predicted = self.explain.ended(
                 request_id,
                 source,
                 now_s,
@@ -193,30 +180,30 @@ class Outcomes:
             )
             if predicted is not None and cached_tokens is not None:
                 # A prediction, together with what came true of it.
-                self._metrics.count("compared", number=predicted)
-                self._metrics.count("delivered", number=cached_tokens)
+                self.metrics.count("compared", number=predicted)
+                self.metrics.count("delivered", number=cached_tokens)
         return dispatch
 
     def expire(self, now_s: float) -> None:
-        expired = self._ledger.expire(now_s)
-        for dispatch in expired.prefills:
+        prefills, lives = self.ledger.expire(now_s)
+        for dispatch in prefills:
             self._guessed(dispatch, CLOCK, now_s)
-        for dispatch in expired.lives:
+        for dispatch in lives:
             self._given_up(dispatch, CLOCK, now_s)
 
     def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:
         """An engine told how many requests it has: what was sent there beyond that is over."""
-        for dispatch in self._ledger.reconcile(pod, engine_requests, told_s, now_s):
+        for dispatch in self.ledger.reconcile(pod, engine_requests, told_s, now_s):
             self._given_up(dispatch, SCRAPE, now_s)
 
     def idle(self, pod: str, asked_s: float, now_s: float) -> None:
         """An engine that was asked at `asked_s` has no requests: what was sent before waits no more."""
-        for dispatch in self._ledger.idle(pod, asked_s, now_s):
+        for dispatch in self.ledger.idle(pod, asked_s, now_s):
             self._guessed(dispatch, SCRAPE, now_s)
 
     def remembers(self, request_id: str) -> bool:
         """Whether a request of this id is in flight, or was not long ago; with other routers' in flight."""
-        if request_id in self._ledger or self._ledger.ended_s(request_id) is not None:
+        if request_id in self.ledger or self.ledger.ended_s(request_id) is not None:
             return True
         return self.is_others(request_id)
 
@@ -227,7 +214,7 @@ class Outcomes:
         """Another router has heard of a request that is none of its own: if it is one of ours, it is news."""
         request_id, source, pod = heard.request_id, heard.source, heard.pod
         # A gateway may have had to ask two of us for one request, and have taken the other's answer.
-        if pod is not None and self.is_others(request_id) and not self._ledger.is_on(request_id, pod):
+        if pod is not None and self.is_others(request_id) and not self.ledger.is_on(request_id, pod):
             return
         if heard.event == FIRST_TOKEN:
             self.first_token(request_id, source, now_s, pod=pod, passes_on=False)
@@ -247,24 +234,24 @@ class Outcomes:
 
     def _lost(self, dispatch: Dispatch, now_s: float) -> None:
         """It failed, was refused, or nothing was heard of it: without a first token that tells nothing."""
-        self._drop(dispatch.key)
-        self._settle(dispatch.key, now_s)
+        self.drop(dispatch.key)
+        self.settle(dispatch.key, now_s)
 
     def _given_up(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         self._lost(dispatch, now_s)
-        self._metrics.ended(source, failed=True)
-        self._explain.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
+        self.metrics.ended(source, failed=True)
+        self.explain.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
-        self._rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
-        self._settle(dispatch.key, now_s)
+        self.rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
+        self.settle(dispatch.key, now_s)
         self._guessed(dispatch, source, now_s)
 
     def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
-        self._metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
-        self._explain.prefill_ended(dispatch, source, now_s)
+        self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
+        self.explain.prefill_ended(dispatch, source, now_s)
 
 
 class Echoes:
@@ -349,22 +336,20 @@ class Reconciler:
             del self._gone_s[address]
 
 
+@dataclass(frozen=True, slots=True)
 class EngineWatch:
     """Holds what engines tell of themselves against the views of their caches; to be used by one thread.
 
     A reading is completed with what was predicted of the engine's cache until then.
     """
 
-    def __init__(self, ledger: Ledger, observe: Callable[[str, EngineReading], object]) -> None:
-        self._ledger = ledger
-        self._observe = observe
+    ledger: Ledger
+    observe: Callable[[str, EngineReading], object]  # told the completed reading, see `KvIndexer.observe`
 
     def asked(self, pod: str) -> int:
         """The pod's page is about to be asked for; what to hand to `told` with it."""
-        return self._ledger.answered_tokens(pod)
+        return self.ledger.answered_tokens(pod)
 
     def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
-        promised_tokens = self._ledger.promised_tokens(pod)
-        self._observe(
-            pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens)
-        )
+        promised_tokens = self.ledger.promised_tokens(pod)
+        self.observe(pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens))

@@ -91,9 +91,6 @@ class PickDoor:
 def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequest:
     """Translates the call; without an input it is a pick by load among the model's pods.
 
-    Args:
-        size_bytes: The message's size as it came.
-
     Raises:
         RequestError: 400, naming the field.
     """
@@ -127,12 +124,7 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
 
 
 def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
-    """Translates a decision.
-
-    Args:
-        pods: Where names are looked up; an endpoint that is gone has none.
-        endpoints_max: The best so many are answered.
-    """
+    """Translates a decision, with the best so many endpoints; one that is gone has no name."""
     ranked = decision.ranked
     # From the arrays: to make a Candidate of each would cost as much again.
     cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []

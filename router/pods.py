@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
-from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, pod_address
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
 from indexer.roster import EngineState
 from router.board import PodBoard
 from router.errors import ConfigError

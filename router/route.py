@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -38,33 +39,24 @@ _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
 
+@dataclass(slots=True, kw_only=True)
 class Router:
     """Routes requests; safe to call from any number of threads."""
 
-    def __init__(
-        self,
-        *,
-        pods: PodSet,
-        tokenizers: TokenizerRegistry,
-        index: KvIndexer,
-        admission: Admission,
-        scheduler: Scheduler,
-        sink: Outcomes,
-        flow: FlowControl | None = None,
-        traces: Traces | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._pods = pods
-        self._lineups = Lineups(pods)
-        self._tokenizers = tokenizers
-        self._index = index
-        self._admission = admission
-        self._scheduler = scheduler
-        self._sink = sink
-        self._flow = flow
-        self._traces = traces
-        self._clock = clock
-        self._picking = Lock()
+    pods: PodSet
+    tokenizers: TokenizerRegistry
+    index: KvIndexer
+    admission: Admission
+    scheduler: Scheduler
+    sink: Outcomes
+    flow: FlowControl | None = None  # None: nobody waits
+    traces: Traces | None = None
+    clock: Callable[[], float] = time.perf_counter  # measures what passes inside
+    _lineups: Lineups = field(init=False)
+    _picking: Lock = field(init=False, default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self._lineups = Lineups(self.pods)
 
     def route(
         self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
@@ -78,21 +70,21 @@ class Router:
         Raises:
             RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
         """
-        started_s = self._clock()
+        started_s = self.clock()
         # When it came, when its candidates were known, and when its matches were: for its spans.
         marks_ns = [time.time_ns()]
         try:
-            if self._flow is None:
+            if self.flow is None:
                 decision, displaced = self._routed(request, started_s, now_s, marks_ns)
             else:
-                with self._flow.turn(request, is_active):
-                    waited_s = self._clock() - started_s
+                with self.flow.turn(request, is_active):
+                    waited_s = self.clock() - started_s
                     begun_s = started_s + waited_s
                     decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
-            self._sink.refused(self._clock() - started_s)
-            if self._traces is not None:
-                self._traces.routed(request, marks_ns, error)
+            self.sink.refused(self.clock() - started_s)
+            if self.traces is not None:
+                self.traces.routed(request, marks_ns, error)
             if isinstance(error, RequestError):
                 raise
             _repeated.event(
@@ -104,20 +96,18 @@ class Router:
                 error=error,
             )
             raise RequestError(500, "the router failed to route this request") from error
-        self._sink.decided(decision, displaced, self._clock() - started_s)
-        if self._traces is not None:
-            self._traces.routed(request, marks_ns, decision)
+        self.sink.decided(decision, displaced, self.clock() - started_s)
+        if self.traces is not None:
+            self.traces.routed(request, marks_ns, decision)
         return decision
 
     def _routed(
         self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
-        priority = self._admission.admit(request.headers, lineup.rows, now_s)
+        priority = self.admission.admit(request.headers, lineup.rows, now_s)
         marks_ns.append(time.time_ns())
-        tokens = self._tokenizers.prompt_tokens(
-            request, lineup.base_model, lineup.context_tokens, lineup.pods
-        )
+        tokens = self.tokenizers.prompt_tokens(request, lineup.base_model, lineup.context_tokens, lineup.pods)
         prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
             return self._pick(prompted, lineup, started_s, now_s, marks_ns)
@@ -147,8 +137,8 @@ class Router:
         base, lora, salt = lineup.base_model, lineup.lora_name, request.cache_salt
         try:
             return [
-                self._index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
-                for ids, extras in zip(tokens.prompts, tokens.extras(self._index.block_tokens), strict=True)
+                self.index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
+                for ids, extras in zip(tokens.prompts, tokens.extras(self.index.block_tokens), strict=True)
             ], None
         except TokenError:
             return [], "token_error"
@@ -158,22 +148,22 @@ class Router:
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
-            self._index.match(keys, lineup.asked, prompt_tokens=length)
+            self.index.match(keys, lineup.asked, prompt_tokens=length)
             for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
         ]
         marks_ns.append(time.time_ns())
         # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
-        decided_s = now_s + self._clock() - started_s
-        decision, displaced = self._scheduler.schedule(
-            prompted, lineup, self._pods.snapshot(), matches, decided_s
+        decided_s = now_s + self.clock() - started_s
+        decision, displaced = self.scheduler.schedule(
+            prompted, lineup, self.pods.snapshot(), matches, decided_s
         )
         if keys := prompted.keys:
             key, pod = decision.key, decision.ranked.best.pod
             # The pod's events are held against the prompt, to see that both sides mean the same by it.
             prompt = prompted.sent_to(pod, lineup, matches[0]) if len(keys) == 1 else None
-            self._index.speculate(key, pod, _coming_to(pod, keys, matches), decided_s, prompt)
+            self.index.speculate(key, pod, _coming_to(pod, keys, matches), decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
-                self._index.speculate(key, prefill, _coming_to(prefill, keys, matches), decided_s, None)
+                self.index.speculate(key, prefill, _coming_to(prefill, keys, matches), decided_s, None)
         return decision, displaced
 
 

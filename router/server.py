@@ -328,7 +328,7 @@ class RouterServer:
 
     def _take(self, resources: Resources) -> None:
         """Objectives and rewrites of the cluster, whenever they change."""
-        self._admission.replace(dict(self._config.priorities) | dict(resources.priorities))
+        self._admission.priorities = dict(self._config.priorities) | dict(resources.priorities)
         self._rewrites.replace(resources.rules)
 
     def _forget_others(self, pods: Collection[str], anew: Collection[str]) -> None:

@@ -77,11 +77,7 @@ class TcpListener:
 
 
 def bound_socket(flag: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        ListenError: The address is in use or not ours.
-    """
+    """Return a listening socket; a ListenError: the address is in use or not ours."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -90,11 +86,7 @@ def bound_socket(flag: str, host: str, port: int) -> socket.socket:
 
 
 def prepare(connection: socket.socket, wait_s: int) -> None:
-    """Has answers sent without delay, and a connection that takes or gives nothing for so long say so.
-
-    Raises:
-        OSError: The connection is gone.
-    """
+    """Has answers sent without delay, and a connection that takes or gives nothing for so long say so."""
     # The kernel's own timeouts: Python's would ask twice for every message.
     wait = struct.pack("ll", wait_s, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)

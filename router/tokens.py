@@ -247,7 +247,7 @@ def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTok
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     """Whether to tokenize a request may take long, as far as its size and number of items say."""
-    is_fast = tokenizer.encoding_facts.is_fast
+    is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
     return items_of(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX

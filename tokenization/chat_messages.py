@@ -91,14 +91,16 @@ def chat_messages(
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a non-empty list", "messages")
     return [
-        _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media)
+        checked_message(message, at, wants_parts=wants_parts, media=media)
         for at, message in enumerate(messages)
     ]
 
 
-def chat_message(message: object, at: int, *, wants_parts: bool) -> dict[str, Any]:
-    """The message at a place of the list; as `chat_messages`, without media."""
-    return _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, None)
+def checked_message(
+    message: object, at: int, *, wants_parts: bool, media: MediaForm | None = None
+) -> dict[str, Any]:
+    """The message at a place of the list; as `chat_messages`."""
+    return _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media)
 
 
 def items_of(messages: object) -> int:

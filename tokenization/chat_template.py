@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 
-from tokenization.chat_messages import ManyItemsError, chat_message, items_of
+from tokenization.chat_messages import ManyItemsError, checked_message, items_of
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
 from tokenization.template_environment import ENVIRONMENT, WHILE, wants_parts, while_set, without_idle_rounds
 
@@ -36,21 +36,15 @@ class MessageMemory:
     """Remembers messages of chats with one template; safe to share between threads.
 
     Args:
-        capacity_bytes: Most memory in use. Messages that were not asked for while half of it was filled anew
-            are forgotten.
+        capacity_bytes: Most memory in use. When it is reached, all messages are forgotten.
     """
 
     def __init__(self, *, wants_parts: bool, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self._wants_parts = wants_parts
-        self._half_bytes = capacity_bytes // 2
-        self._young: dict[bytes, _Checked] = {}
-        self._old: dict[bytes, _Checked] = {}
-        self._young_bytes = self._old_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._known: dict[bytes, _Checked] = {}
+        self.used_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._young_bytes + self._old_bytes
 
     def checked(self, text: msgspec.Raw, items_max: int | None = None) -> list[Mapping[str, Any]]:
         """Check messages that are JSON text; they are shared, do not write to them.
@@ -68,9 +62,8 @@ class MessageMemory:
             raws = _RAW_MESSAGES.decode(text)
             for at, raw in enumerate(raws):
                 key = bytes(raw)
-                known = self._young.get(key)
-                if known is None:
-                    known = self._old.get(key) or self._check(raw, at, items_left)
+                if (known := self._known.get(key)) is None:
+                    known = self._check(raw, at, items_left)
                     self._put(key, known)
                 items_left -= known.items
                 if items_left < 0:
@@ -87,18 +80,18 @@ class MessageMemory:
         items = items_of([message])
         if items > items_left:
             raise ManyItemsError
-        return _Checked(chat_message(message, at, wants_parts=self._wants_parts), items)
+        return _Checked(checked_message(message, at, wants_parts=self._wants_parts), items)
 
     def _put(self, key: bytes, checked: _Checked) -> None:
         size_bytes = _ENTRY_BYTES + sys.getsizeof(key) + _decoded_bytes(checked.message)
-        if size_bytes > self._half_bytes or key in self._young:
+        if size_bytes > self._capacity_bytes // 2:
             return
         with self._lock:
-            if self._young_bytes + size_bytes > self._half_bytes:
-                self._old, self._old_bytes = self._young, self._young_bytes
-                self._young, self._young_bytes = {}, 0
-            self._young[key] = checked
-            self._young_bytes += size_bytes
+            if self.used_bytes + size_bytes > self._capacity_bytes:
+                self._known, self.used_bytes = {}, 0
+            if key not in self._known:
+                self._known[key] = checked
+                self.used_bytes += size_bytes
 
 
 def _decoded_bytes(value: Any) -> int:

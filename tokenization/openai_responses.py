@@ -218,10 +218,10 @@ def _content(item: Item, name: str, where: str) -> str | list[Any]:
     return content
 
 
-def _text(item: Item, name: str, where: str) -> str:
+def _text(item: Item, name: str, where: str, param: str | None = None) -> str:
     text = item.get(name)
     if not isinstance(text, str):
-        raise PromptError(f"{where}.{name} must be a string", where)
+        raise PromptError(f"{where}.{name} must be a string", param or where)
     return text
 
 
@@ -267,18 +267,22 @@ def function_tools(tools: object) -> list[dict[str, Any]]:
 def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
     match tool.get("type"):
         case "function":
-            yield _function(tool, _name(tool, where), where)
+            yield _function(tool, _text(tool, "name", where, "tools"), where)
         case "custom":
             form = tool.get("format")
             if isinstance(form, dict) and form.get("type") == "grammar":
                 raise UnsupportedPromptError(f"{where}: a grammar is not accepted", "tools")
             shown = {"description": tool.get("description"), "parameters": _ONE_TEXT}
-            yield _function(shown, _name(tool, where), where)
+            yield _function(shown, _text(tool, "name", where, "tools"), where)
         case "namespace":
             for at, inner in enumerate(objects(tool.get("tools"), f"{where}.tools", "tools")):
                 if inner.get("type") == "function":
                     named = f"{where}.tools[{at}]"
-                    yield _function(inner, f"{_name(tool, where)}__{_name(inner, named)}", named)
+                    yield _function(
+                        inner,
+                        f"{_text(tool, 'name', where, 'tools')}__{_text(inner, 'name', named, 'tools')}",
+                        named,
+                    )
         case str() as kind if kind in _SERVERS_OWN:
             return
         case _:
@@ -300,10 +304,3 @@ def _optional(tool: Tool, name: str, kind: type, where: str) -> object:
     if value is not None and not isinstance(value, kind):
         raise PromptError(f"{where}.{name} has the wrong type", "tools")
     return value
-
-
-def _name(tool: Tool, where: str) -> str:
-    name = tool.get("name")
-    if not isinstance(name, str):
-        raise PromptError(f"{where}.name must be a string", "tools")
-    return name

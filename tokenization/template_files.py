@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,32 +116,22 @@ _OWN_WEIGHTS, _WEIGHTS = "consolidated*.safetensors", "*.safetensors"
 _ANY_TEXT = re.compile("")
 
 
-class MistralForm(Enum):
-    """A tokenizer of Mistral's own."""
-
-    TEKKEN = "tekken"
-    SENTENCEPIECE = "sentencepiece"
-
-    def read_otherwise(self, special_tokens: Iterable[str]) -> re.Pattern[str]:
-        """What is in every text that `tokenizer.json` may turn into other ids than this form does."""
-        if self is MistralForm.SENTENCEPIECE:
-            return _ANY_TEXT
-        texts = [re.escape(text) for text in special_tokens]
-        # A pattern of nothing would be found everywhere.
-        return re.compile("|".join(texts) if texts else "(?!)")
-
-
-def mistral_form(directory: Path) -> MistralForm | None:
-    """The form that engines take for this model; None: they take `tokenizer.json`.
+def read_by_mistral(directory: Path, special_tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """What is in every text that a tokenizer of Mistral's own reads otherwise than `tokenizer.json`.
 
     Without any weights the directory does not tell, and Mistral's tokenizer is taken for the engines' own:
     rather no ids than wrong ones.
+
+    Args:
+        special_tokens: Of tokenizer.json.
+
+    Returns:
+        None where engines take `tokenizer.json` for this model.
     """
-    if (directory / _TEKKEN).is_file():
-        form = MistralForm.TEKKEN
-    elif any(directory.glob(_SENTENCEPIECE)):
-        form = MistralForm.SENTENCEPIECE
-    else:
+    if any(directory.glob(_WEIGHTS)) and not any(directory.glob(_OWN_WEIGHTS)):
         return None
-    is_told = any(directory.glob(_OWN_WEIGHTS)) or not any(directory.glob(_WEIGHTS))
-    return form if is_told else None
+    if (directory / _TEKKEN).is_file():
+        texts = [re.escape(text) for text in special_tokens]
+        # A pattern of nothing would be found everywhere.
+        return re.compile("|".join(texts) if texts else "(?!)")
+    return _ANY_TEXT if any(directory.glob(_SENTENCEPIECE)) else None

@@ -13,13 +13,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenization.chat_template import ChatTemplate, Message
-from tokenization.encoder import EncodingFacts, TextEncoder, TokenIds
+from tokenization.encoder import TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.image_rules import ImageFiles, ImageRule, image_rule
 from tokenization.incremental import OwnTexts, own_texts
 from tokenization.template_files import (
     TemplateSources,
-    mistral_form,
+    read_by_mistral,
     read_json,
     template_sources,
     token_text_of,
@@ -86,14 +86,13 @@ class PromptTokenizer:
         special = {
             name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
         }
-        mistral = mistral_form(directory) if mistral_common else None
         sources, read_otherwise, images = TemplateSources(None, None), None, None
-        if mistral is None:
+        if mistral_common:
+            added = tokenizer.get_added_tokens_decoder().values()
+            read_otherwise = read_by_mistral(directory, [token.content for token in added])
+        if read_otherwise is None:
             images = _image_files(directory, settings)
             sources = template_sources(directory, settings, images.config)
-        else:
-            added = tokenizer.get_added_tokens_decoder().values()
-            read_otherwise = mistral.read_otherwise(token.content for token in added)
         known = special | _extra_tokens(settings)
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
@@ -106,10 +105,6 @@ class PromptTokenizer:
     def is_library_known(self) -> bool:
         """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
         return self._read_otherwise is None
-
-    @property
-    def encoding_facts(self) -> EncodingFacts:
-        return self.encoder.facts
 
     def template_for(self, tools: object) -> ChatTemplate | None:
         """The template of chats with these tools (None: without any); None where there is none."""

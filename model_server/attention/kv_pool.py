@@ -170,6 +170,8 @@ class Fp8Write(Write):
 class KvPool:
     """Keys and values in the type that the model computes in."""
 
+    stored_dtype: torch.dtype | None = None  # None: the model's
+
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -180,13 +182,8 @@ class KvPool:
         self._dtype = dtype
         self._device = device
         # Zeros, not garbage: masked positions are multiplied by 0, which a NaN would survive.
-        self._content = torch.zeros(
-            (*self._size, layout.block_tokens, shape.head_dim), dtype=self._stored_dtype, device=device
-        )
-
-    @property
-    def _stored_dtype(self) -> torch.dtype:
-        return self._dtype
+        size = *self._size, layout.block_tokens, shape.head_dim
+        self._content = torch.zeros(size, dtype=self.stored_dtype or dtype, device=device)
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
         """Return a plane's keys and values as they are stored, [blocks, kv_heads, block_tokens, head_dim]."""
@@ -230,15 +227,13 @@ class Fp8KvPool(KvPool):
     again but numbers too small for the new range.
     """
 
+    stored_dtype = _FP8
+
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(shape, layout, dtype, device)
         self._scales = torch.full(self._size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
-
-    @property
-    def _stored_dtype(self) -> torch.dtype:
-        return _FP8
 
     def plan_write(self, slots: Numbers) -> Fp8Write:
         """Lay out the writes of one step; a block written from its first slot on forgets what it held."""

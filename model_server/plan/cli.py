@@ -5,12 +5,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import MISSING, dataclass, replace
+from typing import Literal
 
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.flags import Flag, OneLineParser, add_flags, positive
+from model_server.flags import OneLineParser, add_flags, flag, positive
 from model_server.plan.deployment import Deployment, size_text
 from model_server.plan.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
 from model_server.plan.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
@@ -40,58 +40,49 @@ def _rest(text: str) -> float:
 class _ModelFlags:
     """Which model, and how it is served."""
 
-    model: Annotated[
-        str,
-        Flag(
-            f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
-            metavar="DIR|NAME",
-        ),
-    ]
-    context: Annotated[
-        int | None,
-        Flag("tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive),
-    ] = None
-    batch: Annotated[int | None, Flag("refuse unless so many sequences fit", read=positive)] = None
-    dtype: Annotated[DType, Flag("type of the weights")] = "auto"
-    kv_cache_dtype: Annotated[
-        KvCacheDType,
-        Flag("type of the KV cache, if not the weights'", ("--kv-cache-dtype", "--kv-dtype")),
-    ] = "auto"
-    block_size: Annotated[int, Flag("tokens per KV block", read=positive)] = 16
-    max_num_batched_tokens: Annotated[
-        int,
-        Flag("token budget of one step, which bounds what sliding windows keep", read=positive),
-    ] = 2048
+    model: str = flag(
+        MISSING,
+        f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+        metavar="DIR|NAME",
+    )
+    context: int | None = flag(
+        None, "tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive
+    )
+    batch: int | None = flag(None, "refuse unless so many sequences fit", read=positive)
+    dtype: DType = flag("auto", "type of the weights")
+    kv_cache_dtype: KvCacheDType = flag(
+        "auto", "type of the KV cache, if not the weights'", "--kv-cache-dtype --kv-dtype"
+    )
+    block_size: int = flag(16, "tokens per KV block", read=positive)
+    max_num_batched_tokens: int = flag(
+        2048, "token budget of one step, which bounds what sliding windows keep", read=positive
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuFlags:
     """Which GPUs, how many, and how much of them may be used."""
 
-    gpu: Annotated[Literal[(*GPUS, CUSTOM.name)], Flag("kind of GPU")] = "h100"  # type: ignore[valid-type]
-    tensor_parallel_size: Annotated[
-        int, Flag("GPUs that share the model", ("--tensor-parallel-size", "--tp"), read=positive)
-    ] = 1
-    gpu_memory_utilization: Annotated[
-        float, Flag("of the memory, for weights, reserve and KV", metavar="SHARE")
-    ] = DEFAULT_UTILIZATION
-    reserve_gb: Annotated[
-        float, Flag("of each GPU, for activations and the CUDA context", read=_rest, metavar="GB")
-    ] = DEFAULT_RESERVE_BYTES / _GB
-    efficiency: Annotated[
-        float,
-        Flag("of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"),
-    ] = 1.0
-    hbm_gib: Annotated[float | None, Flag(f"memory{_OVERRIDES}", read=_amount)] = None
-    hbm_gb_per_s: Annotated[
-        float | None, Flag(f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
-    ] = None
-    tflops: Annotated[
-        float | None, Flag(f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
-    ] = None
-    link_gb_per_s: Annotated[
-        float | None, Flag(f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
-    ] = None
+    gpu: Literal[(*GPUS, CUSTOM.name)] = flag("h100", "kind of GPU")  # type: ignore[valid-type]
+    tensor_parallel_size: int = flag(
+        1, "GPUs that share the model", "--tensor-parallel-size --tp", read=positive
+    )
+    gpu_memory_utilization: float = flag(
+        DEFAULT_UTILIZATION, "of the memory, for weights, reserve and KV", metavar="SHARE"
+    )
+    reserve_gb: float = flag(
+        DEFAULT_RESERVE_BYTES / _GB,
+        "of each GPU, for activations and the CUDA context",
+        read=_rest,
+        metavar="GB",
+    )
+    efficiency: float = flag(
+        1.0, "of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"
+    )
+    hbm_gib: float | None = flag(None, f"memory{_OVERRIDES}", read=_amount)
+    hbm_gb_per_s: float | None = flag(None, f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
+    tflops: float | None = flag(None, f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
+    link_gb_per_s: float | None = flag(None, f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -168,15 +168,10 @@ class Plan:
 def make_plan(
     name: str, deployment: Deployment, gpu: Gpu, budget: Budget, context_tokens: int, batch: int | None = None
 ) -> Plan:
-    """Plan for sequences of one length.
+    """Plan for sequences of one length; `batch` are wanted at once, or as many as there is room for.
 
-    Args:
-        context_tokens: Prompt and answer of a sequence together.
-        batch: Sequences that are wanted at once; None takes what there is room for.
-
-    Raises:
-        ConfigError: The model was not made for such a context, or the batch is none.
-        CapacityError: The model does not fit, or the context, or the batch.
+    A ConfigError where the model was not made for such a context or the batch is none, a CapacityError where
+    model, context or batch do not fit.
     """
     most_tokens = deployment.shape.max_positions
     if not 0 < context_tokens <= most_tokens:

@@ -103,8 +103,7 @@ class Peer:
                 self.peer,
                 error,
             )
-            with suppress(OSError):
-                self._say_goaway(error.code, str(error))
+            self._say_goaway(error.code, str(error))
         except ssl.SSLError as error:
             _repeated.event(
                 "tls_failed",
@@ -120,11 +119,11 @@ class Peer:
 
     def drain(self) -> None:
         """Tells the client to make its next calls elsewhere, or on a new connection."""
-        self._say_farewell("the server goes", is_early=True)
+        self._say_goaway(H2Code.NO_ERROR, "the server goes", is_early=True)
 
     def close(self) -> None:
         """Ends the connection; its reader then ends by itself."""
-        self._say_farewell("the server ends", is_early=False)
+        self._say_goaway(H2Code.NO_ERROR, "the server ends")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -321,17 +320,12 @@ class Peer:
                 raise TimeoutError
             data = data[self._socket.send(data) :]
 
-    def _say_goaway(self, code: H2Code, message: str) -> None:
-        with self._lock:
-            self._connection.goaway(code, message)
-            self._write_out()
-
-    def _say_farewell(self, message: str, *, is_early: bool) -> None:
+    def _say_goaway(self, code: H2Code, message: str, *, is_early: bool = False) -> None:
         # Whoever writes for longer does so to a client that takes nothing, and would not hear of it.
         if not self._lock.acquire(timeout=_FAREWELL_S):
             return
         try:
-            self._connection.goaway(H2Code.NO_ERROR, message, is_early=is_early)
+            self._connection.goaway(code, message, is_early=is_early)
             self._write_out()
         except OSError:
             pass

@@ -89,7 +89,7 @@ class Fleet(Collector):
                 "requests": self._others.requests(one.address),
                 "heard_ago_s": None if one.heard_s is None else round(now_s - one.heard_s, 3),
             }
-            for one in self._followers.states
+            for one in self._followers.peers
             if one.state != "self"
         ]
         unknown = sorted(self._followers.unknown_names)
@@ -99,7 +99,7 @@ class Fleet(Collector):
         yield GaugeMetricFamily(
             _NAME + "followers", "Other routers that follow this one's ledger.", value=self._journal.readers
         )
-        states = Counter(one.state for one in self._followers.states)
+        states = Counter(one.state for one in self._followers.peers)
         peers = GaugeMetricFamily(
             _NAME + "peers", "Routers by whether their ledgers are followed.", labels=["state"]
         )

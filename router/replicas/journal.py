@@ -164,15 +164,15 @@ class Journal:
         now_s = self._clock()
         # A request that began and ended since leaves nothing to be told of.
         gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
-        overdue, prefilled, ended = (
-            [number for number in noted[kind] if number not in gone]
-            for kind in ("overdue", "prefilled", "ended")
-        )
         sent = [
             sent_of(number, dispatch, keys, now_s, prefilled=False)
             for number, dispatch, keys in noted["sent"]
             if number not in gone
         ]
+        overdue, prefilled, ended = (
+            [number for number in noted[kind] if number not in gone]
+            for kind in ("overdue", "prefilled", "ended")
+        )
         heard = [heard_of(heard) for heard in noted["heard"]]
         messages = list(news_messages(News(sent, overdue, prefilled, ended, heard)))
         with self._lock:
@@ -238,8 +238,7 @@ class LedgerDoor:
     """Serves `news.FOLLOW`.
 
     A call lasts until the other goes. A refusal is FAILED_PRECONDITION ("self: ...", "fingerprint: ...",
-    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", too many follow; "behind: ...", it has taken too
-    little) where the other may ask again, and is told all anew.
+    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") where the other may ask again.
     """
 
     def __init__(self, journal: Journal, identity: PeerIdentity) -> None:

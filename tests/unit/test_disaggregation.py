@@ -43,7 +43,7 @@ def disaggregated() -> Bench:
     roles = {A: "prefill", B: "decode"}
     pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
     made = Bench().with_pods(*pods)
-    made.router._scheduler = Scheduler(
+    made.router.scheduler = Scheduler(
         made.pods.board,
         made.ledger,
         np.random.default_rng(3),

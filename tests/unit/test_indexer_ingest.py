@@ -118,7 +118,7 @@ def test_a_pod_that_is_followed_again_is_shown_again() -> None:
 def state_of(bench: Bench) -> tuple[StreamState, str]:
     """What everybody is told of the pod's view."""
     engine = bench.ingest.roster.engines[POD]
-    assert bench.ingest.states[POD] is engine.state
+    assert bench.ingest.roster.states[POD] is engine.state
     shown = [state for state in StreamState if bench.metric(OURS + "stream_state", pod=POD, state=state)]
     assert shown == [engine.state]
     return engine.state, engine.reason

@@ -76,13 +76,6 @@ def test_what_is_told_is_read() -> None:
     use(TOLD)
 
 
-def test_names_of_blocks_that_went_are_passed_over() -> None:
-    """Older versions tell names of blocks that went; without them the snapshot is the same."""
-    released = msgspec.msgpack.encode({"type": "released", "group": None, "names": b"n", "keys": b"k"})
-    end = msgspec.msgpack.encode({"type": "end", "parts": len(TOLD) - 1})
-    assert len(reader().read([*TOLD[:-1], released, end]).parts) == len(TOLD) - 2
-
-
 def test_a_part_that_fits_in_no_message_is_not_told() -> None:
     """A part of more than 1 MiB is refused by its reason."""
     keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
@@ -113,7 +106,7 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "last sequence": changed("header", sequence=(1 << 64) - 1),
     "run tokens": fact(run_tokens=3),
     "no run tokens": fact(run_tokens=0),
-    "stride": fact(lead_stride=0),
+    "stride": fact(groups=[LEAD | {"stride": 0}]),
     "group's stride": fact(groups=[{"group": 1, "usable": True, "leads": False, "stride": 0}]),
     "group's number": fact(groups=[LEAD | {"group": -1}]),
     "two groups": fact(groups=[LEAD, LEAD]),

@@ -14,7 +14,7 @@ from indexer.replay import Batch
 from indexer.view_exports import ViewExports
 from indexer.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
-FACTS = ViewFacts(None, False, False, 1, ())
+FACTS = ViewFacts(None, False, False, ())
 MARK = (7, b"d" * 16)
 PART = ViewPart(None, HeldBlocks(*[np.ones(100, np.uint64)] * 5))
 

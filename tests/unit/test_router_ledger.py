@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from indexer.keys import Keys
 from router.board import PodWork
-from router.dispatch import Announced, Dispatch
+from router.dispatch import Dispatch
 from router.ledger import Ledger, LedgerParameters
 from router.rates import Lesson
 
@@ -53,10 +53,10 @@ def test_a_request_awaits_then_decodes_then_is_gone() -> None:
 def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
     """Only the awaited key, announced by the right pod, counts, and only once."""
     ledger = ledger_with(ONE)
-    assert ledger.stored("a:2", keys(77), 1.0) == Announced()
-    assert ledger.stored("a:1", keys(1, 2), 1.0) == Announced()
-    assert ledger.stored("a:1", keys(1, 77), 1.0) == Announced([ONE])
-    assert ledger.stored("a:1", keys(77), 1.0) == Announced()
+    assert ledger.stored("a:2", keys(77), 1.0) == ([], [])
+    assert ledger.stored("a:1", keys(1, 2), 1.0) == ([], [])
+    assert ledger.stored("a:1", keys(1, 77), 1.0) == ([ONE], [])
+    assert ledger.stored("a:1", keys(77), 1.0) == ([], [])
     assert ledger.work("a:1").decoding == 1
 
 
@@ -64,7 +64,7 @@ def test_two_requests_may_await_the_same_block() -> None:
     """One announcement ends the prefill of all who await it, once each even if it is repeated."""
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
-    assert ledger.stored("a:1", keys(77, 77), 1.0) == Announced([ONE, other])
+    assert ledger.stored("a:1", keys(77, 77), 1.0) == ([ONE, other], [])
     assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
 
 
@@ -73,12 +73,12 @@ def test_a_block_that_comes_after_other_news_is_late_by_the_time_between() -> No
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
     ledger.first_token("r1", 1.0)
-    assert ledger.stored("a:1", keys(77), 1.5) == Announced([other], [0.5])
-    assert ledger.stored("a:1", keys(77), 2.0) == Announced()
+    assert ledger.stored("a:1", keys(77), 1.5) == ([other], [0.5])
+    assert ledger.stored("a:1", keys(77), 2.0) == ([], [])
     ledger.dispatch(ONE)
     ledger.end("r1", 3.0)
     ledger.end("r1", 3.0)
-    assert ledger.stored("a:1", keys(77), 4.0) == Announced()
+    assert ledger.stored("a:1", keys(77), 4.0) == ([], [])
 
 
 def test_unknown_and_repeated_news_change_nothing() -> None:
@@ -140,13 +140,13 @@ def test_the_true_end_of_a_prefill_is_news_after_the_clocks(source: str, prefill
     """The clock only guesses it: whoever tells it brings news, once, and moves no request again."""
     sent = replace(ONE, prefill_pod=prefill_pod)
     ledger = ledger_with(sent)
-    assert ledger.expire(20.0).prefills == [sent]
+    assert ledger.expire(20.0)[0] == [sent]
     guessed = PodWork(decoding=1, held_tokens=100)
     assert (ledger.prefill_ended_s("r1"), ledger.work("a:1")) == (None, guessed)
 
     def tell(now_s: float) -> list[Dispatch]:
         if source == "stored":
-            return ledger.stored(sent.computed_on, keys(77), now_s).prefills
+            return ledger.stored(sent.computed_on, keys(77), now_s)[0]
         return [told for told in [ledger.first_token("r1", now_s, "a:1")] if told is not None]
 
     assert (tell(30.0), tell(31.0)) == ([sent], [])
@@ -190,23 +190,23 @@ def test_a_full_ledger_gives_up_its_oldest_request() -> None:
 def test_a_prefill_without_announcement_ends_by_its_expected_time() -> None:
     """Twice the expected seconds and a slack later, a request that awaits no event counts as decoding."""
     ledger = ledger_with(replace(ONE, confirm_key=None, queued_prefill_s=0.5))
-    assert ledger.expire(2.0).prefills == []
-    assert [dispatch.request_id for dispatch in ledger.expire(2.2).prefills] == ["r1"]
+    assert ledger.expire(2.0)[0] == []
+    assert [dispatch.request_id for dispatch in ledger.expire(2.2)[0]] == ["r1"]
     assert ledger.work("a:1").decoding == 1
 
 
 def test_an_awaited_announcement_is_given_more_time() -> None:
     """A request whose event is awaited is believed queued five times as long, and five seconds more."""
     ledger = ledger_with(ONE)
-    assert ledger.expire(9.9).prefills == []
-    assert ledger.expire(10.1).prefills == [ONE]
+    assert ledger.expire(9.9)[0] == []
+    assert ledger.expire(10.1)[0] == [ONE]
 
 
 def test_nothing_lives_forever() -> None:
     """After its lifetime a request is gone whatever was heard of it."""
     ledger = ledger_with(ONE, replace(ONE, request_id="r2", confirm_key=None))
     ledger.first_token("r1", 1.0)
-    assert {dispatch.request_id for dispatch in ledger.expire(60.0).lives} == {"r1", "r2"}
+    assert {dispatch.request_id for dispatch in ledger.expire(60.0)[1]} == {"r1", "r2"}
     assert (len(ledger), ledger.work("a:1")) == (0, PodWork())
 
 
@@ -241,7 +241,7 @@ def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None
             forget(ledger.dispatch(dispatch), awaiting, decoding)
             awaiting.append(dispatch)
         elif action == "stored":
-            ended = ledger.stored(pod, keys(0, 1), now_s).prefills
+            ended = ledger.stored(pod, keys(0, 1), now_s)[0]
             assert all(one.confirm_key in (0, 1) and one.computed_on == pod for one in ended)
             tell(ended, told, awaiting, decoding)
         elif action == "first_token":
@@ -252,10 +252,10 @@ def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None
         elif action == "reconcile":
             forget(ledger.reconcile(pod, number, now_s, now_s), awaiting, decoding)
         elif action == "expire":
-            expired = ledger.expire(now_s)
-            assert not any(one in told for one in expired.prefills)
-            move(expired.prefills, awaiting, decoding)
-            forget(expired.lives, awaiting, decoding)
+            prefills, lives = ledger.expire(now_s)
+            assert not any(one in told for one in prefills)
+            move(prefills, awaiting, decoding)
+            forget(lives, awaiting, decoding)
         assert_equal(ledger, awaiting, decoding)
 
 

@@ -18,7 +18,7 @@ import pytest
 from indexer.config import IndexerConfig
 from indexer.peer_service import PeerIdentity
 from router.replicas import follow
-from router.replicas.follow import Followers, PeerState
+from router.replicas.follow import Followers, Peer
 from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor
 from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages, write_request
 from tests.loopback import HERE, free_port
@@ -63,9 +63,9 @@ class Watched:
         """Requests that were told."""
         return [sent.number for news in self.news for sent in news.sent]
 
-    def state(self, address: str) -> PeerState | None:
+    def state(self, address: str) -> Peer | None:
         """How one peer stands; None: it is not known."""
-        return next((one for one in self.followers.states if one.address == address), None)
+        return next((one for one in self.followers.peers if one.address == address), None)
 
     def wait_for(self, address: str, state: str, why: str = "") -> None:
         """Waits for a peer to be in a state, for a reason that has this in it."""
@@ -274,7 +274,7 @@ def test_an_unknown_name_is_told_and_looked_up_again(caplog: pytest.LogCaptureFi
     """A name without addresses is in the log once and in the state until it has some."""
     with caplog.at_level(logging.WARNING), following("no-such-router.invalid:9002") as watched:
         wait_until("it is known to be unknown", lambda: bool(watched.followers.unknown_names))
-        wait_until("it was looked up often", lambda: watched.followers.states == [])
+        wait_until("it was looked up often", lambda: watched.followers.peers == [])
     assert caplog.text.count("its name is not known") == 1
 
 
@@ -289,7 +289,7 @@ def test_an_address_that_nobody_names_any_more_is_forgotten(monkeypatch: pytest.
             named.clear()
             wait_until("it is told of still", lambda: len(watched.news) >= 3)
             assert watched.state(address) is not None
-        wait_until("it is forgotten", lambda: watched.followers.states == [])
+        wait_until("it is forgotten", lambda: watched.followers.peers == [])
 
 
 def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
