@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import msgspec
 
 from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError
 from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
-from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
+from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Followers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.request = write_request(FollowRequest(identity.instance, identity.fingerprint))
+        self.request = msgspec.msgpack.encode(FollowRequest(identity.instance, identity.fingerprint))
         self.take = take
         self.lose = lose
         self.clock = clock

@@ -20,7 +20,7 @@ from indexer.peer_service import PeerIdentity
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.outcomes import Heard
-from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
+from router.replicas.news import FOLLOW, FollowRequest, News, heard_of, news_messages, read, sent_of
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class LedgerDoor:
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            asked = read_request(request)
+            asked = read(FollowRequest, request)
             self._identity.admit_key(asked.instance, asked.fingerprint)
             reader = self._journal.join()
             try:
