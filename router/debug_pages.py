@@ -26,9 +26,7 @@ from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
 from router.explain import Explain
 from router.health import Health
-from router.ledger import Ledger
 from router.pods import Pod, PodSet, PodsSource
-from router.rates import PrefillRates
 from router.tcp_listen import bound_socket
 
 if TYPE_CHECKING:
@@ -206,8 +204,6 @@ class DebugPages:
     source: PodsSource
     pods: PodSet
     index: KvIndexer
-    ledger: Ledger
-    rates: PrefillRates
     explain: Explain
     health: Health
     plugins: Callable[[], Mapping[str, Any]]  # returns what configured plugins remember, by name
@@ -268,8 +264,8 @@ class DebugPages:
             "adapters": sorted(models.adapters) if models else [],
             "max_model_len": models.max_model_len if models else None,
             "scraped": asdict(pod.load) if pod.load else None,
-            "in_flight": asdict(self.ledger.work(pod.address)),
-            "prefill_tokens_per_s": self.rates.tokens_per_s(pod.address),
+            "in_flight": asdict(self.pods.board.work(pod.address)),
+            "prefill_tokens_per_s": self.pods.board.prefill_tokens_per_s(pod.address),
         }
 
 

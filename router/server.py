@@ -96,9 +96,7 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
-        registry.register(
-            StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
-        )
+        registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
             registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
@@ -232,8 +230,6 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            ledger=self._ledger,
-            rates=self._rates,
             explain=self.explain,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
