@@ -71,6 +71,7 @@ class _Review(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+@dataclass(eq=False)
 class MetricsAuth:
     """Decides who may read a page: the cluster is asked, by the reader's bearer token.
 
@@ -79,10 +80,12 @@ class MetricsAuth:
     be used by one event loop.
     """
 
-    def __init__(self, reviewer: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
-        self._reviewer = reviewer
+    reviewer: KubeClient
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         # By path and digest of the token.
-        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, clock)
+        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, self.clock)
         self._reviews = Lane("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
@@ -122,7 +125,7 @@ class MetricsAuth:
         return None if self._status("SubjectAccessReview", spec).allowed else _FORBIDDEN
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
-        return msgspec.json.decode(self._reviewer.review(kind, spec), type=_Review).status
+        return msgspec.json.decode(self.reviewer.review(kind, spec), type=_Review).status
 
 
 def _kept_until_s(_key: bytes, answer: int | None, now_s: float) -> float:

@@ -309,16 +309,16 @@ _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
 )
 
 
+@dataclass(eq=False)
 class TokenizerCollector(Collector):
-    """What the tokenizers of this process tell of themselves, by base model."""
+    """What the tokenizers of this process tell of themselves."""
 
-    def __init__(self, tokenizers: Mapping[str, PromptTokenizer]) -> None:
-        self._tokenizers = tokenizers
+    tokenizers: Mapping[str, PromptTokenizer]  # by base model
 
     def collect(self) -> Iterable[Metric]:
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
-            for model, tokenizer in self._tokenizers.items():
+            for model, tokenizer in self.tokenizers.items():
                 family.add_metric([model], getattr(tokenizer.encoder.facts, fact))
             yield family
 

@@ -249,19 +249,19 @@ class Problems:
         return {reason: _WHAT_IT_MEANS.get(reason, "") + _some(each) for reason, each in texts.items()}
 
 
+@dataclass(eq=False)
 class EventPoster:
     """Posts the newest message of each reason as a Kubernetes Event, on a thread, until closed.
 
     What cannot be posted is tried again after some seconds, and others are posted meanwhile. The first
     failure is logged; the problem itself was logged before.
-
-    Args:
-        subject: The involvedObject of an Event, asked when it is posted; None: none is posted.
     """
 
-    def __init__(self, client: KubeClient, subject: Callable[[], Mapping[str, str] | None]) -> None:
-        self._client = client
-        self._subject = subject
+    client: KubeClient
+    # Tells the involvedObject of an Event when it is posted; None: none is posted.
+    subject: Callable[[], Mapping[str, str] | None]
+
+    def __post_init__(self) -> None:
         self._refused = False
         self._waiting: dict[Reason, str] = {}
         self._wake = Event()
@@ -307,7 +307,7 @@ class EventPoster:
         return True
 
     def _post(self, reason: Reason, message: str) -> None:
-        subject = self._subject()
+        subject = self.subject()
         if subject is None:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -329,5 +329,5 @@ class EventPoster:
             "reportingComponent": _COMPONENT,
             "reportingInstance": reporter,
         }
-        self._client.post_event(subject["namespace"], event)
+        self.client.post_event(subject["namespace"], event)
         self._refused = False

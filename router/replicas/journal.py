@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -234,6 +235,7 @@ class Reader:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
 class LedgerDoor:
     """Serves `news.FOLLOW`.
 
@@ -241,9 +243,8 @@ class LedgerDoor:
     "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") where the other may ask again.
     """
 
-    def __init__(self, journal: Journal, identity: PeerIdentity) -> None:
-        self._journal = journal
-        self._identity = identity
+    journal: Journal
+    identity: PeerIdentity
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; messages are serialised once for all who follow."""
@@ -253,14 +254,14 @@ class LedgerDoor:
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             asked = read(FollowRequest, request)
-            self._identity.admit_key(asked.instance, asked.fingerprint)
-            reader = self._journal.join()
+            self.identity.admit_key(asked.instance, asked.fingerprint)
+            reader = self.journal.join()
             try:
                 # So that it is known at once that there is somebody.
                 yield b""
                 while context.is_active():
                     yield reader.take(HEARTBEAT_S)
             finally:
-                self._journal.leave(reader)
+                self.journal.leave(reader)
         except PeerError as error:
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
