@@ -46,12 +46,14 @@ _CHANGES_MAX = 1_000_000
 _GATHER_S = 0.01
 
 
+@dataclass(eq=False)
 class Journal:
-    """Tells followers what the ledger has in flight; `clock` is that of its times. Thread-safe."""
+    """Tells followers what the ledger has in flight. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._clock = clock
+    ledger: Ledger
+    clock: Callable[[], float] = time.monotonic  # that of the ledger's times
+
+    def __post_init__(self) -> None:
         # Each by what it is: a field of `News`, or "joined".
         self._changes: deque[tuple[str, Any]] = deque()
         self._wake = threading.Event()
@@ -90,7 +92,7 @@ class Journal:
                 raise PeerError("busy", f"{len(self._readers)} routers follow already")
             self._readers.append(reader)
             self._joining = reader
-            self._ledger.tell(self)
+            self.ledger.tell(self)
         return reader
 
     def leave(self, reader: Reader) -> None:
@@ -98,7 +100,7 @@ class Journal:
             if reader in self._readers:
                 self._readers.remove(reader)
             if not self._readers:
-                self._ledger.tell(None)
+                self.ledger.tell(None)
 
     def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
         """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
@@ -156,13 +158,13 @@ class Journal:
     def _end_all(self, reason: str, why: str) -> None:
         with self._lock:
             readers, self._readers = self._readers, []
-            self._ledger.tell(None)
+            self.ledger.tell(None)
             self._changes.clear()
         for reader in readers:
             reader.end(reason, why)
 
     def _hand_out(self, noted: dict[str, list[Any]]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         # A request that began and ended since leaves nothing to be told of.
         gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
         sent = [
@@ -182,7 +184,7 @@ class Journal:
             reader.put(messages)
 
     def _begin_with(self, reader: Reader, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         sent = [
             sent_of(number, dispatch, None, now_s, prefilled=prefilled)
             for number, dispatch, prefilled in in_flight
