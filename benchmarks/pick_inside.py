@@ -285,8 +285,8 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
-        (inside.outcomes, "decided", "decided"),
-        (inside.router, "route", "whole"),
+        (type(inside.outcomes), "decided", "decided"),
+        (type(inside.router), "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
     for owner, method, name in steps:

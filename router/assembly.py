@@ -19,7 +19,6 @@ from router.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.ledger import Ledger
-from router.metrics import MetricTwins
 from router.plugins.build import build_pipeline, is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
@@ -205,7 +204,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
     return DebugServer(
         config.host,
         config.metrics_port,
-        registry if config.compat == "off" else MetricTwins(registry),
+        registry,
         pages.pages() | (profile_pages() if config.profiling else {}),
         tls=tls,
         authorize=_metrics_auth(config) if config.metrics_auth else None,

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cachetools import TLRUCache
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
 
 from indexer import StreamState
 from indexer.page_server import Lane, PageServer, Request, Response
@@ -27,9 +26,7 @@ from indexer.repeated_log import RepeatedLog
 from router.errors import ClusterError
 from router.explain import Explain
 from router.health import Health
-from router.ledger import Ledger
 from router.pods import Pod, PodSet, PodsSource
-from router.rates import PrefillRates
 from router.tcp_listen import bound_socket
 
 if TYPE_CHECKING:
@@ -74,6 +71,7 @@ class _Review(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+@dataclass(eq=False)
 class MetricsAuth:
     """Decides who may read a page: the cluster is asked, by the reader's bearer token.
 
@@ -82,10 +80,12 @@ class MetricsAuth:
     be used by one event loop.
     """
 
-    def __init__(self, reviewer: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
-        self._reviewer = reviewer
+    reviewer: KubeClient
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         # By path and digest of the token.
-        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, clock)
+        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, self.clock)
         self._reviews = Lane("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
@@ -125,7 +125,7 @@ class MetricsAuth:
         return None if self._status("SubjectAccessReview", spec).allowed else _FORBIDDEN
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
-        return msgspec.json.decode(self._reviewer.review(kind, spec), type=_Review).status
+        return msgspec.json.decode(self.reviewer.review(kind, spec), type=_Review).status
 
 
 def _kept_until_s(_key: bytes, answer: int | None, now_s: float) -> float:
@@ -156,7 +156,7 @@ class DebugServer:
         self,
         host: str,
         port: int,
-        registry: Collector,
+        registry: CollectorRegistry,
         pages: Mapping[str, Page],
         *,
         tls: Callable[[], SSLContext] | None = None,
@@ -207,8 +207,6 @@ class DebugPages:
     source: PodsSource
     pods: PodSet
     index: KvIndexer
-    ledger: Ledger
-    rates: PrefillRates
     explain: Explain
     health: Health
     plugins: Callable[[], Mapping[str, Any]]  # returns what configured plugins remember, by name
@@ -269,8 +267,8 @@ class DebugPages:
             "adapters": sorted(models.adapters) if models else [],
             "max_model_len": models.max_model_len if models else None,
             "scraped": asdict(pod.load) if pod.load else None,
-            "in_flight": asdict(self.ledger.work(pod.address)),
-            "prefill_tokens_per_s": self.rates.tokens_per_s(pod.address),
+            "in_flight": asdict(self.pods.board.work(pod.address)),
+            "prefill_tokens_per_s": self.pods.board.prefill_tokens_per_s(pod.address),
         }
 
 

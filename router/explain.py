@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 from typing import Any
@@ -30,23 +31,18 @@ class _Record(msgspec.Struct, eq=False):
     delivered_cached_tokens: int | None = None
 
 
+@dataclass(eq=False)
 class Explain:
-    """The last decisions by request id; safe to share between threads.
+    """The last decisions by request id; safe to share between threads."""
 
-    Args:
-        capacity: Decisions kept; the oldest goes first.
-        candidates_max: Candidates in all of them, also of those that filters removed, and more for many
-            prompts, see `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
-        pod_name: A pod's name by its address.
-    """
+    capacity: int  # decisions kept; the oldest goes first
+    pod_name: Callable[[str], str]  # a pod's name by its address
+    # Candidates in all of them, also of those that filters removed, and more for many prompts, see
+    # `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
+    candidates_max: int = 100_000
 
-    def __init__(
-        self, capacity: int, pod_name: Callable[[str], str], *, candidates_max: int = 100_000
-    ) -> None:
-        self._capacity = capacity
-        self._candidates_max = candidates_max
+    def __post_init__(self) -> None:
         self._candidates = 0
-        self._pod_name = pod_name
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._lock = Lock()
 
@@ -57,8 +53,8 @@ class Explain:
                 self._candidates -= old.decision.ranked.weight
             self._records[request_id] = record
             self._candidates += decision.ranked.weight
-            while len(self._records) > self._capacity or (
-                self._candidates > self._candidates_max and len(self._records) > 1
+            while len(self._records) > self.capacity or (
+                self._candidates > self.candidates_max and len(self._records) > 1
             ):
                 _, oldest = self._records.popitem(last=False)
                 self._candidates -= oldest.decision.ranked.weight
@@ -144,7 +140,7 @@ class Explain:
             "kind": decision.kind,
             "model": decision.model,
             "pod": best.pod,
-            "pod_name": self._pod_name(best.pod),
+            "pod_name": self.pod_name(best.pod),
             "reason": decision.reason,
             "prefill_pod": decision.prefill_pod,
             "degraded": decision.degraded,
@@ -161,7 +157,7 @@ class Explain:
                     **msgspec.structs.asdict(candidate),
                     "score": scores.get(candidate.pod),
                     "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
-                    "pod_name": self._pod_name(candidate.pod),
+                    "pod_name": self.pod_name(candidate.pod),
                 }
                 for at, candidate in enumerate(decision.ranked)
             ],

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from threading import Lock
+from dataclasses import dataclass
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,7 +23,6 @@ from router.decision import Decision
 from router.errors import RequestError
 from router.ledger import Ledger
 from router.pods import Pod, PodSet
-from router.rates import PrefillRates
 from tokenization.tokenizer import PromptTokenizer
 
 _MODELS_MAX = 1000
@@ -217,7 +217,7 @@ class _Seen(NamedTuple):
 
     pod: Pod
     work: PodWork
-    rates: PrefillRates
+    tokens_per_s: float
     now_s: float
 
 
@@ -227,7 +227,7 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
     ("awaiting", "Requests awaiting a first token.", lambda seen: seen.work.awaiting),
     ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
     ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
-    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.rates.tokens_per_s(seen.pod.address)),
+    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.tokens_per_s),
     (
         "kv_usage",
         "Scraped share of the KV cache in use.",
@@ -243,43 +243,32 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
 )
 
 
+@dataclass(eq=False, slots=True)
 class StateCollector(Collector):
-    """Gauges of the live state: pods, work and rates.
+    """Gauges of the live state: pods, work and rates."""
 
-    Args:
-        now_s: The router's monotonic clock.
-        pool: The pods' name as a whole.
-    """
-
-    def __init__(
-        self,
-        pods: PodSet,
-        ledger: Ledger,
-        rates: PrefillRates,
-        now_s: Callable[[], float],
-        pool: str = "default",
-    ) -> None:
-        self._pods = pods
-        self._ledger = ledger
-        self._rates = rates
-        self._now_s = now_s
-        self._pool = pool
+    pods: PodSet
+    ledger: Ledger
+    now_s: Callable[[], float]  # the router's monotonic clock
+    pool: str = "default"  # the pods' name as a whole
 
     def collect(self) -> Iterable[Metric]:
-        pods = self._pods.snapshot()
+        pods, board, now_s = self.pods.snapshot(), self.pods.board, self.now_s()
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
-        ready.add_metric([self._pool], sum(pod.takes_requests for pod in pods.values()))
+        ready.add_metric([self.pool], sum(pod.takes_requests for pod in pods.values()))
         yield ready
-        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self._ledger))
+        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self.ledger))
         yield GaugeMetricFamily(
             _OURS + "fleet_prefill_tokens_per_second",
             "Speed believed of a pod of which nothing is known.",
-            value=self._rates.fleet_tokens_per_s,
+            value=board.fleet_tokens_per_s,
         )
-        now_s = self._now_s()
-        seen = [_Seen(pod, self._ledger.work(address), self._rates, now_s) for address, pod in pods.items()]
+        seen = [
+            _Seen(pod, board.work(address), board.prefill_tokens_per_s(address), now_s)
+            for address, pod in pods.items()
+        ]
         for name, text, read in _PER_POD:
             family = GaugeMetricFamily(f"{_OURS}pod_{name}", text, labels=["pod"])
             for one in seen:
@@ -320,16 +309,16 @@ _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
 )
 
 
+@dataclass(eq=False)
 class TokenizerCollector(Collector):
-    """What the tokenizers of this process tell of themselves, by base model."""
+    """What the tokenizers of this process tell of themselves."""
 
-    def __init__(self, tokenizers: Mapping[str, PromptTokenizer]) -> None:
-        self._tokenizers = tokenizers
+    tokenizers: Mapping[str, PromptTokenizer]  # by base model
 
     def collect(self) -> Iterable[Metric]:
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
-            for model, tokenizer in self._tokenizers.items():
+            for model, tokenizer in self.tokenizers.items():
                 family.add_metric([model], getattr(tokenizer.encoder.facts, fact))
             yield family
 
@@ -353,16 +342,31 @@ class _CappedLabels:
 
 
 class MetricTwins(Collector):
-    """A registry's metrics, and the reference's among them once more under their older names."""
+    """The reference's metrics under their older names: what a registry shows under the new ones, shown twice.
+
+    Args:
+        registry: Whose metrics are shown again; this one is registered beside their collectors.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self._here = local()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the names are those of others."""
+        return ()
 
     def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            yield family
-            if family.name in _TWINS:
-                yield _twin(family, _TWINS[family.name])
+        # The registry asks us, too, while we ask it.
+        if getattr(self._here, "collecting", False):
+            return
+        self._here.collecting = True
+        try:
+            families = [family for family in self._registry.collect() if family.name in _TWINS]
+        finally:
+            self._here.collecting = False
+        for family in families:
+            yield _twin(family, _TWINS[family.name])
 
 
 def _twin(family: Metric, name: str) -> Metric:

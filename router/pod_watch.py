@@ -40,37 +40,22 @@ class _Watched:
     task: asyncio.Task[None] | None = None  # probes it again and again
 
 
+@dataclass(eq=False)
 class PodWatch:
-    """Watches the pods until closed.
+    """Watches the pods until closed."""
 
-    Args:
-        pods: The set to keep; only this object writes to it.
-        follow: Told the full set of event streams whenever it changes, always by the same thread.
-        engines: Holds what pods tell against the views of their caches; None: nobody does.
-        declared: Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
-        interval_s: Mean time between two probes of a pod.
-    """
+    source: PodsSource
+    pods: PodSet  # the set to keep; only this object writes to it
+    prober: Prober
+    # Told the full set of event streams whenever it changes, always by the same thread.
+    follow: Callable[[Iterable[PodStream]], None]
+    interval_s: float  # mean time between two probes of a pod
+    engines: EngineWatch | None = None  # holds what pods tell against the views of their caches
+    # Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
+    declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
+    listed: bool = False  # whether the source has told who there is
 
-    def __init__(
-        self,
-        source: PodsSource,
-        pods: PodSet,
-        prober: Prober,
-        follow: Callable[[Iterable[PodStream]], None],
-        *,
-        interval_s: float,
-        engines: EngineWatch | None = None,
-        declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None,
-    ) -> None:
-        # Whether the source has told who there is.
-        self.listed = False
-        self._source = source
-        self._pods = pods
-        self._prober = prober
-        self._follow = follow
-        self._engines = engines
-        self._declared = declared
-        self._interval_s = interval_s
+    def __post_init__(self) -> None:
         self._random = Random()
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
@@ -96,7 +81,7 @@ class PodWatch:
     @property
     def synced(self) -> bool:
         """Whether it is known which pods there are, and every one was probed to an end."""
-        return self.listed and all(pod.probed for pod in self._pods.snapshot().values())
+        return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
 
     def link(self, pod: str, up: bool) -> None:
         """The pod's event stream connected or broke; never blocks."""
@@ -123,7 +108,7 @@ class PodWatch:
         try:
             while not self._closing:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), self._interval_s)
+                    await asyncio.wait_for(self._changed.wait(), self.interval_s)
                 self._changed.clear()
                 if (anew := self._declare()) is not None:
                     self._watch_declared(anew)
@@ -132,17 +117,17 @@ class PodWatch:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._prober.close()
+            self.prober.close()
 
     def _declare(self) -> Collection[str] | None:
         """Takes over who the source says there is; answers which pods begin anew, None if it has no news."""
-        if (entries := self._source.changed()) is None:
+        if (entries := self.source.changed()) is None:
             return None
         self.listed = True
-        return self._pods.declare(entries)
+        return self.pods.declare(entries)
 
     def _watch_declared(self, anew: Collection[str]) -> None:
-        pods = self._pods.snapshot()
+        pods = self.pods.snapshot()
         gone, new = self._watched.keys() - pods.keys(), pods.keys() - self._watched.keys()
         if gone or new or not self._watched:
             _log.info("%d pods declared", len(pods))
@@ -152,19 +137,19 @@ class PodWatch:
             watched.void = watched.running
             watched.models_due_s = 0.0
             watched.poke.set()
-            self._prober.forget(address)
+            self.prober.forget(address)
         for address in gone:
             if (task := self._watched.pop(address).task) is not None:
                 task.cancel()
-            self._prober.forget(address)
+            self.prober.forget(address)
         for address in new:
             watched = self._watched[address] = _Watched()
             watched.task = self._loop.create_task(self._watch(address, watched))
-        self._declared(pods.keys(), anew)
+        self.declared(pods.keys(), anew)
         self._follow_streams()
 
     def _apply(self, address: str, why: str) -> None:
-        if why and self._pods.suspect(address, why):
+        if why and self.pods.suspect(address, why):
             _log.warning("pod %s is not ready: %s", address, why)
         if watched := self._watched.get(address):
             if why:
@@ -174,7 +159,7 @@ class PodWatch:
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probes one pod until cancelled."""
         while True:
-            pod = self._pods.snapshot()[address]
+            pod = self.pods.snapshot()[address]
             now_s = self._loop.time()
             asks_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
             if asks_models:
@@ -182,17 +167,17 @@ class PodWatch:
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
-                answered_tokens = 0 if self._engines is None else self._engines.asked(address)
+                answered_tokens = 0 if self.engines is None else self.engines.asked(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
             # The page of a pod with several engines may be of any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
-            if self._engines is not None and result.reading is not None and one_engine:
-                self._engines.told(pod.address, result.reading, answered_tokens)
+            if self.engines is not None and result.reading is not None and one_engine:
+                self.engines.told(pod.address, result.reading, answered_tokens)
             self._take(result, watched)
             # A pod that starts is waited for more eagerly.
-            interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
+            interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
@@ -200,19 +185,19 @@ class PodWatch:
     async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
         asks_sources = pod.entry.events.asks and pod.sources is None
         try:
-            return await self._prober.probe(pod.entry, models=asks_models, sources=asks_sources)
+            return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
             _log.exception("probe of %s", pod.address)
             return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
     def _take(self, result: ProbeResult, watched: _Watched) -> None:
-        pod = self._pods.snapshot()[result.address]
+        pod = self.pods.snapshot()[result.address]
         if watched.void and result.healthy:
             watched.void = False
             return
         watched.void = False
         judged = judge(pod, result)
-        self._pods.put(judged)
+        self.pods.put(judged)
         if judged.ready and not pod.ready:
             _log.info(
                 "pod %s is ready (%s)", pod.address, judged.models.base if judged.models else "no models"
@@ -251,13 +236,13 @@ class PodWatch:
         return pod, stream
 
     def _follow_streams(self) -> None:
-        pods = self._pods.snapshot().values()
+        pods = self.pods.snapshot().values()
         self._known_streams = {pod.address: self._known_stream(pod) for pod in pods}
         streams = frozenset(stream for _, stream in self._known_streams.values() if stream is not None)
         if streams != self._streams:
             self._streams = streams
             try:
-                self._follow(streams)
+                self.follow(streams)
             except IndexerConfigError as error:
                 _log.error("event streams not taken over, those followed before stay: %s", error)
 

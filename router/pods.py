@@ -210,33 +210,32 @@ class PodsSource:
         """Compares what was declared with what was found; called now and then."""
 
 
+@dataclass(eq=False)
 class PodsFile(PodsSource):
     """A pods file in the reference's file-discovery form.
-
-    Args:
-        watch: Whether later changes are taken over.
 
     Raises:
         ConfigError: The file cannot be read, or is wrong.
     """
 
-    def __init__(self, path: Path, *, watch: bool = True) -> None:
-        self._path = path
-        self._watch = watch
+    path: Path
+    watch: bool = True  # whether later changes are taken over
+
+    def __post_init__(self) -> None:
         self._stamp: tuple[int, int, int] | None = None
         self._complaint = ""
         self._first: tuple[PodEntry, ...] | None = self._read()
 
     def shown(self, now_s: float) -> Any:
         del now_s
-        return {"source": "file", "path": str(self._path), "watched": self._watch, "problem": self._complaint}
+        return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
 
     def changed(self) -> tuple[PodEntry, ...] | None:
         """The pods if the file has changed; None when it has not, or is broken (which is logged)."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        if not self._watch:
+        if not self.watch:
             return None
         try:
             if self._stamp_now() == self._stamp:
@@ -258,16 +257,16 @@ class PodsFile(PodsSource):
         """
         try:
             self._stamp = self._stamp_now()
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 data = file.read(_FILE_BYTES_MAX + 1)
             if len(data) > _FILE_BYTES_MAX:
-                raise ConfigError(f"{self._path}: larger than {_FILE_BYTES_MAX} bytes")
-            return parse_pods(data.decode("utf-8"), str(self._path))
+                raise ConfigError(f"{self.path}: larger than {_FILE_BYTES_MAX} bytes")
+            return parse_pods(data.decode("utf-8"), str(self.path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self._path}: cannot be read: {error}") from error
+            raise ConfigError(f"{self.path}: cannot be read: {error}") from error
         except IndexerConfigError as error:
             raise ConfigError(str(error)) from error
 
     def _stamp_now(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
+        stat = self.path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino

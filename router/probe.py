@@ -11,7 +11,7 @@ import errno
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
@@ -56,22 +56,16 @@ class ProbeResult:
     asleep: bool | None = None  # whether its engines sleep; None when its metrics could not be read
 
 
+@dataclass(eq=False)
 class Prober:
-    """Keeps connections to pods alive between probes; to be used by one asyncio loop.
+    """Keeps connections to pods alive between probes; to be used by one asyncio loop."""
 
-    Args:
-        timeout_s: Deadline of one HTTP exchange.
-        admin_token: Bearer secret for pods' administration ports; None: they ask for none.
-        metrics_path: Where pods tell their load, unless their labels say so.
-    """
+    timeout_s: float  # deadline of one HTTP exchange
+    admin_token: str | None = None  # bearer secret for pods' administration ports; None: they ask for none
+    metrics_path: str = DEFAULT_METRICS_PATH  # where pods tell their load, unless their labels say so
 
-    def __init__(
-        self, *, timeout_s: float, admin_token: str | None = None, metrics_path: str = DEFAULT_METRICS_PATH
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._admin_token = admin_token
-        self._metrics_path = metrics_path
-        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=timeout_s)
+    def __post_init__(self) -> None:
+        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=self.timeout_s)
 
     async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
         """Asks one pod, also for its models and where it publishes its events if so told."""
@@ -79,10 +73,10 @@ class Prober:
         try:
             status, _ = await self._http.get(address, "/health")
         except ConnectTimeoutError:
-            why = f"/health: no connection within {self._timeout_s:g} s"
+            why = f"/health: no connection within {self.timeout_s:g} s"
             return ProbeResult(address, False, True, why, unreachable=True)
         except TimeoutError:
-            return ProbeResult(address, False, True, f"/health not answered within {self._timeout_s:g} s")
+            return ProbeResult(address, False, True, f"/health not answered within {self.timeout_s:g} s")
         except (OSError, HttpGetError) as error:
             return ProbeResult(
                 address,
@@ -98,7 +92,7 @@ class Prober:
         served, _ = await self._page(address, "/v1/models") if models else (None, "")
         told = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
-        metrics_address, path = metrics_page(entry, self._metrics_path)
+        metrics_address, path = metrics_page(entry, self.metrics_path)
         metrics, why_no_load = await self._page(metrics_address, path)
         load, reading, asleep = None, None, None
         if metrics is not None:
@@ -131,7 +125,7 @@ class Prober:
             page, _ = await self._page(entry.pod, _SOURCES_PATH)
         else:
             # Of all addresses this alone is sent the token.
-            page, _ = await self._page(entry.admin, _SOURCES_PATH, self._admin_token)
+            page, _ = await self._page(entry.admin, _SOURCES_PATH, self.admin_token)
             # Seldom asked: the connection is not worth keeping.
             self.forget(entry.admin)
         return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
@@ -142,7 +136,7 @@ class Prober:
         try:
             status, body = await self._http.get(address, path, bearer)
         except TimeoutError:
-            return None, f"{url} not answered within {self._timeout_s:g} s"
+            return None, f"{url} not answered within {self.timeout_s:g} s"
         except (OSError, HttpGetError) as error:
             return None, f"{url}: {error}"
         return (body, "") if status == 200 else (None, f"{url} answered {status}")
@@ -241,18 +235,13 @@ class ConnectTimeoutError(TimeoutError):
     """No connection came about in time: nothing at the address takes or refuses it."""
 
 
+@dataclass(eq=False)
 class HttpGetter:
-    """Keeps connections alive between exchanges; to be used by one loop.
+    """Keeps connections alive between exchanges; to be used by one loop."""
 
-    Args:
-        body_bytes_max: Longer bodies are an error.
-        timeout_s: Deadline of an exchange from connecting to the last byte.
-    """
-
-    def __init__(self, *, body_bytes_max: int, timeout_s: float) -> None:
-        self._body_bytes_max = body_bytes_max
-        self._timeout_s = timeout_s
-        self._connections: dict[str, _Connection] = {}
+    body_bytes_max: int  # longer bodies are an error
+    timeout_s: float  # deadline of an exchange from connecting to the last byte
+    _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
 
     async def get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
         """Asks; when cancelled, the connection is dropped.
@@ -271,7 +260,7 @@ class HttpGetter:
         request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
         connection = None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 connection = self._connections.pop(address, None)
                 if connection is not None and connection.is_open:
                     # One that the other side has closed meanwhile says nothing.
@@ -280,7 +269,7 @@ class HttpGetter:
                 connection = None
                 host, _, port = address.rpartition(":")
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self._body_bytes_max), host.strip("[]"), int(port)
+                    lambda: _Connection(self.body_bytes_max), host.strip("[]"), int(port)
                 )
                 return await self._exchange(connection, address, request)
         except TimeoutError as error:

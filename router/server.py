@@ -47,7 +47,7 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
-from router.metrics import RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
 from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
@@ -96,9 +96,9 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
-        registry.register(
-            StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
-        )
+        registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
+        if config.compat != "off":
+            registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
         self._outcomes = Outcomes(
@@ -230,8 +230,6 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            ledger=self._ledger,
-            rates=self._rates,
             explain=self.explain,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),

@@ -67,7 +67,10 @@ class Kind:
         return {"labelSelector": self.selector, "fieldSelector": field}
 
 
-_REVIEWS = {"TokenReview": "authentication.k8s.io/v1", "SubjectAccessReview": "authorization.k8s.io/v1"}
+_REVIEWS = {
+    "TokenReview": Kind("authentication.k8s.io", "v1", "tokenreviews", ""),
+    "SubjectAccessReview": Kind("authorization.k8s.io", "v1", "subjectaccessreviews", ""),
+}
 
 
 class KubeClient:
@@ -179,8 +182,9 @@ class KubeClient:
         Raises:
             ClusterError: It is refused, or there is no answer.
         """
-        body = {"apiVersion": _REVIEWS[kind], "kind": kind, "spec": spec}
-        return self._ask("POST", f"/apis/{_REVIEWS[kind]}/{kind.lower()}s", body=body)
+        asked = _REVIEWS[kind]
+        body = {"apiVersion": f"{asked.group}/{asked.version}", "kind": kind, "spec": spec}
+        return self._ask("POST", asked.path, body=body)
 
     def _ask(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Any = None) -> bytes:
         return _read_all(self._open(method, path, query, body), path)
@@ -237,12 +241,12 @@ class KubeClient:
             raise ClusterError(0, f"no credentials for a cluster: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class WatchStream:
     """Events as they come; to be read by one thread."""
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, what: str) -> None:
-        self._response = response
-        self._what = what
+    response: urllib3.BaseHTTPResponse
+    what: str
 
     def __iter__(self) -> Iterator[WatchEvent]:
         """The events.
@@ -252,31 +256,31 @@ class WatchStream:
                 too old.
         """
         waiting = bytearray()
-        with _refusals(self._what):
-            for piece in self._response.stream(_PIECE_BYTES):
+        with _refusals(self.what):
+            for piece in self.response.stream(_PIECE_BYTES):
                 waiting += piece
                 *lines, rest = waiting.split(b"\n")
                 for line in filter(bytes.strip, map(bytes, lines)):
                     event = read(line, WatchEvent)
                     if event.type == "ERROR":
                         status = read(event.object, Status)
-                        raise ClusterError(status.code, f"{self._what}: {status.reason}: {status.message}")
+                        raise ClusterError(status.code, f"{self.what}: {status.reason}: {status.message}")
                     yield event
                 waiting = rest
                 if len(waiting) > _EVENT_BYTES_MAX:
-                    raise ClusterError(0, f"{self._what}: an event of more than {_EVENT_BYTES_MAX} bytes")
+                    raise ClusterError(0, f"{self.what}: an event of more than {_EVENT_BYTES_MAX} bytes")
 
     def stop(self) -> None:
         """Ends it from another thread: who reads gets a ClusterError or the end."""
         try:
-            self._response.shutdown()
+            self.response.shutdown()
         except (OSError, ValueError, RuntimeError) as error:
             # It has ended by itself.
-            _log.debug("watch of %s: %s", self._what, error)
+            _log.debug("watch of %s: %s", self.what, error)
 
     def close(self) -> None:
-        self._response.close()
-        self._response.release_conn()
+        self.response.close()
+        self.response.release_conn()
 
 
 @contextmanager

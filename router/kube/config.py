@@ -1,10 +1,8 @@
-"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out; label selectors checked."""
+"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,50 +23,13 @@ PORTS_MAX = 8
 """Target ports of a pool."""
 
 _PORT_MAX = 65_535 - RANKS_MAX
-_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_KEY = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
-_VALUE = rf"(?:{_NAME})?"
-_REQUIREMENT = re.compile(
-    rf"\s*(?:!\s*{_KEY}|{_KEY}\s*(?:(?:==?|!=)\s*{_VALUE}|\s(?:not)?in\s*\(\s*{_VALUE}\s*(?:,\s*{_VALUE}\s*)*\))?)\s*"
-)
-_COMMA = re.compile(r",(?![^(]*\))")
-_CHARS_MAX = 8192
-
-
-def checked_selector(text: str) -> str:
-    """A selector in Kubernetes' text form: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`.
-
-    Raises:
-        ValueError: It is none, or would select every pod.
-    """
-    if len(text) > _CHARS_MAX:
-        raise ValueError(f"longer than {_CHARS_MAX} characters")
-    for part in _COMMA.split(text):
-        if not _REQUIREMENT.fullmatch(part):
-            raise ValueError(
-                f"{part.strip()!r} is no requirement; write app=x, role!=y, role in (a,b), role notin (a), "
-                "app or !app"
-            )
-    return text.strip()
-
-
-def selector_of(labels: Mapping[str, str]) -> str:
-    """The text form of matchLabels.
-
-    Raises:
-        ValueError: A label is none, or there are none: that would select every pod.
-    """
-    if not labels:
-        raise ValueError("is empty, which would select every pod of the namespace")
-    return checked_selector(",".join(f"{key}={value}" for key, value in sorted(labels.items())))
 
 
 def _selector(text: str) -> str:
-    try:
-        return checked_selector(text)
-    except ValueError as error:
-        # argparse shows the text of this error alone.
-        raise argparse.ArgumentTypeError(str(error)) from error
+    # Whether it is one, the API server says.
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty, which would select every pod of the namespace")
+    return text.strip()
 
 
 def _ports(text: str) -> tuple[int, ...]:

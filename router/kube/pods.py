@@ -19,7 +19,7 @@ from indexer.pod_entry import (
     PodEntry,
     label_problem,
 )
-from router.kube.config import POOL_GROUP, KubeConfig, selector_of
+from router.kube.config import POOL_GROUP, KubeConfig
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -215,10 +215,10 @@ def pool_of(pool: PoolObject | OldPoolObject) -> Pool | None:
     else:
         labels = pool.spec.selector.match_labels
         ports = tuple(dict.fromkeys(port.number for port in pool.spec.target_ports))
-    try:
-        return Pool(metadata.name, metadata.uid, selector_of(labels), ports)
-    except ValueError as error:
-        raise BadObjectError(f"spec.selector: {error}") from error
+    if not labels:
+        raise BadObjectError("spec.selector: is empty, which would select every pod of the namespace")
+    selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    return Pool(metadata.name, metadata.uid, selector, ports)
 
 
 @dataclass(frozen=True, slots=True)

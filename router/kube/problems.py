@@ -17,7 +17,6 @@ from enum import StrEnum
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from indexer import StreamState
@@ -40,7 +39,7 @@ _UNREACHABLE_S = 10.0
 _BLIP_S = 2.0
 _UNLINKED_S = 15.0
 _UNPROVED_S = 90.0
-_NOT_FOUND = 404
+_BAD_REQUEST, _NOT_FOUND = 400, 404
 _REFUSALS = (401, 403)
 _COMPONENT = "kvroute-router"
 _MESSAGE_CHARS_MAX = 1000
@@ -108,6 +107,8 @@ def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fac
             text = f"the API server has no InferencePool of {version}"
             advice = "install its definition (CRD), or find pods by --endpoint-selector"
             yield Fact(Reason.CRD_MISSING, what, f"{text}: {advice}")
+        elif error.status == _BAD_REQUEST and what == "pods":
+            yield Fact(Reason.BAD_POOL, what, f"the selector {found.selector} is refused: {error}")
         else:
             yield Fact(Reason.API_UNREACHABLE, "", str(error), _BLIP_S)
     pool = f"InferencePool {config.pool} of {config.pool_group}"
@@ -248,29 +249,19 @@ class Problems:
         return {reason: _WHAT_IT_MEANS.get(reason, "") + _some(each) for reason, each in texts.items()}
 
 
-class Subject(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The object that Events are about, as an Event's involvedObject."""
-
-    api_version: str
-    kind: str
-    namespace: str
-    name: str
-    uid: str = ""
-
-
+@dataclass(eq=False)
 class EventPoster:
     """Posts the newest message of each reason as a Kubernetes Event, on a thread, until closed.
 
     What cannot be posted is tried again after some seconds, and others are posted meanwhile. The first
     failure is logged; the problem itself was logged before.
-
-    Args:
-        subject: What an Event is about, asked when it is posted; None: about nothing, and none is posted.
     """
 
-    def __init__(self, client: KubeClient, subject: Callable[[], Subject | None]) -> None:
-        self._client = client
-        self._subject = subject
+    client: KubeClient
+    # Tells the involvedObject of an Event when it is posted; None: none is posted.
+    subject: Callable[[], Mapping[str, str] | None]
+
+    def __post_init__(self) -> None:
         self._refused = False
         self._waiting: dict[Reason, str] = {}
         self._wake = Event()
@@ -316,19 +307,19 @@ class EventPoster:
         return True
 
     def _post(self, reason: Reason, message: str) -> None:
-        subject = self._subject()
+        subject = self.subject()
         if subject is None:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         # The same words about the same object from the same router are one Event, counted up.
         reporter = os.environ.get("POD_NAME", _COMPONENT)
-        words = "\0".join([subject.uid, reason, message, reporter])
-        name = f"{subject.name[:200]}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+        words = "\0".join([subject["uid"], reason, message, reporter])
+        name = f"{subject['name'][:200]}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
         event: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": name, "namespace": subject.namespace},
-            "involvedObject": msgspec.to_builtins(subject),
+            "metadata": {"name": name, "namespace": subject["namespace"]},
+            "involvedObject": subject,
             "reason": str(reason),
             "message": message,
             "type": "Warning",
@@ -338,5 +329,5 @@ class EventPoster:
             "reportingComponent": _COMPONENT,
             "reportingInstance": reporter,
         }
-        self._client.post_event(subject.namespace, event)
+        self.client.post_event(subject["namespace"], event)
         self._refused = False

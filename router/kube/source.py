@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -39,7 +39,7 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import EventPoster, Found, Problems, Reason, Subject, of_cluster, of_pods
+from router.kube.problems import EventPoster, Found, Problems, Reason, of_cluster, of_pods
 from router.kube.watch import Mirror, Reflector, WatchCollector
 from router.pods import Pod, PodsSource
 from router.resources import Resources
@@ -52,28 +52,22 @@ _OBJECTIVE_VERSION = "v1alpha2"
 _NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
 
 
+@dataclass(eq=False)
 class KubeSource(PodsSource):
     """Follows one pool, or one selector's pods.
-
-    Args:
-        take: Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
-        rewrites: Whether the router rewrites models at all.
 
     Raises:
         ConfigError: There are no credentials for a cluster.
     """
 
-    def __init__(
-        self,
-        config: KubeConfig,
-        registry: CollectorRegistry,
-        take: Callable[[Resources], None],
-        *,
-        rewrites: bool,
-    ) -> None:
-        self._config = config
-        self._take = take
-        self._rewrites_apply = rewrites
+    config: KubeConfig
+    registry: InitVar[CollectorRegistry]
+    # Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
+    take: Callable[[Resources], None]
+    rewrites: bool = True  # whether the router rewrites models at all
+
+    def __post_init__(self, registry: CollectorRegistry) -> None:
+        config = self.config
         self._client = KubeClient(config.kubeconfig)
         self._namespace = config.namespace or self._client.namespace
         self._news: Callable[[], None] = lambda: None
@@ -84,7 +78,7 @@ class KubeSource(PodsSource):
         self._left_out = 0
         self._complaints: Mapping[str, str] = {}
         self._rewrites = Rewrites()
-        self._own_uid: str | None = None
+        self._own_uid = ""
         pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
         self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._news())
         self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
@@ -104,7 +98,7 @@ class KubeSource(PodsSource):
 
     def start(self, news: Callable[[], None]) -> None:
         self._news = news
-        config, namespace = self._config, self._namespace
+        config, namespace = self.config, self._namespace
         if config.pool:
             version = POOL_VERSIONS[config.pool_group]
             self._pools.follow(
@@ -148,8 +142,8 @@ class KubeSource(PodsSource):
 
     def waits_for(self) -> Sequence[str]:
         missing = []
-        if self._config.pool and self._pool is None:
-            missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
+        if self.config.pool and self._pool is None:
+            missing.append(f"InferencePool {self._namespace}/{self.config.pool}")
         if not self._pods.listed:
             missing.append(f"pods of namespace {self._namespace}")
         return missing
@@ -165,7 +159,7 @@ class KubeSource(PodsSource):
             pool_listed=self._pools.listed,
             pool=self._pool is not None,
             pool_problem=self._pool_problem,
-            selector=self._config.selector if self._pool is None else self._pool.selector,
+            selector=self.config.selector if self._pool is None else self._pool.selector,
             pods_listed=self._pods.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
@@ -176,7 +170,7 @@ class KubeSource(PodsSource):
                 Reason.BAD_REWRITE: self._bad_rewrites(),
             },
         )
-        facts = chain(of_cluster(found, self._config, self._namespace), of_pods(pods, engines, probed))
+        facts = chain(of_cluster(found, self.config, self._namespace), of_pods(pods, engines, probed))
         self._problems.see(facts, now_s)
 
     def shown(self, now_s: float) -> Any:
@@ -184,10 +178,10 @@ class KubeSource(PodsSource):
         return {
             "source": "kubernetes",
             "namespace": self._namespace,
-            "pool": {"group": self._config.pool_group, "name": self._config.pool, "found": pool is not None}
-            if self._config.pool
+            "pool": {"group": self.config.pool_group, "name": self.config.pool, "found": pool is not None}
+            if self.config.pool
             else None,
-            "selector": self._config.selector or (pool.selector if pool is not None else None),
+            "selector": self.config.selector or (pool.selector if pool is not None else None),
             "target_ports": list(rules.target_ports) if rules is not None else [],
             "waits_for": list(self.waits_for()),
             "endpoints": len(self._entries or ()),
@@ -202,7 +196,7 @@ class KubeSource(PodsSource):
         self, name: str, kind: Any, capacity: int, changed: Callable[[], None], *, optional: bool = False
     ) -> Reflector[Any]:
         mirror: Mirror[Any] = Mirror(kind, capacity)
-        deadline_s = self._config.deadline_s
+        deadline_s = self.config.deadline_s
         return Reflector(name, self._client, mirror, changed, deadline_s=deadline_s, optional=optional)
 
     def _pod_kind(self, selector: str) -> Kind:
@@ -210,9 +204,9 @@ class KubeSource(PodsSource):
 
     def _rules(self) -> KubeConfig | None:
         """None while it is not known on which ports pods serve."""
-        if not self._config.pool:
-            return self._config
-        return replace(self._config, target_ports=self._pool.ports) if self._pool is not None else None
+        if not self.config.pool:
+            return self.config
+        return replace(self.config, target_ports=self._pool.ports) if self._pool is not None else None
 
     def _declared(self, rules: KubeConfig) -> tuple[PodEntry, ...]:
         """All endpoints; pods that are as they were are not looked at again."""
@@ -231,7 +225,7 @@ class KubeSource(PodsSource):
     def _on_pool(self) -> None:
         if not self._pools.listed:
             return
-        mirror, name = self._pools.mirror, self._config.pool
+        mirror, name = self._pools.mirror, self.config.pool
         self._pool_problem = mirror.problems.get(name) or mirror.problems.get("", "")
         pool = self._pool
         if not self._pool_problem:
@@ -249,25 +243,26 @@ class KubeSource(PodsSource):
     def _on_resources(self) -> None:
         if not (self._objectives.listed and self._rewriting.listed):
             return
-        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
-        priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)
-        self._take(Resources(priorities, self._rewrites.rules))
+        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self.config)
+        priorities = priorities_of(self._objectives.mirror.objects.values(), self.config)
+        self.take(Resources(priorities, self._rewrites.rules))
 
     def _bad_rewrites(self) -> Mapping[str, str]:
         bad = {**self._rewrites.complaints, **self._rewriting.mirror.problems}
-        if self._rewrites.rules and not self._rewrites_apply:
+        if self._rewrites.rules and not self.rewrites:
             bad[""] = _NO_REWRITES
         return bad
 
-    def _subject(self) -> Subject | None:
-        """The pool; without one our own pod, if we know it."""
-        config, pool = self._config, self._pool
+    def _subject(self) -> Mapping[str, str] | None:
+        """The involvedObject of Events: the pool; without one our own pod, if we know it."""
+        config, pool = self.config, self._pool
         name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
         if pool is None and name and namespace:
-            self._own_uid = self._own_uid or self._client.uid(namespace, name)
-            return Subject("v1", "Pod", namespace, name, self._own_uid)
-        if not config.pool:
+            uid = self._own_uid = self._own_uid or self._client.uid(namespace, name)
+            version, kind = "v1", "Pod"
+        elif config.pool:
+            version, kind = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}", "InferencePool"
+            name, namespace, uid = config.pool, self._namespace, pool.uid if pool is not None else ""
+        else:
             return None
-        version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-        uid = pool.uid if pool is not None else ""
-        return Subject(version, "InferencePool", self._namespace, config.pool, uid)
+        return {"apiVersion": version, "kind": kind, "namespace": namespace, "name": name, "uid": uid}

@@ -6,12 +6,12 @@ over only when it is complete, so that a relist never shows less than there is.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 from typing import Any, Generic, TypeVar
 
@@ -40,25 +40,21 @@ _UNREADABLE_SHOWN = 10
 _PROBLEM_CHARS_MAX = 200
 
 
+@dataclass
 class Mirror(Generic[_T]):
     """Objects of one kind by name, as many as there is room for.
 
     Filled page by page with `add`; once others read it, it never changes: an event makes another one. Objects
     that cannot be read are held as problems, so that what follows about them is understood.
-
-    Args:
-        kind: What objects are read as.
-        capacity: Objects beyond it are left out and counted in `left_out`.
     """
 
-    def __init__(self, kind: type[_T], capacity: int) -> None:
-        self.version = ""  # where a watch goes on from
-        self.objects: dict[str, _T] = {}
-        self.left_out = 0
-        self._unreadable: dict[str, str] = {}
-        self._nameless = 0
-        self._kind = kind
-        self._capacity = capacity
+    kind: type[_T]  # what objects are read as
+    capacity: int  # objects beyond it are left out
+    version: str = ""  # where a watch goes on from
+    objects: dict[str, _T] = field(default_factory=dict)
+    left_out: int = 0
+    _unreadable: dict[str, str] = field(default_factory=dict)
+    _nameless: int = 0
 
     @property
     def problems(self) -> dict[str, str]:
@@ -67,7 +63,7 @@ class Mirror(Generic[_T]):
         return self._unreadable | nameless
 
     def empty(self) -> Mirror[_T]:
-        return Mirror(self._kind, self._capacity)
+        return Mirror(self.kind, self.capacity)
 
     def add(self, items: Iterable[Raw]) -> None:
         for item in items:
@@ -82,8 +78,7 @@ class Mirror(Generic[_T]):
         Raises:
             ClusterError: 410: it cannot be read, or makes room for objects that were left out.
         """
-        changed = copy.copy(self)
-        changed.objects, changed._unreadable = self.objects.copy(), self._unreadable.copy()
+        changed = replace(self, objects=self.objects.copy(), _unreadable=self._unreadable.copy())
         try:
             if event.type == "BOOKMARK":
                 version = read(event.object, ObjectList).metadata.resource_version
@@ -106,11 +101,11 @@ class Mirror(Generic[_T]):
             raise ClusterError(_GONE, "there is room for objects that were left out")
 
     def _put(self, name: str, data: Raw) -> None:
-        if not self._pop(name) and len(self.objects) + len(self._unreadable) >= self._capacity:
+        if not self._pop(name) and len(self.objects) + len(self._unreadable) >= self.capacity:
             self.left_out += 1
             return
         try:
-            self.objects[name] = read(data, self._kind)
+            self.objects[name] = read(data, self.kind)
         except BadObjectError as error:
             self._unreadable[name] = str(error)[:_PROBLEM_CHARS_MAX]
 
@@ -120,46 +115,31 @@ class Mirror(Generic[_T]):
         return self._unreadable.pop(name, None) is not None or was_readable
 
 
+@dataclass(eq=False)
 class Reflector(Generic[_T]):
-    """Watches until closed.
+    """Watches until closed."""
 
-    Args:
-        name: What is watched, for people.
-        mirror: What is kept, empty. It is replaced by whatever is known later, and never changed.
-        changed: Told on this object's thread whenever the mirror or the state changed.
-        deadline_s: A watch that is silent for so long is taken for dead.
-        optional: Whether the kind need not exist.
-    """
+    name: str  # what is watched, for people
+    client: KubeClient
+    mirror: Mirror[_T]  # at first empty; replaced by whatever is known later, and never changed
+    changed: Callable[[], None]  # told on this object's thread whenever the mirror or the state changed
+    deadline_s: float  # a watch that is silent for so long is taken for dead
+    optional: bool = False  # whether the kind need not exist
 
-    def __init__(
-        self,
-        name: str,
-        client: KubeClient,
-        mirror: Mirror[_T],
-        changed: Callable[[], None],
-        *,
-        deadline_s: float,
-        optional: bool = False,
-    ) -> None:
-        self.name = name
-        self.mirror = mirror
+    def __post_init__(self) -> None:
         self.listed = False  # whether the objects were ever listed in full
         self.absent = False  # whether the kind does not exist, and need not
         self.error: ClusterError | None = None  # why it fails now
         self.lists: Counter[str] = Counter()  # how often the whole was listed, by why
         self.contact_s = -1.0  # when the server was heard last
         self.group = ""  # of the kind that is watched
-        self._client = client
-        self._changed = changed
-        self._deadline_s = deadline_s
-        self._optional = optional
         self._wake = Condition()
         # Guarded by it: what is asked for, which turn that was, and the connection that is read.
         self._kinds: Sequence[Kind] = ()
         self._turn = 0
         self._stream: WatchStream | None = None
         self._closing = False
-        self._thread = Thread(target=self._run, name=f"kube-{name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"kube-{self.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -241,13 +221,13 @@ class Reflector(Generic[_T]):
         for kind in kinds:
             mirror = self.mirror.empty()
             try:
-                for page in self._client.pages(kind):
+                for page in self.client.pages(kind):
                     mirror.add(page.items or ())
                     mirror.version = page.metadata.resource_version
                 found = kind
                 break
             except ClusterError as error:
-                if error.status != _NOT_FOUND or not (self._optional or kind is not kinds[-1]):
+                if error.status != _NOT_FOUND or not (self.optional or kind is not kinds[-1]):
                     raise
         self.lists[why] += 1
         self.absent, self.group = found is None, found.group if found is not None else ""
@@ -261,16 +241,16 @@ class Reflector(Generic[_T]):
                 return
             self.mirror, self.listed = mirror, listed
             self._heard()
-        self._changed()
+        self.changed()
 
     def _heard(self) -> None:
         self.contact_s, self.error = time.monotonic(), None
 
     def _watch(self, kind: Kind, turn: int, *, short: bool) -> None:
         """Follows events until the server ends the watch."""
-        lasts_s = min(self._deadline_s, _ABSENT_S if short else self._deadline_s) * random.uniform(0.5, 0.8)
+        lasts_s = min(self.deadline_s, _ABSENT_S if short else self.deadline_s) * random.uniform(0.5, 0.8)
         began_s = time.monotonic()
-        stream = self._client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self._deadline_s)
+        stream = self.client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self.deadline_s)
         try:
             with self._wake:
                 if turn != self._turn:
@@ -295,11 +275,11 @@ class Reflector(Generic[_T]):
             return "gone"
         if error.status not in _KEEPS_CREDENTIALS:
             try:
-                self._client.renew()
+                self.client.renew()
             except ClusterError as unreadable:
                 error = unreadable
         self.error = error
-        self._changed()
+        self.changed()
         return "failed"
 
     def _pause(self, turn: int, wait_s: float | None) -> None:
@@ -308,11 +288,11 @@ class Reflector(Generic[_T]):
             self._wake.wait_for(lambda: self._turn != turn, wait_s)
 
 
+@dataclass(eq=False)
 class WatchCollector(Collector):
     """Metrics of watches, made when they are scraped."""
 
-    def __init__(self, watches: Mapping[str, Reflector[Any]]) -> None:
-        self._watches = watches
+    watches: Mapping[str, Reflector[Any]]
 
     def collect(self) -> Iterable[Metric]:
         lists = CounterMetricFamily(
@@ -323,7 +303,7 @@ class WatchCollector(Collector):
         age = GaugeMetricFamily(
             _OURS + "contact_age_seconds", "Since the API server told anything.", labels=["kind"]
         )
-        for kind, watch in self._watches.items():
+        for kind, watch in self.watches.items():
             for reason, count in dict(watch.lists).items():
                 lists.add_metric([kind, reason], count)
             objects.add_metric([kind], len(watch.mirror.objects))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,26 +133,22 @@ class _Theirs(NamedTuple):
     client_id: str
 
 
+@dataclass(eq=False)
 class OthersWork:
-    """Takes news of other routers. Thread-safe; one peer's come one after the other.
+    """Takes news of other routers. Thread-safe; one peer's come one after the other."""
 
-    Args:
-        ledger: For others' requests alone, on the board that prices ours.
-        assumed: Where their blocks are assumed.
-        pods: Of others nothing is assumed.
-    """
+    ledger: Ledger  # for others' requests alone, on the board that prices ours
+    assumed: KvIndexer  # where their blocks are assumed
+    pods: PodSet  # of others nothing is assumed
 
-    def __init__(self, ledger: Ledger, assumed: KvIndexer, pods: PodSet) -> None:
-        self._ledger = ledger
-        self._assumed = assumed
-        self._pods = pods
+    def __post_init__(self) -> None:
         self._lock = Lock()
         # By peer and its number for the request.
         self._by_peer: dict[str, dict[int, _Theirs]] = {}
         self._ids: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._ledger)
+        return len(self.ledger)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._ids
@@ -171,10 +168,10 @@ class OthersWork:
                 self._begin(peer, theirs, sent, now_s)
             for number in (*news.overdue, *news.prefilled):
                 if (request := theirs.get(number)) is not None:
-                    self._ledger.first_token(request.dispatch.request_id, now_s)
+                    self.ledger.first_token(request.dispatch.request_id, now_s)
             for number in news.prefilled:
                 if (request := theirs.get(number)) is not None:
-                    self._assumed.settle(request.dispatch.key, now_s)
+                    self.assumed.settle(request.dispatch.key, now_s)
             for number in news.ended:
                 if number in theirs:
                     self._end(theirs, number, now_s)
@@ -207,20 +204,20 @@ class OthersWork:
         )
         request = theirs[sent.number] = _Theirs(dispatch, sent.request_id)
         self._ids[sent.request_id] += 1
-        for displaced in self._ledger.dispatch(dispatch):
-            self._assumed.settle(displaced.key, now_s)
+        for displaced in self.ledger.dispatch(dispatch):
+            self.assumed.settle(displaced.key, now_s)
         if sent.is_prefilled:
-            self._ledger.first_token(request.dispatch.request_id, now_s)
+            self.ledger.first_token(request.dispatch.request_id, now_s)
             return
-        pods = self._pods.snapshot()
+        pods = self.pods.snapshot()
         for pod in filter(None, (sent.pod, sent.prefill_pod)):
             if pod in pods:
-                self._assumed.speculate(dispatch.key, pod, sent.keys, now_s, None)
+                self.assumed.speculate(dispatch.key, pod, sent.keys, now_s, None)
 
     def _end(self, theirs: dict[int, _Theirs], number: int, now_s: float) -> None:
         request = theirs.pop(number)
         self._ids[request.client_id] -= 1
         if not self._ids[request.client_id]:
             del self._ids[request.client_id]
-        self._ledger.end(request.dispatch.request_id, now_s)
-        self._assumed.settle(request.dispatch.key, now_s)
+        self.ledger.end(request.dispatch.request_id, now_s)
+        self.assumed.settle(request.dispatch.key, now_s)

@@ -10,15 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
-from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
+from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news
 
 _log = logging.getLogger(__name__)
 
@@ -37,37 +39,23 @@ STATES = (CONNECTING, FOLLOWED, LOST, REFUSED, NO_LEDGER, SELF)
 _STATE_OF = {"lost": LOST, "gone": LOST, NO_LEDGER: NO_LEDGER, SELF: SELF}
 
 
+@dataclass(eq=False)
 class Followers:
-    """Follows every address that the peers' names have, but our own.
+    """Follows every address that the peers' names have, but our own."""
 
-    Args:
-        config: The peers and their TLS.
-        identity: Who we are.
-        take: Called with (address, news, now_s), one at a time for each address.
-        lose: Called with (address, now_s): nothing is known of it any more; tells its number of requests.
-        clock: A monotonic clock.
+    config: IndexerConfig  # the peers and their TLS
+    identity: PeerIdentity  # who we are
+    take: Callable[[str, News, float], None]  # (address, news, now_s), one at a time for each address
+    lose: Callable[[str, float], int]  # (address, now_s): it tells nothing more; returns its requests
+    clock: Callable[[], float] = time.monotonic
 
-    Attributes:
-        unknown_names: Peers whose names have no address.
-    """
-
-    def __init__(
-        self,
-        config: IndexerConfig,
-        identity: PeerIdentity,
-        take: Callable[[str, News, float], None],
-        lose: Callable[[str, float], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self.request = write_request(FollowRequest(identity.instance, identity.fingerprint))
-        self.take = take
-        self.lose = lose
-        self.clock = clock
+    def __post_init__(self) -> None:
+        identity = self.identity
+        self.request = msgspec.msgpack.encode(FollowRequest(identity.instance, identity.fingerprint))
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._followers: dict[str, Peer] = {}
-        self.unknown_names: frozenset[str] = frozenset()
+        self.unknown_names: frozenset[str] = frozenset()  # peers whose names have no address
         self._looker = threading.Thread(target=self._look_on, name="ledger-peers", daemon=True)
 
     @property

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from indexer.peer_service import PeerIdentity
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.outcomes import Heard
-from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
+from router.replicas.news import FOLLOW, FollowRequest, News, heard_of, news_messages, read, sent_of
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +46,14 @@ _CHANGES_MAX = 1_000_000
 _GATHER_S = 0.01
 
 
+@dataclass(eq=False)
 class Journal:
-    """Tells followers what the ledger has in flight; `clock` is that of its times. Thread-safe."""
+    """Tells followers what the ledger has in flight. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._clock = clock
+    ledger: Ledger
+    clock: Callable[[], float] = time.monotonic  # that of the ledger's times
+
+    def __post_init__(self) -> None:
         # Each by what it is: a field of `News`, or "joined".
         self._changes: deque[tuple[str, Any]] = deque()
         self._wake = threading.Event()
@@ -89,7 +92,7 @@ class Journal:
                 raise PeerError("busy", f"{len(self._readers)} routers follow already")
             self._readers.append(reader)
             self._joining = reader
-            self._ledger.tell(self)
+            self.ledger.tell(self)
         return reader
 
     def leave(self, reader: Reader) -> None:
@@ -97,7 +100,7 @@ class Journal:
             if reader in self._readers:
                 self._readers.remove(reader)
             if not self._readers:
-                self._ledger.tell(None)
+                self.ledger.tell(None)
 
     def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
         """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
@@ -155,13 +158,13 @@ class Journal:
     def _end_all(self, reason: str, why: str) -> None:
         with self._lock:
             readers, self._readers = self._readers, []
-            self._ledger.tell(None)
+            self.ledger.tell(None)
             self._changes.clear()
         for reader in readers:
             reader.end(reason, why)
 
     def _hand_out(self, noted: dict[str, list[Any]]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         # A request that began and ended since leaves nothing to be told of.
         gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
         sent = [
@@ -181,7 +184,7 @@ class Journal:
             reader.put(messages)
 
     def _begin_with(self, reader: Reader, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         sent = [
             sent_of(number, dispatch, None, now_s, prefilled=prefilled)
             for number, dispatch, prefilled in in_flight
@@ -234,6 +237,7 @@ class Reader:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
 class LedgerDoor:
     """Serves `news.FOLLOW`.
 
@@ -241,9 +245,8 @@ class LedgerDoor:
     "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") where the other may ask again.
     """
 
-    def __init__(self, journal: Journal, identity: PeerIdentity) -> None:
-        self._journal = journal
-        self._identity = identity
+    journal: Journal
+    identity: PeerIdentity
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; messages are serialised once for all who follow."""
@@ -252,15 +255,15 @@ class LedgerDoor:
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            asked = read_request(request)
-            self._identity.admit_key(asked.instance, asked.fingerprint)
-            reader = self._journal.join()
+            asked = read(FollowRequest, request)
+            self.identity.admit_key(asked.instance, asked.fingerprint)
+            reader = self.journal.join()
             try:
                 # So that it is known at once that there is somebody.
                 yield b""
                 while context.is_active():
                     yield reader.take(HEARTBEAT_S)
             finally:
-                self._journal.leave(reader)
+                self.journal.leave(reader)
         except PeerError as error:
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))

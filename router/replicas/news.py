@@ -8,7 +8,7 @@ default. Whatever is out of its bounds voids the message, and with it the peer's
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -121,39 +121,22 @@ def news_messages(news: News) -> Iterator[bytes]:
         yield _encode(fields)
 
 
-def write_request(request: FollowRequest) -> bytes:
-    """Serialise a request."""
-    return _encode(request)
-
-
-def read_request(message: bytes) -> FollowRequest:
-    """Read and check a request.
-
-    Raises:
-        PeerError: "broken": the text names the field that is missing or out of its bounds.
-    """
-    return _read(_request, message)
-
-
 def read_news(message: bytes) -> News:
-    """Read and check news; an empty message is news of nothing.
+    """Read and check news, see `read`; an empty message is news of nothing."""
+    return read(News, message) if message else News()
+
+
+def read(kind: type[_Message], message: bytes) -> _Message:
+    """Read and check a message.
 
     Raises:
         PeerError: "broken": the text names the field that is missing or out of its bounds.
     """
-    return _read(_news, message) if message else News()
-
-
-def _read(decoder: msgspec.msgpack.Decoder[_Message], message: bytes) -> _Message:
     try:
-        return decoder.decode(message)
+        return msgspec.msgpack.decode(message, type=kind)
     # Deeply nested values that no field has are passed over by recursion.
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerError("broken", str(error)) from None
-
-
-_request = msgspec.msgpack.Decoder(FollowRequest)
-_news: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(News)
 
 
 def _sound(text: str) -> str:

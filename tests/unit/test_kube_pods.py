@@ -1,4 +1,4 @@
-"""From pods, pools and selectors to endpoints: what counts, what is passed over, what is complained of."""
+"""From pods and pools to endpoints: what counts, what is passed over, what is complained of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX
 from indexer.pod_entry import EVENT_LABELS, EventDefaults
-from router.kube.config import KubeConfig, checked_selector, selector_of
+from router.kube.config import KubeConfig
 from router.kube.objects import BadObjectError, OldPoolObject, PodObject, PoolObject, read
 from router.kube.pods import PodEndpoints, Pool, declared, endpoints_of, is_ready, pool_of
 from tests.unit.kube_objects import JSON, pod, pod_json, raw
@@ -256,33 +256,6 @@ def test_any_annotations_leave_streams_that_can_be_followed(annotations: dict[st
             assert stream.by_rank()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["app=x", "app==x", "app!=x", "role in (a,b)", "a.b/role notin ( a , b )", "app", "!app", "a=,b in (),c"],
-)
-def test_selectors_are_taken(text: str) -> None:
-    """Equality and set form, as the API server reads them."""
-    assert checked_selector(f" {text} ,app=x") == f"{text} ,app=x"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a in b", "a in (b", "=x", "a=b=c", "a b", "a,", "a in (b) c", "a='b'", "x" * 9000, "a=b c"]
-)
-def test_what_is_no_selector_is_refused(text: str) -> None:
-    """The message says what may be written."""
-    with pytest.raises(ValueError, match=r"write app=x|longer"):
-        checked_selector(text)
-
-
-def test_match_labels_become_a_selector() -> None:
-    """In one order, whatever theirs; none would be all pods, and is refused."""
-    assert selector_of({"b": "2", "a": "1"}) == "a=1,b=2"
-    with pytest.raises(ValueError, match="every pod"):
-        selector_of({})
-    with pytest.raises(ValueError, match="no requirement"):
-        selector_of({"a": "b c"})
-
-
 def pool_json(**spec: Any) -> Any:
     """A pool of the v1 definition."""
     known = {"selector": {"matchLabels": {"app": "x"}}, "targetPorts": [{"number": 8000}, {"number": 8001}]}
@@ -294,6 +267,10 @@ def test_a_pool_tells_selector_and_ports() -> None:
     assert pool_of(read(raw(pool_json()), PoolObject)) == Pool("p", "u", "app=x", (8000, 8001))
     old = {"metadata": {"name": "p"}, "spec": {"selector": {"app": "x"}, "targetPortNumber": 9}}
     assert pool_of(read(raw(old), OldPoolObject)) == Pool("p", "", "app=x", (9,))
+    two = pool_json(selector={"matchLabels": {"b": "2", "a": "1"}})
+    assert pool_of(read(raw(two), PoolObject)) == Pool("p", "u", "a=1,b=2", (8000, 8001))
+    with pytest.raises(BadObjectError, match="every pod"):
+        pool_of(read(raw(pool_json(selector={"matchLabels": {}})), PoolObject))
     ending = pool_json()
     ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert pool_of(read(raw(ending), PoolObject)) is None

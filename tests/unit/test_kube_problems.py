@@ -67,6 +67,7 @@ def test_where_all_is_well_there_is_no_problem() -> None:
         ),
         ({"errors": {"pool": ClusterError(404, "gone")}}, Reason.CRD_MISSING, "CRD"),
         ({"errors": {"pods": ClusterError(404, "gone")}}, Reason.API_UNREACHABLE, "gone"),
+        ({"errors": {"pods": ClusterError(400, "unable to parse")}}, Reason.BAD_POOL, "app=x is refused"),
         ({"errors": {"pods": ClusterError(0, "refused")}}, Reason.API_UNREACHABLE, "refused"),
         ({"errors": {"pods": ClusterError(403, "no")}}, Reason.FORBIDDEN, "no"),
         ({"errors": {"objectives": ClusterError(401, "who")}}, Reason.FORBIDDEN, "who"),

@@ -333,10 +333,11 @@ def test_a_pipelines_headers_pass_the_check_door() -> None:
 def test_older_metric_names_show_the_same_once() -> None:
     """Each known family is there under both names, with the same samples, and no other twice."""
     registry = CollectorRegistry()
+    registry.register(MetricTwins(registry))
     counter = Counter("llm_d_epp_request_total", "Requests.", ["model_name"], registry=registry)
     Counter("llm_d_epp_other_total", "Others.", registry=registry)
     counter.labels("m").inc(3)
-    page = generate_latest(MetricTwins(registry)).decode()
+    page = generate_latest(registry).decode()
     assert 'inference_objective_request_total{model_name="m"} 3.0' in page
     assert page.count("\nllm_d_epp_other_total ") == page.count("\nllm_d_epp_request_total{") == 1
 

@@ -20,7 +20,7 @@ from indexer.peer_service import PeerIdentity
 from router.replicas import follow
 from router.replicas.follow import Followers, Peer
 from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor
-from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages, write_request
+from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages
 from tests.loopback import HERE, free_port
 from tests.unit.test_replicas import KEYS, ONE
 from tests.unit.test_replicas import Teller as Told
@@ -236,7 +236,7 @@ def test_a_newer_router_that_asks_is_told() -> None:
 @pytest.mark.parametrize(
     ("request_bytes", "details"),
     [
-        (write_request(FollowRequest("other", 8)), "fingerprint: "),
+        (msgspec.msgpack.encode(FollowRequest("other", 8)), "fingerprint: "),
         (msgspec.msgpack.encode({"instance": "other"}), "broken: .*fingerprint"),
         (b"\x00", "broken: "),
         (b"", "broken: "),
@@ -267,7 +267,7 @@ def test_the_door_serves_so_many() -> None:
     with telling(told) as address:
         for _ in range(64):
             told.journal.join()
-        assert refusal(address, write_request(OTHER)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal(address, msgspec.msgpack.encode(OTHER)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_an_unknown_name_is_told_and_looked_up_again(caplog: pytest.LogCaptureFixture) -> None:

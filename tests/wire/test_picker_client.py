@@ -45,7 +45,7 @@ def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
         assert pick.prompt_tokens == len(TOKENIZER.encode(TEXT))
         pick.first_token()
         pick.first_token()
-        assert bench.ledger.work(B.address).decoding == 1
+        assert bench.ledger.board.work(B.address).decoding == 1
         pick.done(cached_tokens=16)
         pick.failed()
     record = bench.explain.one("mine")
@@ -121,8 +121,8 @@ def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
         one = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[A.address])
         other = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[B.address])
         other.done()
-        assert bench.ledger.work(A.address).awaiting == 1
-        assert bench.ledger.work(B.address).awaiting == 0
+        assert bench.ledger.board.work(A.address).awaiting == 1
+        assert bench.ledger.board.work(B.address).awaiting == 0
         one.done()
     assert len(bench.ledger) == 0
 
