@@ -29,8 +29,8 @@ from router.explain import Explain
 from router.health import Health
 from router.ledger import Ledger
 from router.pods import Pod, PodSet, PodsSource
+from router.process import bound_socket
 from router.rates import PrefillRates
-from router.tcp_listen import bound_socket
 
 if TYPE_CHECKING:
     from indexer import KvIndexer

@@ -17,8 +17,7 @@ from types import FrameType
 
 from indexer.flags import CommandParser, add_flags, said
 from router.local.demo import run_demo
-from router.local.stack import LocalStackError, StackOptions, StackPlan, plan_stack
-from router.local.stack_api import await_pods
+from router.local.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
