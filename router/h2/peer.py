@@ -138,14 +138,7 @@ class Peer:
         connection = self._connection
         try:
             with self._lock:
-                if headers is not None and trailers is not None:
-                    connection.send_answer(stream, headers, data, trailers)
-                else:
-                    if headers is not None:
-                        connection.send_headers(stream, headers, ends=not data)
-                    connection.send_data(stream, data)
-                    if trailers is not None:
-                        connection.send_trailers(stream, trailers)
+                connection.send(stream, headers, data, trailers)
                 if consumed:
                     connection.consumed(stream, consumed)
                 self._write_soon()

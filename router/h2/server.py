@@ -47,7 +47,7 @@ class GrpcServer:
         threads: Calls served at once by other threads than their connection's.
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
         services: Each adds a service to the server that it is given.
-        service_names: What reflection shows; none: no reflection.
+        reflects: Whether clients may ask for the services.
         tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
         receive_bytes_max, send_bytes_max: Largest messages; None: one with a body of message_bytes_max.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
@@ -66,7 +66,7 @@ class GrpcServer:
         requests_max: int,
         message_bytes_max: int,
         services: Sequence[Callable[[Any], object]],
-        service_names: Sequence[str] = (),
+        reflects: bool = False,
         tls: Callable[[], ssl.SSLContext] | None = None,
         receive_bytes_max: int | None = None,
         send_bytes_max: int | None = None,
@@ -93,8 +93,9 @@ class GrpcServer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         for add in services:
             add(self)
-        if service_names:
-            shown = reflection.ReflectionServicer((*service_names, reflection.SERVICE_NAME))
+        if reflects:
+            names = {path.split("/")[1] for path in self._methods}
+            shown = reflection.ReflectionServicer((*names, reflection.SERVICE_NAME))
             method = ExchangeMethod(
                 lambda _call: _Reflection(shown),
                 reflection_pb2.ServerReflectionRequest.FromString,
