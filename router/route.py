@@ -105,8 +105,7 @@ class Router:
         if degraded is None and not reads_cache(request):
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
-        prompts = tokens.prompts if keys else ()
-        return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
+        return Prompted(request, tokens, keys, degraded, priority)
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
@@ -135,7 +134,7 @@ class Router:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self.index.match(keys, lineup.asked, prompt_tokens=length)
-            for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
+            for keys, length in zip(prompted.keys, map(len, prompted.tokens.prompts), strict=False)
         ]
         if trace is not None:
             trace.matched()

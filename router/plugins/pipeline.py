@@ -7,8 +7,7 @@ tells producers and observers what came of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,15 +108,21 @@ class Pipeline:
             strict=True,
         )
         endpoints = [
-            _endpoint(pods.get(pod.address, pod), now_s, prompted.prompt_tokens, *counts)
+            _endpoint(pods.get(pod.address, pod), now_s, prompted.tokens.total, *counts)
             for pod, *counts in columns
         ]
         request = self._request(prompted, matches, lineup.addresses, now_s)
-        with _costing_one_request(request.id):
+        try:
             handled = self._handler.run(request, endpoints)
             if handled is None:
                 raise NoEndpointLeftError("no endpoints available for the given request")
             response_headers = self._tell(request, handled)
+        except RequestError:
+            raise
+        except Exception as error:
+            # Whatever a plugin raises is an error of this one request.
+            _log.exception("request %s: a plugin failed", request.id)
+            raise RequestError(500, f"a plugin failed: {error}") from error
         sent_to = [one.address for one in (handled.primary.endpoints[0], handled.prefill) if one is not None]
         for producer in self._prefixes.values():
             producer.sent(sent_to, pods)
@@ -136,7 +141,7 @@ class Pipeline:
             id=request.request_id,
             model=request.model,
             headers=request.headers,
-            prompt_tokens=prompted.prompt_tokens,
+            prompt_tokens=prompted.tokens.total,
             priority=prompted.priority,
             now_s=now_s,
             random=self._random,
@@ -169,22 +174,6 @@ class Pipeline:
         if failures:
             raise failures[0]
         return headers
-
-
-@contextmanager
-def _costing_one_request(request_id: str) -> Iterator[None]:
-    """Turn whatever a plugin raises into an error of this one request.
-
-    Raises:
-        RequestError: The plugin's own, or 500.
-    """
-    try:
-        yield
-    except RequestError:
-        raise
-    except Exception as error:
-        _log.exception("request %s: a plugin failed", request_id)
-        raise RequestError(500, f"a plugin failed: {error}") from error
 
 
 def _endpoint(
