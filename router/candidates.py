@@ -29,8 +29,7 @@ class Lineup:
 
     pods: Sequence[Pod]  # never empty
     addresses: tuple[str, ...]  # of the pods, in their order
-    # The base of the asked model, which roots its block keys; None while no pod has told it.
-    base_model: str | None
+    base_model: str | None  # the asked model's base, which roots its block keys; None while no pod told it
     lora_name: str | None  # the asked model's name if it is an adapter
     context_tokens: int | None  # the longest context that any of the pods has; None while one has not told
     excluded: dict[str, str]  # the other pods, and why each may not

@@ -68,13 +68,11 @@ PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 class PromptTokens(msgspec.Struct, frozen=True):
     """What is known of a request's prompts."""
 
-    # Token ids of every prompt (a completions request may hold several); empty when unknown.
-    prompts: tuple[TokenIds, ...]
+    prompts: tuple[TokenIds, ...]  # token ids of every prompt (completions may hold several); empty: unknown
     total: int  # number of prompt tokens, estimated from the body's size when unknown
     degraded: str | None = None  # why the ids are not known; None when they are
     partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
-    # What placeholders within `prompts` stand for, prompt by prompt; empty where none holds any.
-    media: tuple[PromptMedia, ...] = ()
+    media: tuple[PromptMedia, ...] = ()  # what placeholders in `prompts` stand for, by prompt; empty: none
 
     def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
         """What the blocks of each prompt depend on besides tokens, see `extras_of_prompt`."""

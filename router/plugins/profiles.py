@@ -41,8 +41,7 @@ class Picked:
 
     endpoints: Sequence[Endpoint]  # best first; never empty
     scores: dict[str, float]  # weighted sums of all that passed the filters, by address
-    # For each scorer its name and what it added to the first endpoint's score.
-    parts: Sequence[tuple[str, float]]
+    parts: Sequence[tuple[str, float]]  # by scorer, what it added to the first endpoint's score
     removed: Mapping[str, str]  # those that did not pass, by address, and why
 
 
@@ -248,8 +247,7 @@ class ProfileHandler:
     decode: Profile  # picks where the request goes, which fetches from the others' picks
     prefill: Stage | None = None  # None: that stage is never apart
     encode: Stage | None = None
-    # Whether prefill is picked before decode, without regard to the latter's cache.
-    prefill_first: bool = False
+    prefill_first: bool = False  # whether prefill is picked before decode, regardless of the latter's cache
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
         """Pick; a stage whose filters leave nobody stays with the decoding pod.
