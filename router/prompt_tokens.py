@@ -14,7 +14,6 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from indexer.extras import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
@@ -28,7 +27,6 @@ from tokenization import (
     UnsupportedPromptError,
 )
 from tokenization.anthropic_messages import messages_as_chat
-from tokenization.chat_template import ChatTemplate
 from tokenization.image_prompts import ExpandedPrompt
 from tokenization.openai_prompts import (
     PromptLimits,
@@ -94,27 +92,6 @@ class PromptTokens(msgspec.Struct, frozen=True):
         return PromptTokens(prompts, self.total, self.degraded, MEDIA)
 
 
-def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteRequest:
-    """A request of another API that engines turn into a chat, so turned; any other as it is.
-
-    Args:
-        template: The model's; None where only another process knows it, which gets the request as it is:
-            what a chat of it is depends on the template.
-
-    Raises:
-        PromptError: It is not what its API allows, or has no form as a chat here.
-    """
-    if template is None:
-        return request
-    if request.kind is RequestKind.MESSAGES:
-        body = messages_as_chat(request.body, template.effort_without_thinking)
-    elif request.kind is RequestKind.RESPONSES:
-        body = responses_as_chat(request.body)
-    else:
-        return request
-    return replace(request, kind=RequestKind.CHAT, body=body)
-
-
 def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
     """Tokenizes a request.
 
@@ -122,15 +99,20 @@ def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: Pro
         PromptError: The prompt is not what the API allows, too long, or has no ids here.
         ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
-    request = as_chat(request, tokenizer.chat_template)
+    body, template = request.body, tokenizer.chat_template
     if request.kind is RequestKind.COMPLETIONS:
-        return known(tuple(completion_prompts(request.body, tokenizer, limits)))
+        return known(tuple(completion_prompts(body, tokenizer, limits)))
+    # Engines turn the other APIs into chats; what chat it is depends on the template.
+    if template is not None and request.kind is RequestKind.MESSAGES:
+        body = messages_as_chat(body, template.effort_without_thinking)
+    elif template is not None and request.kind is RequestKind.RESPONSES:
+        body = responses_as_chat(body)
     try:
-        return known((chat_prompt(request.body, tokenizer, limits),))
+        return known((chat_prompt(body, tokenizer, limits),))
     except MediaPromptError:
-        if (images := image_chat(request.body, tokenizer, limits)) is not None:
+        if (images := image_chat(body, tokenizer, limits)) is not None:
             return _with_images(images)
-    ids = chat_prefix(request.body, tokenizer)
+    ids = chat_prefix(body, tokenizer)
     return PromptTokens((ids,), len(ids) + _MEDIA_TOKENS, partial=MEDIA)
 
 
@@ -171,7 +153,16 @@ def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
     return PromptTokens(prompts, sum(map(len, prompts)))
 
 
-def known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
+def with_features(prompts: Sequence[TokenIds], features: Sequence[MediaFeatures | None]) -> PromptTokens:
+    """Prompts known as far as their media are; `features` are told for each.
+
+    Raises:
+        ValueError: What is told of the items cannot be.
+    """
+    return _known_parts(list(map(_known_part, prompts, features)), sum(map(len, prompts)))
+
+
+def _known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
     """Prompts of `total` tokens, each known as far as its ids go, with the media items within these."""
     prompts, media = tuple(ids for ids, _ in parts), tuple(items for _, items in parts)
     partial = MEDIA if sum(map(len, prompts)) < total else None
@@ -216,7 +207,7 @@ def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
         end = image.offset + image.length
         items.append(MultimodalItem(image.uuid, image.offset, image.length))
     total = len(prompt.ids) + prompt.text_tokens + _MEDIA_TOKENS * prompt.unknown_images
-    return known_parts([(ids, tuple(items))], total)
+    return _known_parts([(ids, tuple(items))], total)
 
 
 def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptTokens:
@@ -225,7 +216,7 @@ def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptT
         return unknown(request, "unsupported_prompt")
     try:
         features = msgspec.convert(request.body.get(_FEATURES), MediaFeatures | None)
-        return known_parts([known_part(ids, features) for ids in prompts], sum(map(len, prompts)))
+        return with_features(prompts, [features] * len(prompts))
     except ValueError:
         # The engine will refuse it, and say so better.
         return unknown(request, "unsupported_prompt")
@@ -243,7 +234,7 @@ class MediaFeatures(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] | None = None
 
 
-def known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
+def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
     """A prompt's ids as far as they are known, and the items within them.
 
     Placeholders are the same for every image; the hashes, which are in the engine's events too, tell them
