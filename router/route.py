@@ -23,10 +23,10 @@ from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.flow import FlowControl
 from router.pods import PodSet
-from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
+from router.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
-from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
+from router.tokens import TokenizerRegistry
 from router.traces import RequestTrace, Traces
 
 if TYPE_CHECKING:
