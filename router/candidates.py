@@ -15,8 +15,7 @@ from router.errors import NoEndpointError, RequestError
 from router.pods import Pod, PodSet
 from router.request import MODEL_CHARS_MAX, RouteRequest
 
-ASLEEP = "its engine sleeps"
-"""Why a pod takes no request while another that may take it is awake."""
+ASLEEP = "its engine sleeps"  # why a pod takes no request while another that may take it is awake
 
 # An error goes into a gRPC status, too, of which clients take some kilobytes.
 _MODEL_CHARS_SHOWN = 200

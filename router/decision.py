@@ -78,13 +78,6 @@ class Ranking:
         return len(self.pods) * (4 + max(1, len(self.matches))) // 5
 
     @property
-    def holders_of_most(self) -> tuple[int, int]:
-        """How many would serve the most, and the rank of the best of them."""
-        cached_tokens = self.credits["cached_tokens"][self.order].tolist()
-        most = max(cached_tokens)
-        return cached_tokens.count(most), cached_tokens.index(most)
-
-    @property
     def views(self) -> tuple[str, ...]:
         """Return what each pod's Candidate says of its view, in the order of `pods`."""
         return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
@@ -129,14 +122,14 @@ def reason_for(
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:
         return f"the only candidate: {_cached(best, prompt_tokens)}"
-    longest, (holders, first) = ranked.most_cached_tokens, ranked.holders_of_most
+    longest, held = ranked.most_cached_tokens, ranked.credits["cached_tokens"][ranked.order].tolist()
     if best.cached_tokens < longest:
-        holder = ranked[first]
+        holder = ranked[held.index(max(held))]
         return (
             f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
             f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
         )
-    if holders == 1:
+    if held.count(max(held)) == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
     if best.cost_s == ranked[1].cost_s:
         chosen = "its session's pod" if best.pod == session_pod else "by chance"

@@ -37,14 +37,6 @@ class Dispatch(msgspec.Struct, frozen=True):
         return DispatchKey(self.request_id, self.dispatched_s)
 
 
-class InFlight(msgspec.Struct, frozen=True):
-    """An entry of the ledger, as others are told of it."""
-
-    number: int  # no other entry ever has it
-    dispatch: Dispatch
-    has_left_queue: bool  # whether it is believed to have its first token
-
-
 class Entry(msgspec.Struct, eq=False):
     """An entry of the ledger: a request in flight, where, and since when."""
 

@@ -14,10 +14,12 @@ from itertools import takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from indexer.keys import Keys
 from router.adapters import SentAdapters
 from router.board import PodBoard, PodWork
-from router.dispatch import Dispatch, Entry, InFlight
+from router.dispatch import Dispatch, Entry
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
@@ -94,8 +96,8 @@ class Ledger:
         with self._lock:
             self.changes = journal
             if journal is not None:
-                entries = self._entries.values()
-                journal.begin([InFlight(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                # Copies, which change no more.
+                journal.begin(list(map(replace, self._entries.values())))
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.

@@ -153,8 +153,7 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
 # By parser: the gRPC service whose further methods it hands on unread.
 _SERVICES = {"vllmgrpc-parser": _VLLM_SERVICE, "vertexai-parser": _VERTEX_SERVICE}
 
-PARSERS = tuple(name for name in _APIS if name != _OURS)
-"""Types of all parsers of the reference picker."""
+PARSERS = tuple(name for name in _APIS if name != _OURS)  # types of all parsers of the reference picker
 
 
 class Parsers:

@@ -37,17 +37,14 @@ from tokenization.openai_prompts import (
 )
 from tokenization.openai_responses import responses_as_chat
 
+# Why a prompt that every engine will refuse is routed by load alone.
 LONGER_THAN_CONTEXT = "longer_than_context"
-"""Why a prompt that every engine will refuse is routed by load alone."""
 
+# Why a request with more than PROMPTS_MAX prompts is routed by load alone.
 TOO_MANY_PROMPTS = "too_many_prompts"
-"""Why a request with more than PROMPTS_MAX prompts is routed by load alone."""
 
-PROMPTS_MAX = 64
-"""Each is tokenized, and matched while other picks wait, on its own."""
-
-MEDIA = "media"
-"""Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
+PROMPTS_MAX = 64  # each is tokenized, and matched while other picks wait, on its own
+MEDIA = "media"  # why only the beginning of a prompt is known: behind it stands an image, a sound or a film
 
 # Fields of bodies with token ids: vLLM's /inference/v1/generate, and SGLang's /generate.
 _FEATURES = "features"

@@ -14,9 +14,7 @@ import msgspec
 
 from router.errors import RequestError
 
-MODEL_CHARS_MAX = 4096
-"""A model is named by a repository or a path; decisions that are kept keep its name."""
-
+MODEL_CHARS_MAX = 4096  # a model is named by a repository or a path; decisions that are kept keep its name
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
@@ -96,8 +94,8 @@ def too_large(limit_bytes: int) -> RequestError:
 
 _WITH_LOGPROBS = (RequestKind.CHAT, RequestKind.COMPLETIONS)
 
+# Why a request is picked by load alone whose whole prompt every pod will compute.
 CACHE_NOT_READ = "cache_not_read"
-"""Why a request is picked by load alone whose whole prompt every pod will compute."""
 
 
 def reads_cache(request: RouteRequest) -> bool:

@@ -55,6 +55,7 @@ ENTRY_POINTS = "kvroute.plugins"
 _SINGLE = "single-profile-handler"
 _Plugins = Mapping[str, object]
 
+# Types that stand in a profile or decide for a handler, as far as they need nothing of the router.
 MAKERS: Mapping[str, type[Settings]] = {
     "label-selector-filter": labels.LabelSelectorFilter,
     "by-label-selector": labels.LabelSelectorFilter,
@@ -86,7 +87,6 @@ MAKERS: Mapping[str, type[Settings]] = {
     "always-disagg-pd-decider": AlwaysPd,
     "always-disagg-multimodal-decider": AlwaysMultimodal,
 }
-"""Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
 
 
 class _InflightLoad(Settings):
@@ -132,6 +132,7 @@ _PRECISE_SCORER = "precise-prefix-cache-scorer"
 # Types whose parameters are others' to read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
+# What there is in the place of types that we do not have.
 INSTEAD: Mapping[str, str] = {
     "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
@@ -157,7 +158,6 @@ INSTEAD: Mapping[str, str] = {
     "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
     "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
 }
-"""What there is in the place of types that we do not have."""
 
 
 def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:

@@ -129,8 +129,5 @@ class SessionIdProducer(Settings):
         return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
 
 
-PrefixProducer = PrecisePrefix | ApproximatePrefix
-"""Knows how much of a prompt each pod holds."""
-
-AttributeProducer = AgentIdentity | SessionIdProducer
-"""Finds something out from a request's headers."""
+PrefixProducer = PrecisePrefix | ApproximatePrefix  # knows how much of a prompt each pod holds
+AttributeProducer = AgentIdentity | SessionIdProducer  # finds something out from a request's headers

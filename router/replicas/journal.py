@@ -18,7 +18,7 @@ import grpc
 from indexer.errors import PeerError
 from indexer.keys import Keys
 from indexer.peer_service import PeerIdentity
-from router.dispatch import Dispatch, InFlight
+from router.dispatch import Dispatch, Entry
 from router.ledger import Ledger
 from router.outcomes import Heard
 from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
@@ -100,7 +100,7 @@ class Journal:
             if not self._readers:
                 self._ledger.tell(None)
 
-    def begin(self, in_flight: Sequence[InFlight]) -> None:
+    def begin(self, in_flight: Sequence[Entry]) -> None:
         """Note what is in flight now, for the reader that joins; under the ledger's lock, as those below."""
         self._note("joined", (self._joining, in_flight))
 
@@ -184,10 +184,10 @@ class Journal:
         for reader in readers:
             reader.put(messages)
 
-    def _begin_with(self, reader: Reader, in_flight: Sequence[InFlight]) -> None:
+    def _begin_with(self, reader: Reader, in_flight: Sequence[Entry]) -> None:
         now_s = self._clock()
         sent = [
-            sent_of(one.number, one.dispatch, None, now_s, prefilled=one.has_left_queue) for one in in_flight
+            sent_of(one.number, one.dispatch, None, now_s, prefilled=not one.is_waiting) for one in in_flight
         ]
         reader.put(list(news_messages(News(sent))))
         reader.has_begun = True
