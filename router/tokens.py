@@ -41,8 +41,8 @@ from router.tokenizer_render import RenderTokenizer
 from router.tokenizer_sidecar import SidecarTokenizer
 from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
 from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.hub import hub_directory
 from tokenization.openai_prompts import PromptLimits
+from tokenization.template_files import hub_directory
 
 _log = logging.getLogger(__name__)
 
