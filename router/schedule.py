@@ -57,7 +57,7 @@ class Prompted(msgspec.Struct, frozen=True):
     tokens: PromptTokens
     keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty when not known
     degraded: str | None  # why the cache's view is not used; None when it is
-    priority: int = 0  # of the request
+    priority: int = 0
 
     def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""

@@ -308,7 +308,7 @@ def _id(tokenizer: Tokenizer, text: object) -> int | None:
 class _Family:
     """One way to make a rule, and the processors that it is made from."""
 
-    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]  # makes it
+    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]
     processors: tuple[str, ...]  # names in `processor_class`
     image_processors: tuple[str, ...] = ()  # `image_processor_type` without a backend; empty: any
 
