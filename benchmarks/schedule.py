@@ -18,6 +18,7 @@ from indexer.tiers import Tiers
 from router.candidates import Lineups
 from router.ledger import Ledger, LedgerParameters
 from router.pods import Pod, PodSet, ServedModels
+from router.prompt_tokens import known
 from router.request import RequestKind, RouteRequest
 from router.schedule import Prompted, Scheduler
 from router.scrape import EngineLoad
@@ -46,7 +47,7 @@ class Fleet:
         self._lineup = Lineups(self._pods).of(request)
         self._matches = [_matches(self._lineup.addresses, len(keys))]
         prompt = np.zeros(_PROMPT_TOKENS, np.uint32)
-        self._prompted = Prompted(request, _PROMPT_TOKENS, [prompt], [keys], None)
+        self._prompted = Prompted(request, known((prompt,)), [keys], None)
         self._number = 0
         self.run(self.requests(4 * pods))
         for number in range(2 * pods):

@@ -44,8 +44,7 @@ class ConcurrencyDetector(Settings):
     """Share of the pods' places that requests in flight take."""
 
     requests: Count = field(default=100, name="maxConcurrency")  # places of a pod
-    # Uncached prompt tokens that a pod has room for.
-    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")
+    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # uncached prompt tokens of its room
     mode: _Mode = "requests"  # "hybrid": the fuller of both
     concurrency_mode: _Mode | None = None  # the mode's other name, which goes before
     headroom: Number = 0.0  # not used

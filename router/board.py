@@ -59,22 +59,17 @@ class PodWork:
 
 
 class PodBoard:
-    """Rows of pods. Methods take the lock; who reads the array holds it.
-
-    Attributes:
-        lock: Guards all of it; held for a few microseconds, and never while taking another.
-        pods: POD [rows].
-        fleet_tokens_per_s: Prefill speed believed of a pod of which nothing is told or learnt: the median of
-            what others tell, else what was learnt of the fleet; 0: unknown.
-        mean_tokens: Mean uncached tokens of the last requests.
-    """
+    """Rows of pods. Methods take the lock; who reads the array `pods`, POD [rows], holds it."""
 
     def __init__(self) -> None:
+        # Held for a few microseconds, and never while taking another.
         self.lock = Lock()
+        # Prefill speed believed of a pod of which nothing is told or learnt: the median of what others tell,
+        # else what was learnt of the fleet; 0: unknown.
         self.fleet_tokens_per_s = 0.0
         self._told_fleet_tokens_per_s = 0.0
         self._learnt_fleet_tokens_per_s = 0.0
-        self.mean_tokens = 0.0
+        self.mean_tokens = 0.0  # mean uncached tokens of the last requests
         self._tickets = count()
         self._rows: dict[str, int] = {}
         # By pod: the speed that its engine tells and that is no longer believed.

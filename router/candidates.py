@@ -6,53 +6,39 @@ Knows readiness, served models and the gateway's subset; knows nothing of caches
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.board import PodBoard
 from router.errors import NoEndpointError, RequestError
 from router.pods import Pod, PodSet
 from router.request import MODEL_CHARS_MAX, RouteRequest
 
-ASLEEP = "its engine sleeps"
-"""Why a pod takes no request while another that may take it is awake."""
+ASLEEP = "its engine sleeps"  # why a pod takes no request while another that may take it is awake
 
 # An error goes into a gRPC status, too, of which clients take some kilobytes.
 _MODEL_CHARS_SHOWN = 200
 _KINDS_MAX = 256
 
 
+@dataclass(slots=True, eq=False)
 class Lineup:
-    """The pods that may take a request, with their places in every table.
+    """The pods that may take a request, with their places in every table."""
 
-    Attributes:
-        pods: Never empty.
-        base_model: The base of the asked model, which roots its block keys; None while no pod has told it.
-        lora_name: The asked model's name if it is an adapter.
-        context_tokens: The longest context that any of the pods has; None while one has not told.
-        excluded: The other pods, and why each may not.
-        rows: int64 [pods], their rows on the board.
-        addresses: Of the pods, in their order.
-        asked: The same, as the index is asked for them.
-    """
+    pods: Sequence[Pod]  # never empty
+    addresses: tuple[str, ...]  # of the pods, in their order
+    base_model: str | None  # the asked model's base, which roots its block keys; None while no pod told it
+    lora_name: str | None  # the asked model's name if it is an adapter
+    context_tokens: int | None  # the longest context that any of the pods has; None while one has not told
+    excluded: dict[str, str]  # the other pods, and why each may not
+    rows: NDArray[np.int64]  # int64 [pods], their rows on the board
+    asked: frozenset[str] = field(init=False)  # the addresses, as the index is asked for them
+    _match_rows: Mapping[str, int] = field(init=False, default_factory=dict)
+    _places: NDArray[np.int64] = field(init=False)
 
-    __slots__ = (
-        *("_match_rows", "_places", "addresses", "asked", "base_model", "context_tokens", "excluded"),
-        *("lora_name", "pods", "rows"),
-    )
-
-    def __init__(
-        self, model: str | None, pods: Sequence[Pod], excluded: dict[str, str], board: PodBoard
-    ) -> None:
-        self.pods = pods
-        self.base_model, self.lora_name = _base_and_adapter(model, pods)
-        self.context_tokens = _context_tokens(pods)
-        self.excluded = excluded
-        self.addresses = tuple(pod.address for pod in pods)
+    def __post_init__(self) -> None:
         self.asked = frozenset(self.addresses)
-        self.rows = board.rows(self.addresses)
-        self._match_rows: Mapping[str, int] = {}
         self._places = np.zeros(0, np.int64)
 
     def places(self, match_rows: Mapping[str, int]) -> NDArray[np.int64]:
@@ -100,7 +86,10 @@ def lineup_for(request: RouteRequest, pod_set: PodSet) -> Lineup:
     if awake := [pod for pod in allowed if not pod.asleep]:
         excluded |= {pod.address: ASLEEP for pod in allowed if pod.asleep}
         allowed = awake
-    return Lineup(request.model, allowed, excluded, pod_set.board)
+    addresses = tuple(pod.address for pod in allowed)
+    base, lora = _base_and_adapter(request.model, allowed)
+    rows = pod_set.board.rows(addresses)
+    return Lineup(allowed, addresses, base, lora, _context_tokens(allowed), excluded, rows)
 
 
 def is_allowed(pod: Pod, allowed: frozenset[str] | None) -> bool:

@@ -28,9 +28,7 @@ from router.errors import ConfigError
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
-COMPAT = ("off", "answers")
-"""Form of ext_proc's answers: our own, or the reference's."""
-
+COMPAT = ("off", "answers")  # form of ext_proc's answers: our own, or the reference's
 _BY_PEERS = "replicas of this router find each other by --peer"
 
 

@@ -56,7 +56,7 @@ class CostParameters(NamedTuple):
     # Speed of bringing cached tokens from the host tier back to the device (512 tokens in 1.5 ms: 50 GB/s for
     # an 8B model).
     copy_tokens_per_s: float = 340_000.0
-    decode_slowdown: float = DECODE_SLOWDOWN  # see DECODE_SLOWDOWN
+    decode_slowdown: float = DECODE_SLOWDOWN
     elapsed_share: float = 0.5  # how much of the running prefill's elapsed time is believed to be done
     # How much longer a pod's queue lasts that should be empty, as a share of how long ago: what takes longer
     # than expected is likely to go on.

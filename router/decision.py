@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -42,44 +43,25 @@ class Candidate(msgspec.Struct, frozen=True):
     view: str  # whether what is known of the cache is EXACT, RECOVERING or STALE
 
 
+@dataclass(slots=True, eq=False)
 class Ranking:
-    """Candidates, best first; never empty.
+    """Candidates, best first; never empty."""
 
-    Args:
-        prices: cost.PRICE [pods].
-        credits: cost.CREDIT [pods].
-        order: int64 [pods], places in the above, best first.
-        matches: One for each prompt; empty when the cache's view was not used.
-        most_cached_tokens: The most that any candidate would serve from its cache.
-    """
+    pods: tuple[str, ...]
+    prices: NDArray[Any]  # cost.PRICE [pods]
+    credits: NDArray[Any]  # cost.CREDIT [pods]
+    order: NDArray[np.int64]  # int64 [pods], places in the above, best first
+    prompt_tokens: int
+    block_tokens: int
+    matches: Sequence[PodMatches]  # one for each prompt; empty when the cache's view was not used
+    most_cached_tokens: int  # the most that any candidate would serve from its cache
+    best: Candidate = field(init=False)
+    _states: Mapping[str, StreamState] = field(init=False)
 
-    __slots__ = (
-        *("_block_tokens", "_matches", "_states", "_tokens", "best", "credits"),
-        *("most_cached_tokens", "order", "pods", "prices"),
-    )
-
-    def __init__(
-        self,
-        pods: tuple[str, ...],
-        prices: NDArray[Any],
-        credits: NDArray[Any],
-        order: NDArray[np.int64],
-        prompt_tokens: int,
-        block_tokens: int,
-        matches: Sequence[PodMatches],
-        most_cached_tokens: int,
-    ) -> None:
-        self.pods = pods
-        self.prices = prices
-        self.credits = credits
-        self.order = order
-        self._tokens = prompt_tokens
-        self._block_tokens = block_tokens
-        self._matches = matches
-        self.most_cached_tokens = most_cached_tokens
+    def __post_init__(self) -> None:
         # The states go on, as others; what is told later is what was true now.
-        self._states = matches[0].states if matches else _NO_STATES
-        self.best = self.at_place(order.item(0))
+        self._states = self.matches[0].states if self.matches else _NO_STATES
+        self.best = self.at_place(self.order.item(0))
 
     def __len__(self) -> int:
         return len(self.order)
@@ -93,14 +75,7 @@ class Ranking:
     @property
     def weight(self) -> int:
         """As how many candidates for one prompt it takes memory: a further prompt adds about a fifth."""
-        return len(self.pods) * (4 + max(1, len(self._matches))) // 5
-
-    @property
-    def holders_of_most(self) -> tuple[int, int]:
-        """How many would serve the most, and the rank of the best of them."""
-        cached_tokens = self.credits["cached_tokens"][self.order].tolist()
-        most = max(cached_tokens)
-        return cached_tokens.count(most), cached_tokens.index(most)
+        return len(self.pods) * (4 + max(1, len(self.matches))) // 5
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -113,9 +88,9 @@ class Ranking:
         All of them, while an engine computes at least the last token and serves only whole blocks.
         """
         pod, tokens = self[at].pod, dict[str, int]()
-        for match in self._matches:
+        for match in self.matches:
             for tier, blocks in match[pod].blocks_by_tier.items():
-                tokens[tier] = tokens.get(tier, 0) + blocks * self._block_tokens
+                tokens[tier] = tokens.get(tier, 0) + blocks * self.block_tokens
         return tokens
 
     def at_place(self, place: int) -> Candidate:
@@ -128,14 +103,14 @@ class Ranking:
             *price,
             age_s if age_s != math.inf else None,
             cached_tokens,
-            self._tokens - cached_tokens,
+            self.prompt_tokens - cached_tokens,
             host_tokens,
             self._states.get(pod) or self._view(pod),
         )
 
     def _view(self, pod: str) -> str:
         """Of a pod whose stream was not opened."""
-        return self._matches[0].state(pod) if self._matches else StreamState.STALE
+        return self.matches[0].state(pod) if self.matches else StreamState.STALE
 
 
 def reason_for(
@@ -147,14 +122,14 @@ def reason_for(
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:
         return f"the only candidate: {_cached(best, prompt_tokens)}"
-    longest, (holders, first) = ranked.most_cached_tokens, ranked.holders_of_most
+    longest, held = ranked.most_cached_tokens, ranked.credits["cached_tokens"][ranked.order].tolist()
     if best.cached_tokens < longest:
-        holder = ranked[first]
+        holder = ranked[held.index(max(held))]
         return (
             f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
             f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
         )
-    if holders == 1:
+    if held.count(max(held)) == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
     if best.cost_s == ranked[1].cost_s:
         chosen = "its session's pod" if best.pod == session_pod else "by chance"

@@ -25,8 +25,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     lesson: Lesson  # what the time to its first token tells of the pod's prefill rate
     dispatched_s: float
     decoding: int = 0  # requests that decoded on the pod that prefills it, others' among them
-    # Where it is prefilled, if `pod` only decodes it; the numbers are that pod's then.
-    prefill_pod: str | None = None
+    prefill_pod: str | None = None  # where it is prefilled, if `pod` only decodes; the numbers are its then
     adapter: str | None = None  # the LoRA adapter that it needs
     promised_tokens: int = 0  # prompt tokens that `pod` should find in its cache; 0: not known well
 

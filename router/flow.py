@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from threading import Condition, Lock, Thread
@@ -152,7 +152,9 @@ class FlowControl:
             if pod.ready:
                 stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
                 stages.setdefault(stage, []).append(pod.address)
-        return max((self._stage_saturation(addresses) for addresses in stages.values()), default=1.0)
+        board, now_s = self._pods.board, self._clock()
+        known = [board.known(board.rows(addresses)) for addresses in stages.values()]
+        return max((self._detector.saturation(one, self._pending, now_s) for one in known), default=1.0)
 
     def state(self) -> dict[str, float]:
         return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
@@ -180,11 +182,6 @@ class FlowControl:
         finally:
             with self._changed:
                 self._pending -= 1
-
-    def _stage_saturation(self, addresses: Sequence[str]) -> float:
-        board = self._pods.board
-        known = board.known(board.rows(addresses))
-        return self._detector.saturation(known, self._pending, self._clock())
 
     def _waiting(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> Waiting:
         now_s, headers = self._clock(), request.headers

@@ -17,8 +17,7 @@ _DETECTORS: Mapping[str, type[Detector]] = {
     "utilization-detector": UtilizationDetector,
     "concurrency-detector": ConcurrencyDetector,
 }
-FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, *_DETECTORS)
-"""Plugin types of flow control."""
+FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, *_DETECTORS)  # plugin types of flow control
 
 # An account of its load is renewed so often by the router itself that two may fail before it counts as old.
 LOAD_AGES = 3.0

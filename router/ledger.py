@@ -40,10 +40,8 @@ class LedgerParameters:
     # travels, is tokenized, and its first tokens are computed.
     idle_slack_s: float = 0.5
     reuse: int = 64  # requests in flight under one id; beyond it the oldest of them is taken for ended
-    # Ended requests whose ids are still known; the same of ends that were told of unknown ids.
-    remembered: int = 10_000
-    # A request that was sent so shortly before an engine told its load may not be in it yet.
-    travel_s: float = 2.0
+    remembered: int = 10_000  # ids of ended requests that are still known; the same of unknown ids' ends
+    travel_s: float = 2.0  # a request sent so shortly before an engine told its load may not be in it
 
 
 class Ledger:

@@ -53,12 +53,10 @@ class Api:
     """One API."""
 
     kind: RequestKind  # what it is like to the tokenizer
-    # As complaints call it; "": the router's own API, whose model, salt and stream are checked.
-    name: str = ""
+    name: str = ""  # in complaints; "": the router's own API, whose model, salt and stream are checked
     needs: tuple[str, ...] = ()  # fields of which one must be there; the first one found is the prompt
     lack: str = ""  # the complaint where none is; "": by their names
-    # How the complaint begins where the body is no JSON object.
-    broken: str = "error unmarshaling request bodyMap: "
+    broken: str = "error unmarshaling request bodyMap: "  # begins the complaint about what is no JSON object
     needs_model: bool = True  # whether a model must be named
     form: BodyForm = BodyForm.JSON
 
@@ -155,8 +153,7 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
 # By parser: the gRPC service whose further methods it hands on unread.
 _SERVICES = {"vllmgrpc-parser": _VLLM_SERVICE, "vertexai-parser": _VERTEX_SERVICE}
 
-PARSERS = tuple(name for name in _APIS if name != _OURS)
-"""Types of all parsers of the reference picker."""
+PARSERS = tuple(name for name in _APIS if name != _OURS)  # types of all parsers of the reference picker
 
 
 class Parsers:

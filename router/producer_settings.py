@@ -130,8 +130,7 @@ class _Precise(Settings):
 
 class _Server(Settings):
     url: Text = "http://localhost:8000"
-    # How long a pick waits is --tokenize-deadline-ms, for all of them.
-    timeout: Duration = Duration(5.0)
+    timeout: Duration = Duration(5.0)  # a pick waits for --tokenize-deadline-ms
     mm_timeout: Duration = Duration(30.0)
 
 

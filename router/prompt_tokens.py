@@ -14,7 +14,6 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from indexer.keys import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
@@ -28,7 +27,6 @@ from tokenization import (
     UnsupportedPromptError,
 )
 from tokenization.anthropic_messages import messages_as_chat
-from tokenization.chat_template import ChatTemplate
 from tokenization.image_prompts import ExpandedPrompt
 from tokenization.openai_prompts import (
     PromptLimits,
@@ -39,17 +37,14 @@ from tokenization.openai_prompts import (
 )
 from tokenization.openai_responses import responses_as_chat
 
+# Why a prompt that every engine will refuse is routed by load alone.
 LONGER_THAN_CONTEXT = "longer_than_context"
-"""Why a prompt that every engine will refuse is routed by load alone."""
 
+# Why a request with more than PROMPTS_MAX prompts is routed by load alone.
 TOO_MANY_PROMPTS = "too_many_prompts"
-"""Why a request with more than PROMPTS_MAX prompts is routed by load alone."""
 
-PROMPTS_MAX = 64
-"""Each is tokenized, and matched while other picks wait, on its own."""
-
-MEDIA = "media"
-"""Why only the beginning of a prompt is known: behind it stands an image, a sound or a film."""
+PROMPTS_MAX = 64  # each is tokenized, and matched while other picks wait, on its own
+MEDIA = "media"  # why only the beginning of a prompt is known: behind it stands an image, a sound or a film
 
 # Fields of bodies with token ids: vLLM's /inference/v1/generate, and SGLang's /generate.
 _FEATURES = "features"
@@ -68,13 +63,11 @@ PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 class PromptTokens(msgspec.Struct, frozen=True):
     """What is known of a request's prompts."""
 
-    # Token ids of every prompt (a completions request may hold several); empty when unknown.
-    prompts: tuple[TokenIds, ...]
+    prompts: tuple[TokenIds, ...]  # token ids of every prompt (completions may hold several); empty: unknown
     total: int  # number of prompt tokens, estimated from the body's size when unknown
     degraded: str | None = None  # why the ids are not known; None when they are
     partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
-    # What placeholders within `prompts` stand for, prompt by prompt; empty where none holds any.
-    media: tuple[PromptMedia, ...] = ()
+    media: tuple[PromptMedia, ...] = ()  # what placeholders in `prompts` stand for, by prompt; empty: none
 
     def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
         """What the blocks of each prompt depend on besides tokens, see `extras_of_prompt`."""
@@ -96,27 +89,6 @@ class PromptTokens(msgspec.Struct, frozen=True):
         return PromptTokens(prompts, self.total, self.degraded, MEDIA)
 
 
-def as_chat(request: RouteRequest, template: ChatTemplate | None) -> RouteRequest:
-    """A request of another API that engines turn into a chat, so turned; any other as it is.
-
-    Args:
-        template: The model's; None where only another process knows it, which gets the request as it is:
-            what a chat of it is depends on the template.
-
-    Raises:
-        PromptError: It is not what its API allows, or has no form as a chat here.
-    """
-    if template is None:
-        return request
-    if request.kind is RequestKind.MESSAGES:
-        body = messages_as_chat(request.body, template.effort_without_thinking)
-    elif request.kind is RequestKind.RESPONSES:
-        body = responses_as_chat(request.body)
-    else:
-        return request
-    return replace(request, kind=RequestKind.CHAT, body=body)
-
-
 def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
     """Tokenizes a request.
 
@@ -124,15 +96,20 @@ def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: Pro
         PromptError: The prompt is not what the API allows, too long, or has no ids here.
         ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
-    request = as_chat(request, tokenizer.chat_template)
+    body, template = request.body, tokenizer.chat_template
     if request.kind is RequestKind.COMPLETIONS:
-        return known(tuple(completion_prompts(request.body, tokenizer, limits)))
+        return known(tuple(completion_prompts(body, tokenizer, limits)))
+    # Engines turn the other APIs into chats; what chat it is depends on the template.
+    if template is not None and request.kind is RequestKind.MESSAGES:
+        body = messages_as_chat(body, template.effort_without_thinking)
+    elif template is not None and request.kind is RequestKind.RESPONSES:
+        body = responses_as_chat(body)
     try:
-        return known((chat_prompt(request.body, tokenizer, limits),))
+        return known((chat_prompt(body, tokenizer, limits),))
     except MediaPromptError:
-        if (images := image_chat(request.body, tokenizer, limits)) is not None:
+        if (images := image_chat(body, tokenizer, limits)) is not None:
             return _with_images(images)
-    ids = chat_prefix(request.body, tokenizer)
+    ids = chat_prefix(body, tokenizer)
     return PromptTokens((ids,), len(ids) + _MEDIA_TOKENS, partial=MEDIA)
 
 
@@ -173,7 +150,16 @@ def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
     return PromptTokens(prompts, sum(map(len, prompts)))
 
 
-def known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
+def with_features(prompts: Sequence[TokenIds], features: Sequence[MediaFeatures | None]) -> PromptTokens:
+    """Prompts known as far as their media are; `features` are told for each.
+
+    Raises:
+        ValueError: What is told of the items cannot be.
+    """
+    return _known_parts(list(map(_known_part, prompts, features)), sum(map(len, prompts)))
+
+
+def _known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
     """Prompts of `total` tokens, each known as far as its ids go, with the media items within these."""
     prompts, media = tuple(ids for ids, _ in parts), tuple(items for _, items in parts)
     partial = MEDIA if sum(map(len, prompts)) < total else None
@@ -218,7 +204,7 @@ def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
         end = image.offset + image.length
         items.append(MultimodalItem(image.uuid, image.offset, image.length))
     total = len(prompt.ids) + prompt.text_tokens + _MEDIA_TOKENS * prompt.unknown_images
-    return known_parts([(ids, tuple(items))], total)
+    return _known_parts([(ids, tuple(items))], total)
 
 
 def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptTokens:
@@ -227,7 +213,7 @@ def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptT
         return unknown(request, "unsupported_prompt")
     try:
         features = msgspec.convert(request.body.get(_FEATURES), MediaFeatures | None)
-        return known_parts([known_part(ids, features) for ids in prompts], sum(map(len, prompts)))
+        return with_features(prompts, [features] * len(prompts))
     except ValueError:
         # The engine will refuse it, and say so better.
         return unknown(request, "unsupported_prompt")
@@ -245,7 +231,7 @@ class MediaFeatures(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] | None = None
 
 
-def known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
+def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
     """A prompt's ids as far as they are known, and the items within them.
 
     Placeholders are the same for every image; the hashes, which are in the engine's events too, tell them

@@ -43,11 +43,9 @@ class RateParameters:
     prior_tokens_per_s: float = 15_000.0  # believed of a fleet that has neither told nor been observed
     window: int = 64  # observations kept per pod; their median counts, so that outliers do not move it
     observations_min: int = 8  # observations from which on a pod's median is believed at all
-    # In standard errors, how far a pod's median must be from what is believed of any pod to count.
-    doubt: float = 2.5
+    doubt: float = 2.5  # standard errors that a median must differ from what is believed of any pod to count
     belief: float = 4.0  # as many observations the fleet's median (or what the pod itself tells) is worth
-    # Shorter prefills are not observed: their time is mostly the engine's step, not tokens.
-    tokens_min: int = 128
+    tokens_min: int = 128  # shorter prefills are not observed: their time is mostly the engine's step
     # Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else what
     # others tell, else what is configured.
     bound: float = 100.0
@@ -118,28 +116,18 @@ class PrefillRates:
         fast as the fleet: else one that told too little is sent nothing by which it could tell another. To be
         called every few seconds.
         """
-        oldest_s = now_s - self._parameters.life_s
-        changed, unknown = [], []
+        known = self._parameters
         with self._lock:
-            oldest = self._observations - self._parameters.window * len(self._observed)
-            for pod, observed in self._observed.items():
-                known = len(observed)
+            oldest_s, oldest = now_s - known.life_s, self._observations - known.window * len(self._observed)
+            for observed in self._observed.values():
                 while observed and (observed[0].ended_s < oldest_s or observed[0].number <= oldest):
                     observed.popleft()
-                if pod not in self._medians or len(observed) == known:
-                    continue
-                if len(observed) >= self._parameters.observations_min:
-                    self._medians[pod] = self._median(pod)
-                    changed.append(pod)
-                else:
-                    del self._medians[pod]
-                    unknown.append(pod)
-            if unknown:
+            enough = [pod for pod, seen in self._observed.items() if len(seen) >= known.observations_min]
+            if unknown := self._medians.keys() - set(enough):
                 # A fleet at rest is as fast as it was.
                 self._before = self._fleet
-                self._unlearn(unknown)
-            elif changed:
-                self._tell(changed)
+            self._medians = {pod: self._median(pod) for pod in enough}
+            self._unlearn(unknown)
             for pod, speed in self.board.told().items():
                 if (known_told := self._told.get(pod)) is None or known_told[0] != speed:
                     self._told[pod] = speed, self._observations

@@ -14,8 +14,7 @@ import msgspec
 
 from router.errors import RequestError
 
-MODEL_CHARS_MAX = 4096
-"""A model is named by a repository or a path; decisions that are kept keep its name."""
+MODEL_CHARS_MAX = 4096  # a model is named by a repository or a path; decisions that are kept keep its name
 
 CACHE_NOT_READ = "cache_not_read"
 """Why a request is picked by load alone whose whole prompt every pod will compute."""
@@ -39,8 +38,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
     request_id: str  # joins this request with what is later heard of it
     kind: RequestKind
-    # As the pod is asked for it: a base model or a LoRA adapter; None where the API is not known.
-    model: str | None = None
+    model: str | None = None  # as the pod is asked for it: base model or LoRA adapter; None: unknown API
     # The decoded JSON body of a known API, checked only in the fields named here; else empty. A chat's
     # `messages` may be JSON text still (msgspec.Raw), of which only the form is checked.
     body: Mapping[str, Any] = msgspec.field(default_factory=dict)

@@ -25,10 +25,10 @@ from router.dispatch import Dispatch
 from router.errors import RequestError
 from router.flow import FlowControl
 from router.pods import PodSet
-from router.prompt_tokens import PROMPTS_MAX, TOO_MANY_PROMPTS
+from router.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
-from router.tokens import LONGER_THAN_CONTEXT, PromptTokens, TokenizerRegistry
+from router.tokens import TokenizerRegistry
 from router.traces import Traces
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class Router:
         if degraded is None and not reads_cache(request):
             # Its blocks will be stored all the same, which tells the end of its prefill.
             degraded = CACHE_NOT_READ
-        prompts = tokens.prompts if keys else ()
-        return Prompted(request, tokens.total, prompts, keys, degraded, priority, tokens.partial)
+        return Prompted(request, tokens, keys, degraded, priority)
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
@@ -149,7 +148,7 @@ class Router:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self.index.match(keys, lineup.asked, prompt_tokens=length)
-            for keys, length in zip(prompted.keys, map(len, prompted.prompts), strict=True)
+            for keys, length in zip(prompted.keys, map(len, prompted.tokens.prompts), strict=False)
         ]
         marks_ns.append(time.time_ns())
         # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.

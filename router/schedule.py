@@ -26,6 +26,7 @@ from router.decision import Candidate, Decision, Ranking
 from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.pods import PodSnapshot
+from router.prompt_tokens import PromptTokens
 from router.rates import Lesson
 from router.request import RouteRequest, usage_tells_all
 from router.sessions import Sessions, session_of
@@ -52,12 +53,10 @@ class Prompted(msgspec.Struct, frozen=True):
     """What is known of a request's prompts when it is scheduled."""
 
     request: RouteRequest
-    prompt_tokens: int  # of all prompts; estimated from the body's size when `degraded`
-    prompts: Sequence[NDArray[np.uint32]]  # each one's token ids, in the order of `keys`; empty: not known
-    keys: Sequence[Keys]  # block keys of each prompt; empty when not known
+    tokens: PromptTokens
+    keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty when not known
     degraded: str | None  # why the cache's view is not used; None when it is
-    priority: int = 0  # of the request
-    partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
+    priority: int = 0
 
     def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
@@ -68,7 +67,9 @@ class Prompted(msgspec.Struct, frozen=True):
         cached_blocks: int = matches.cached_blocks.item(row)
         assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
-        return DispatchedPrompt(base_model, lora_name, salt, self.prompts[0], cached_blocks, held_blocks)
+        return DispatchedPrompt(
+            base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks
+        )
 
 
 class Scheduler:
@@ -124,7 +125,7 @@ class Scheduler:
         request = prompted.request
         session, session_pod = session_of(request.headers), None
         adapters_s = self._adapters_s(lineup, pods, now_s)
-        prompt_tokens = prompted.prompt_tokens
+        prompt_tokens = prompted.tokens.total
         used = matches if prompted.degraded is None else ()
         credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, adapters_s, now_s)
         if session is not None:
@@ -151,8 +152,8 @@ class Scheduler:
             session_pod,
             request.client_model,
             routing,
-            prompted.partial,
-            usage_tells_all(request, len(prompted.prompts)),
+            prompted.tokens.partial,
+            usage_tells_all(request, len(prompted.keys)),
         )
         if session is not None:
             self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)
@@ -169,7 +170,7 @@ class Scheduler:
         """Credits, prices, their order, and the most cached tokens."""
         credits = np.zeros(len(lineup.rows), CREDIT)
         block_tokens, board = self._block_tokens, self._board
-        held = list(map(self._held, matches, prompted.prompts, repeat(lineup))) or [_NOTHING_HELD]
+        held = list(map(self._held, matches, prompted.tokens.prompts, repeat(lineup))) or [_NOTHING_HELD]
         for further in held[1:]:
             add_credit(*further, block_tokens, credits)
         with board.lock:
@@ -180,7 +181,7 @@ class Scheduler:
                 board.pods,
                 lineup.rows,
                 extra_s,
-                float(prompted.prompt_tokens),
+                float(prompted.tokens.total),
                 float(now_s),
                 float(board.fleet_tokens_per_s),
                 float(board.mean_tokens),

@@ -22,7 +22,7 @@ from cachetools import TTLCache
 
 from router.errors import TokenizerUnavailableError
 from router.pods import Pod
-from router.prompt_tokens import MediaFeatures, PromptTokens, known_part, known_parts, unknown
+from router.prompt_tokens import MediaFeatures, PromptTokens, unknown, with_features
 from router.request import RequestKind, RouteRequest
 
 _PATHS = {
@@ -134,8 +134,7 @@ def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
     answer = msgspec.json.decode(data, type=form)
     rendered: list[_Rendered] = answer if several else [answer]
     prompts = [np.frombuffer(array("I", prompt.token_ids), np.uint32) for prompt in rendered]
-    parts = [known_part(ids, prompt.features) for ids, prompt in zip(prompts, rendered, strict=True)]
-    return known_parts(parts, sum(map(len, prompts)))
+    return with_features(prompts, [prompt.features for prompt in rendered])
 
 
 def _prompts_of(request: RouteRequest) -> int:

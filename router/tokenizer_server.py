@@ -15,13 +15,14 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from indexer.flags import CommandParser
+from indexer.flags import CommandParser, bounded
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
 from router.flags import model_source
@@ -161,18 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--threads",
-        type=_threads,
+        type=partial(bounded, least=1, most=256),
         default=os.cpu_count() or 1,
         metavar="N",
         help="requests tokenized at once (default: one per processor)",
     )
     return parser
-
-
-def _threads(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 256, not {text!r}")
-    return int(text)
 
 
 def _check_free(path: Path) -> None:

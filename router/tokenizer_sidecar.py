@@ -18,13 +18,13 @@ from router.errors import RequestError, TokenizerUnavailableError
 from router.prompt_tokens import PromptTokens, unknown
 from router.request import RequestKind, RouteRequest
 
+# The API of a request, as `Tokenize` is told it.
 APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
     RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
     RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
     RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
 }
-"""The API of a request, as `Tokenize` is told it."""
 
 # 4 bytes each of 16 million tokens.
 _ANSWER_BYTES_MAX = 64 << 20

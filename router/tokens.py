@@ -29,7 +29,6 @@ from msgspec.structs import replace
 from router.errors import ConfigError, RequestError, TokenizerUnavailableError
 from router.pods import Pod
 from router.prompt_tokens import (
-    LONGER_THAN_CONTEXT,
     PromptTokens,
     given,
     known_prompts,
@@ -42,10 +41,8 @@ from router.tokenizer_render import RenderTokenizer
 from router.tokenizer_sidecar import SidecarTokenizer
 from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
 from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.hub import hub_directory
 from tokenization.openai_prompts import PromptLimits
-
-__all__ = ["LONGER_THAN_CONTEXT", "PromptTokens", "TokenizeOptions", "TokenizerRegistry"]
+from tokenization.template_files import hub_directory
 
 _log = logging.getLogger(__name__)
 

@@ -57,9 +57,7 @@ class ManyItemsError(Exception):
 class MediaForm(NamedTuple):
     """How messages with images, sounds and films are shown."""
 
-    # Stands in front of a message's text for each of them, where the template takes no parts; empty: nothing
-    # does.
-    text: str
+    text: str  # in front of a text for each of them, where the template takes no parts; empty: nothing
     mark: str = ""  # text in front of each of them, where it takes parts; empty: none
 
 

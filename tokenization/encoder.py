@@ -35,11 +35,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Token ids of a prompt or a part of one: uint32 [tokens].
 TokenIds: TypeAlias = NDArray[np.uint32]
 
-CHECK_EVERY = 256
-"""One prompt in so many is compared with the library."""
-
+CHECK_EVERY = 256  # one prompt in so many is compared with the library
+# So many distinct texts with other ids, and the tokenizer's every text is left to the library.
 MISMATCHES_MAX = 3
-"""So many distinct texts with other ids, and the tokenizer's every text is left to the library."""
 
 # For text between special tokens that comes again in a conversation's next turn.
 _SEGMENT_CACHE_BYTES = 64 << 20

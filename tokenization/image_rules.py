@@ -43,8 +43,7 @@ class ImageRule:
     expand: Callable[[ImageSize | None], TokenIds | None]
     reads_size: bool = True  # whether these ids depend on the size
     upright: bool = False  # whether they change when width and height change places
-    # Pairs of ids that become one where they meet (first, second, both), in this order.
-    joins: tuple[tuple[int, int, int], ...] = ()
+    joins: tuple[tuple[int, int, int], ...] = ()  # ids that become one where they meet: first, second, both
 
 
 def always(ids: Sequence[int]) -> Callable[[ImageSize | None], TokenIds | None]:
@@ -309,10 +308,9 @@ def _id(tokenizer: Tokenizer, text: object) -> int | None:
 class _Family:
     """One way to make a rule, and the processors that it is made from."""
 
-    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]  # makes it
+    rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]
     processors: tuple[str, ...]  # names in `processor_class`
-    # Names in `image_processor_type`, without a backend's; empty: the rule asks none.
-    image_processors: tuple[str, ...] = ()
+    image_processors: tuple[str, ...] = ()  # `image_processor_type` without a backend; empty: any
 
 
 _QWEN = _Family(

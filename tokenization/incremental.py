@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
 
 if TYPE_CHECKING:
     from tokenization.tokenizer import PromptTokenizer
@@ -38,13 +37,6 @@ class OwnTexts(dict[int, str | None]):
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
         own = self[token_id] = None if _REPLACEMENT in text else text
         return own
-
-
-def own_texts(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> OwnTexts | None:
-    """What single ids mean; None where that depends on the ids around them."""
-    if not isinstance(tokenizer.decoder, ByteLevel):
-        return None
-    return OwnTexts(tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class IncrementalDecoder:

@@ -45,8 +45,7 @@ class PromptLimits(msgspec.Struct, frozen=True):
     """What the caller allows."""
 
     chars_max: int | None = None  # longer text is refused without the work of encoding it; None takes any
-    # The model's context, for requests that want to be cut to it; None: not known.
-    context_tokens: int | None = None
+    context_tokens: int | None = None  # the model's, for requests that want to be cut to it; None: not known
     items_max: int | None = None  # of a chat's messages and parts, more are not rendered; None: any number is
     # Token ids that a prompt is given as are below it; None: below the tokenizer's vocabulary. A model's own
     # vocabulary may be greater, where its embeddings are padded.

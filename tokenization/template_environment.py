@@ -26,8 +26,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-WHILE = "kvroute_while"
-"""`while_set`, as rewritten templates call it."""
+WHILE = "kvroute_while"  # `while_set`, as rewritten templates call it
 
 # What a round may work out before it asks: none of it fails or changes anything.
 _HARMLESS = (nodes.Name, nodes.Const, nodes.Getattr, nodes.Filter, nodes.Sub, nodes.Add)
@@ -309,5 +308,4 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-ENVIRONMENT = _environment()
-"""All templates': those of transformers, down to what stands around blocks."""
+ENVIRONMENT = _environment()  # all templates': those of transformers, down to what stands around blocks

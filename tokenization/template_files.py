@@ -1,8 +1,9 @@
-"""Which of a model's files engines read its chats and prompts by: its directory and settings in, sources out.
+"""A model's files: where they come from, and by which of them engines read its chats and prompts.
 
-Knows the files that `transformers` reads, the models whose chats vLLM's server writes by code of its own, and
-vLLM's rule for `mistral-common`: the directory holds Mistral's own form of the tokenizer and of the weights.
-Chats then have no template, and a special token's text within a prompt is text. Compiles and renders nothing.
+Knows the Hugging Face Hub, the files that `transformers` reads, the models whose chats vLLM's server writes
+by code of its own, and vLLM's rule for `mistral-common`: the directory holds Mistral's own form of the
+tokenizer and of the weights. Chats then have no template, and a special token's text within a prompt is text.
+Compiles and renders nothing.
 """
 
 from __future__ import annotations
@@ -135,3 +136,65 @@ def read_by_mistral(directory: Path, special_tokens: Iterable[str]) -> re.Patter
         # A pattern of nothing would be found everywhere.
         return re.compile("|".join(texts) if texts else "(?!)")
     return _ANY_TEXT if any(directory.glob(_SENTENCEPIECE)) else None
+
+
+# No weights: what PromptTokenizer.from_directory reads or looks for.
+_HUB_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+    "generation_config.json",
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tekken.json",
+    "tokenizer.model.v*",
+)
+
+
+def hub_directory(repository: str, revision: str, cache: Path | None = None) -> Path:
+    """Fetches a model's files from the Hugging Face Hub, as far as they are not in its usual cache yet.
+
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to every Hub client.
+
+    Args:
+        repository: "owner/name".
+        revision: Commit, tag or branch; only a commit stays the same for ever.
+        cache: Where to keep files; None: the Hub's usual place.
+
+    Raises:
+        TokenizerLoadError: The Hub cannot be reached, or does not have it; or its client is not installed.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as error:
+        raise TokenizerLoadError("huggingface_hub is not installed; pip install 'kvroute[hub]'") from error
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, cache_dir=cache, allow_patterns=list(_HUB_FILES))
+        )
+    except GatedRepoError as error:
+        raise TokenizerLoadError(
+            f"{repository} is gated; set HF_TOKEN to a token that may read it"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise TokenizerLoadError(f"{repository} has no revision {revision}") from error
+    except RepositoryNotFoundError as error:
+        raise TokenizerLoadError(
+            f"{repository} is not on the Hub; if it is private, set HF_TOKEN to a token that may read it"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise TokenizerLoadError(
+            f"{repository}@{revision} is not in the cache, and the Hub is not to be reached: {error}"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise TokenizerLoadError(f"{repository}@{revision} cannot be fetched: {error}") from error

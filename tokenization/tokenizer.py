@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from tokenization.chat_template import ChatTemplate, Message
 from tokenization.encoder import TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.image_rules import ImageFiles, ImageRule, image_rule
-from tokenization.incremental import OwnTexts, own_texts
+from tokenization.incremental import OwnTexts
 from tokenization.template_files import (
     TemplateSources,
     read_by_mistral,
@@ -25,8 +26,8 @@ from tokenization.template_files import (
     token_text_of,
 )
 
+# Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template.
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
-"""Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template."""
 
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -60,7 +61,9 @@ class PromptTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         # Decoding leaves them out unless it is told not to.
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._own_texts = {skip: own_texts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
+        self._own_texts: dict[bool, OwnTexts] = {}
+        if isinstance(tokenizer.decoder, ByteLevel):
+            self._own_texts = {skip: OwnTexts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.encoder = TextEncoder(tokenizer)
 
     @classmethod
@@ -135,7 +138,7 @@ class PromptTokenizer:
 
     def own_texts(self, *, skip_special_tokens: bool = True) -> OwnTexts | None:
         """The texts of single ids; None where they depend on the ids around them."""
-        return self._own_texts[skip_special_tokens]
+        return self._own_texts.get(skip_special_tokens)
 
     def to_json(self) -> str:
         text: str = self._tokenizer.to_str()

@@ -40,8 +40,7 @@ class Endpoint:
     waiting_requests: int = 0  # in the engine's queue
     running_requests: int = 0  # being computed
     kv_usage: float = 0.0  # share of the KV cache in use, 0..1
-    # Age of the three above, of which one that is not told is 0; None if the engine never told.
-    load_age_s: float | None = None
+    load_age_s: float | None = None  # age of the three above (0: not told); None if the engine never told
     lora: LoraLoad | None = None  # the engine's places for adapters; None if not told
     inflight_requests: int = 0  # sent there by this router and not yet over
     inflight_tokens: int = 0  # their uncached prompt tokens
@@ -60,10 +59,8 @@ class PluginRequest:
     priority: int  # of its objective
     now_s: float  # on the router's monotonic clock
     random: np.random.Generator  # to break ties with
-    # What producers found out, such as a session's id.
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    # By producer's name: matches by address.
-    prefixes: Mapping[str, Mapping[str, PrefixMatch]] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)  # from producers, such as a session's id
+    prefixes: Mapping[str, Mapping[str, PrefixMatch]] = field(default_factory=dict)  # by producer and address
     multimodal: bool = False  # whether the prompt carries more than text
 
     def prefix(self, producer: str, endpoint: Endpoint) -> PrefixMatch:

@@ -22,36 +22,9 @@ from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, Pro
 from router.errors import ConfigError
 from router.flow_config import FLOW_TYPES
 from router.parsers import PARSERS
+from router.plugins import cache_scorers, labels, load
 from router.plugins.api import Filter, Picker, Scorer
-from router.plugins.cache_scorers import (
-    APPROXIMATE,
-    PRECISE,
-    PRODUCER_KEY,
-    ContextLengthAware,
-    LoraAffinityScorer,
-    NoHitLruScorer,
-    PrefixScorer,
-)
-from router.plugins.labels import (
-    ByLabelFilter,
-    DecodeFilter,
-    EncodeFilter,
-    HeaderLabelScorer,
-    HeaderTestingFilter,
-    LabelSelectorFilter,
-    PrefillFilter,
-)
-from router.plugins.load import (
-    ActiveRequestScorer,
-    KvUsageScorer,
-    LoadAwareScorer,
-    PrefixAffinityFilter,
-    QueueScorer,
-    RunningRequestsScorer,
-    TokenLoadScorer,
-    TtftCostScorer,
-    UtilizationFilter,
-)
+from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
 from router.plugins.pipeline import Pipeline
 from router.plugins.producers import (
     AgentIdentity,
@@ -82,30 +55,31 @@ ENTRY_POINTS = "kvroute.plugins"
 _SINGLE = "single-profile-handler"
 _Plugins = Mapping[str, object]
 
+# Types that stand in a profile or decide for a handler, as far as they need nothing of the router.
 MAKERS: Mapping[str, type[Settings]] = {
-    "label-selector-filter": LabelSelectorFilter,
-    "by-label-selector": LabelSelectorFilter,
-    "by-label": ByLabelFilter,
-    "decode-filter": DecodeFilter,
-    "prefill-filter": PrefillFilter,
-    "encode-filter": EncodeFilter,
-    "prefix-cache-affinity-filter": PrefixAffinityFilter,
-    "utilization-filter": UtilizationFilter,
+    "label-selector-filter": labels.LabelSelectorFilter,
+    "by-label-selector": labels.LabelSelectorFilter,
+    "by-label": labels.ByLabelFilter,
+    "decode-filter": labels.DecodeFilter,
+    "prefill-filter": labels.PrefillFilter,
+    "encode-filter": labels.EncodeFilter,
+    "prefix-cache-affinity-filter": load.PrefixAffinityFilter,
+    "utilization-filter": load.UtilizationFilter,
     "session-affinity-filter": SessionAffinity,
     "session-affinity-scorer": SessionAffinity,
-    "header-based-testing-filter": HeaderTestingFilter,
-    "header-label-affinity-scorer": HeaderLabelScorer,
-    "queue-scorer": QueueScorer,
-    "running-requests-size-scorer": RunningRequestsScorer,
-    "kv-cache-utilization-scorer": KvUsageScorer,
-    "lora-affinity-scorer": LoraAffinityScorer,
-    "prefix-cache-scorer": PrefixScorer,
-    "no-hit-lru-scorer": NoHitLruScorer,
-    "load-aware-scorer": LoadAwareScorer,
-    "active-request-scorer": ActiveRequestScorer,
-    "token-load-scorer": TokenLoadScorer,
-    "context-length-aware": ContextLengthAware,
-    "ttft-cost-scorer": TtftCostScorer,
+    "header-based-testing-filter": labels.HeaderTestingFilter,
+    "header-label-affinity-scorer": labels.HeaderLabelScorer,
+    "queue-scorer": load.QueueScorer,
+    "running-requests-size-scorer": load.RunningRequestsScorer,
+    "kv-cache-utilization-scorer": load.KvUsageScorer,
+    "lora-affinity-scorer": cache_scorers.LoraAffinityScorer,
+    "prefix-cache-scorer": cache_scorers.PrefixScorer,
+    "no-hit-lru-scorer": cache_scorers.NoHitLruScorer,
+    "load-aware-scorer": load.LoadAwareScorer,
+    "active-request-scorer": load.ActiveRequestScorer,
+    "token-load-scorer": load.TokenLoadScorer,
+    "context-length-aware": cache_scorers.ContextLengthAware,
+    "ttft-cost-scorer": load.TtftCostScorer,
     "max-score-picker": MaxScorePicker,
     "random-picker": RandomPicker,
     "weighted-random-picker": WeightedRandomPicker,
@@ -113,7 +87,6 @@ MAKERS: Mapping[str, type[Settings]] = {
     "always-disagg-pd-decider": AlwaysPd,
     "always-disagg-multimodal-decider": AlwaysMultimodal,
 }
-"""Types that stand in a profile or decide for a handler, as far as they need nothing of the router."""
 
 
 class _InflightLoad(Settings):
@@ -159,6 +132,7 @@ _PRECISE_SCORER = "precise-prefix-cache-scorer"
 # Types whose parameters are others' to read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
+# What there is in the place of types that we do not have.
 INSTEAD: Mapping[str, str] = {
     "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
@@ -184,7 +158,6 @@ INSTEAD: Mapping[str, str] = {
     "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
     "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
 }
-"""What there is in the place of types that we do not have."""
 
 
 def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:
@@ -201,7 +174,7 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
         if entry.type in (PRECISE, _PRECISE_SCORER):
             prefixes[name] = PrecisePrefix(block_tokens)
             if entry.type == _PRECISE_SCORER:
-                plugins[name] = PrefixScorer(name)
+                plugins[name] = cache_scorers.PrefixScorer(name)
         elif entry.type in _OTHERS:
             other = entry.told.read(_OTHERS[entry.type])
             if isinstance(other, ApproximatePrefix):

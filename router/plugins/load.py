@@ -109,11 +109,9 @@ class PrefixAffinityFilter(Settings):
     producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
     affinity_threshold: Share = 0.8  # from this share of the prompt on an endpoint holds it
     exploration_probability: Share = 0.0  # share of requests that are let pass unfiltered
-    # How much later the best holder may answer than the best other; 0: any time.
-    penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")
+    penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")  # of holders' answers; 0: any
     ttft_source: Literal["prefillThroughput"] = "prefillThroughput"
-    # Tokens/s by which tokens in flight become seconds.
-    peak_prefill_throughput: Annotated[float, Meta(ge=1e-3, le=1e12)] = 15_928.0
+    peak_prefill_throughput: Annotated[float, Meta(ge=1e-3, le=1e12)] = 15_928.0  # tokens/s
     in_flight_load_producer_name: Any = None
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:

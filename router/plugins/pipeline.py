@@ -7,8 +7,8 @@ tells producers and observers what came of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,41 +34,29 @@ _MEDIA = ("image_url", "input_image", "audio_url", "input_audio", "video_url", "
 _PARTS_MAX = 1024
 
 
+@dataclass(slots=True)
 class Pipeline:
-    """Orders the candidates of one request.
+    """Orders the candidates of one request."""
 
-    Args:
-        plugins: By name; those that observe are told the picks, those with a state show what they remember.
-        prefixes, attributes: Producers of what plugins consume, by name.
-        types: Of all plugins, by name.
-    """
+    handler: ProfileHandler
+    plugins: Mapping[str, object]  # by name; those that observe are told the picks
+    prefixes: Mapping[str, PrefixProducer]  # by name, as attributes: producers of what plugins consume
+    attributes: Mapping[str, AttributeProducer]
+    types: Mapping[str, str]  # of all plugins, by name
+    random: np.random.Generator
+    _observers: Sequence[tuple[str, Observer]] = field(init=False)
 
-    def __init__(
-        self,
-        handler: ProfileHandler,
-        plugins: Mapping[str, object],
-        prefixes: Mapping[str, PrefixProducer],
-        attributes: Mapping[str, AttributeProducer],
-        types: Mapping[str, str],
-        random: np.random.Generator,
-    ) -> None:
-        self._handler = handler
-        self._prefixes = prefixes
-        self._attributes = attributes
-        self._types = types
-        self._random = random
-        self._observers = [(name, one) for name, one in plugins.items() if isinstance(one, Observer)]
-        remembering = {**prefixes, **plugins}
-        self._stateful = {name: one for name, one in remembering.items() if isinstance(one, Stateful)}
+    def __post_init__(self) -> None:
+        self._observers = [(name, one) for name, one in self.plugins.items() if isinstance(one, Observer)]
 
     def state(self) -> dict[str, Any]:
         """What plugins remember, by their names, for people."""
-        return {name: {"type": kind, "state": self._state_of(name)} for name, kind in self._types.items()}
+        return {name: {"type": kind, "state": self._state_of(name)} for name, kind in self.types.items()}
 
     def _state_of(self, name: str) -> object:
-        plugin = self._stateful.get(name)
+        plugin = self.plugins.get(name, self.prefixes.get(name))
         try:
-            return plugin.state() if plugin is not None else None
+            return plugin.state() if isinstance(plugin, Stateful) else None
         except Exception as error:
             # The picks go on meanwhile, and a plugin of somebody else's may not have thought of that.
             return f"not told: {error!r}"
@@ -109,19 +97,25 @@ class Pipeline:
             strict=True,
         )
         endpoints = [
-            _endpoint(pods.get(pod.address, pod), now_s, prompted.prompt_tokens, *counts)
+            _endpoint(pods.get(pod.address, pod), now_s, prompted.tokens.total, *counts)
             for pod, *counts in columns
         ]
         request = self._request(prompted, matches, lineup.addresses, now_s)
-        with _costing_one_request(request.id):
-            handled = self._handler.run(request, endpoints)
+        try:
+            handled = self.handler.run(request, endpoints)
             if handled is None:
                 raise RequestError(
                     429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
                 )
             response_headers = self._tell(request, handled)
+        except RequestError:
+            raise
+        except Exception as error:
+            # Whatever a plugin raises is an error of this one request.
+            _log.exception("request %s: a plugin failed", request.id)
+            raise RequestError(500, f"a plugin failed: {error}") from error
         sent_to = [one.address for one in (handled.primary.endpoints[0], handled.prefill) if one is not None]
-        for producer in self._prefixes.values():
+        for producer in self.prefixes.values():
             producer.sent(sent_to, pods)
         return _order(handled, endpoints), _routing(handled, response_headers)
 
@@ -131,21 +125,21 @@ class Pipeline:
         request = prompted.request
         attributes = {
             name: value
-            for name, producer in self._attributes.items()
+            for name, producer in self.attributes.items()
             if (value := producer.attribute(request.headers))
         }
         return PluginRequest(
             id=request.request_id,
             model=request.model,
             headers=request.headers,
-            prompt_tokens=prompted.prompt_tokens,
+            prompt_tokens=prompted.tokens.total,
             priority=prompted.priority,
             now_s=now_s,
-            random=self._random,
+            random=self.random,
             attributes=attributes,
             prefixes={
                 name: producer.matches(prompted, matches, addresses)
-                for name, producer in self._prefixes.items()
+                for name, producer in self.prefixes.items()
             },
             multimodal=_is_multimodal(request.body),
         )
@@ -171,22 +165,6 @@ class Pipeline:
         if failures:
             raise failures[0]
         return headers
-
-
-@contextmanager
-def _costing_one_request(request_id: str) -> Iterator[None]:
-    """Turn whatever a plugin raises into an error of this one request.
-
-    Raises:
-        RequestError: The plugin's own, or 500.
-    """
-    try:
-        yield
-    except RequestError:
-        raise
-    except Exception as error:
-        _log.exception("request %s: a plugin failed", request_id)
-        raise RequestError(500, f"a plugin failed: {error}") from error
 
 
 def _endpoint(

@@ -50,13 +50,10 @@ class ApproximatePrefix(Settings):
     """What this router sent where: an LRU of prompt hashes for each pod."""
 
     auto_tune: bool = True  # would take the block size from the engines, whose events we have
-    # Of one hashed block, at 4 bytes a token; at least 64 count.
-    block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16
-    # Longest prefix that is looked at.
-    max_prefix_blocks_to_match: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
+    block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16  # at 4 bytes a token; at least 64 count
+    max_prefix_blocks_to_match: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048  # longest prefix looked at
     max_prefix_tokens_to_match: Whole = 131_072
-    # Blocks remembered for each pod.
-    lru_capacity_per_server: Annotated[int, Meta(ge=1, le=10_000_000)] = 31_250
+    lru_capacity_per_server: Annotated[int, Meta(ge=1, le=10_000_000)] = 31_250  # blocks kept for each pod
 
     def __post_init__(self) -> None:
         self._block_tokens = max(self.block_size_tokens, _BLOCK_TOKENS_LEAST)
@@ -132,8 +129,5 @@ class SessionIdProducer(Settings):
         return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
 
 
-PrefixProducer = PrecisePrefix | ApproximatePrefix
-"""Knows how much of a prompt each pod holds."""
-
-AttributeProducer = AgentIdentity | SessionIdProducer
-"""Finds something out from a request's headers."""
+PrefixProducer = PrecisePrefix | ApproximatePrefix  # knows how much of a prompt each pod holds
+AttributeProducer = AgentIdentity | SessionIdProducer  # finds something out from a request's headers

@@ -39,10 +39,10 @@ class WeightedScorer:
 class Picked:
     """What a profile chose."""
 
+    profile: str  # its name
     endpoints: Sequence[Endpoint]  # best first; never empty
     scores: dict[str, float]  # weighted sums of all that passed the filters, by address
-    # For each scorer its name and what it added to the first endpoint's score.
-    parts: Sequence[tuple[str, float]]
+    parts: Sequence[tuple[str, float]]  # by scorer, what it added to the first endpoint's score
     removed: Mapping[str, str]  # those that did not pass, by address, and why
 
 
@@ -83,7 +83,7 @@ class Profile:
             raise PluginError("the picker must answer at least one endpoint, of those that it was given")
         first = places[chosen[0].address]
         parts = [(scorer.name, column[first]) for scorer, column in zip(self.scorers, columns, strict=True)]
-        return Picked(chosen, {one.endpoint.address: one.score for one in scored}, parts, removed)
+        return Picked(self.name, chosen, {one.endpoint.address: one.score for one in scored}, parts, removed)
 
     def _weighted(
         self, scorer: WeightedScorer, request: PluginRequest, endpoints: Sequence[Endpoint]
@@ -233,13 +233,6 @@ class Stage:
     profile: Profile
     decider: Decider
 
-    def run(
-        self, request: PluginRequest, endpoints: Sequence[Endpoint], decoder: Endpoint | None
-    ) -> Picked | None:
-        if not self.decider.decide(request, decoder):
-            return None
-        return self.profile.run(request, endpoints)
-
 
 @dataclass(frozen=True, slots=True)
 class ProfileHandler:
@@ -248,8 +241,7 @@ class ProfileHandler:
     decode: Profile  # picks where the request goes, which fetches from the others' picks
     prefill: Stage | None = None  # None: that stage is never apart
     encode: Stage | None = None
-    # Whether prefill is picked before decode, without regard to the latter's cache.
-    prefill_first: bool = False
+    prefill_first: bool = False  # whether prefill is picked before decode, regardless of the latter's cache
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
         """Pick; a stage whose filters leave nobody stays with the decoding pod.
@@ -257,24 +249,29 @@ class ProfileHandler:
         Returns:
             None when no endpoint passes the filters of decoding.
         """
-        prefilled = encoded = None
-        if self.prefill is not None and self.prefill_first:
-            prefilled = self.prefill.run(request, endpoints, None)
+        prefilled = _picked(self.prefill, request, endpoints, None) if self.prefill_first else None
         decoded = self.decode.run(request, endpoints)
         if decoded is None:
             return None
         first = decoded.endpoints[0]
-        targets, headers = {"": first, self.decode.name: first}, {}
-        if self.prefill is not None and not self.prefill_first:
-            prefilled = self.prefill.run(request, endpoints, first)
-        if self.prefill is not None and prefilled is not None:
-            targets[self.prefill.profile.name] = prefilled.endpoints[0]
-            headers[_PREFILLER_HEADER] = prefilled.endpoints[0].address
-        if self.encode is not None:
-            encoded = self.encode.run(request, endpoints, first)
-        if self.encode is not None and encoded is not None:
-            targets[self.encode.profile.name] = encoded.endpoints[0]
+        if not self.prefill_first:
+            prefilled = _picked(self.prefill, request, endpoints, first)
+        encoded = _picked(self.encode, request, endpoints, first)
+        targets, headers = {"": first, decoded.profile: first}, {}
+        prefill = None
+        if prefilled is not None:
+            prefill = targets[prefilled.profile] = prefilled.endpoints[0]
+            headers[_PREFILLER_HEADER] = prefill.address
+        if encoded is not None:
+            targets[encoded.profile] = encoded.endpoints[0]
             headers[_ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
-        prefill = prefilled.endpoints[0] if prefilled is not None else None
         apart = prefill is not None and prefill.address != first.address
         return Handled(decoded, targets, headers, prefill if apart else None)
+
+
+def _picked(
+    stage: Stage | None, request: PluginRequest, endpoints: Sequence[Endpoint], decoder: Endpoint | None
+) -> Picked | None:
+    if stage is None or not stage.decider.decide(request, decoder):
+        return None
+    return stage.profile.run(request, endpoints)

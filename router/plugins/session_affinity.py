@@ -32,10 +32,10 @@ class _Source(Settings):
         if (self.header is None) == (self.attribute is None):
             raise ValueError("needs either a header or an attribute")
 
-    def named(self) -> tuple[str, str]:
+    def session(self, request: PluginRequest) -> str | None:
         if self.header is not None:
-            return "header", self.header.lower()
-        return "attribute", self.producer or self.attribute or ""
+            return request.headers.get(self.header.lower())
+        return request.attributes.get(self.producer or self.attribute or "")
 
 
 class _TokenConfig(Settings):
@@ -60,7 +60,7 @@ class SessionAffinity(Settings):
         self._keeps_ids = self.strategy == "session_id"
         self._header = self.encoded_endpoint_header_config.header.lower()
         config = self.session_id_config
-        self._sources = [source.named() for source in config.sources] or [("header", SESSION_ID_HEADER)]
+        self._sources = config.sources or (_Source(header=SESSION_ID_HEADER),)
         self._sessions = Sessions(config.eviction_ttl_seconds)
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
@@ -100,8 +100,8 @@ class SessionAffinity(Settings):
 
     def _session(self, request: PluginRequest) -> str | None:
         """The first id that a source names."""
-        for kind, name in self._sources:
-            found = request.headers.get(name) if kind == "header" else request.attributes.get(name)
+        for source in self._sources:
+            found = source.session(request)
             if found and len(found) <= _TOKEN_CHARS_MAX:
                 return found
         return None
