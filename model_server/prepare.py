@@ -148,7 +148,7 @@ class ServedModel:
 
     def adapter_of(self, name: str) -> str | None:
         """The adapter that answers under this name; None is the model itself, or nobody."""
-        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.names()
+        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.loaded()
         return name if is_adapter else None
 
 
