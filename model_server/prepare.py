@@ -164,11 +164,6 @@ class Job:
     requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
     echoed: tuple[str, ...]  # what each choice's text begins with
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
-        return sum(map(len, self.prompts))
-
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
     """Check and encode one request; its header's id wins over the body's.
